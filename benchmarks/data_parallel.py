@@ -1,0 +1,214 @@
+"""Step time of synchronous data parallelism: ours, torch's DDP over gloo, and no exchange at all.
+
+    python benchmarks/data_parallel.py --members 2 --rounds 15
+
+Processes on this machine over loopback, one thread each, tuned malloc in all. The variants take
+turns inside one run, so that whatever else the machine does hits all of them. The time of a round
+is that of its slowest member. Printed are median and minimum over rounds, the CPU time of a
+member (steadier under foreign load), and the median of the per-round ratios to DDP.
+"ours" knows the total weight beforehand and lets the exchange divide by it; "ours-late" divides
+afterwards; "none" computes the same and exchanges nothing: the floor.
+"""
+
+import argparse
+import itertools
+import multiprocessing as mp
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stratagem.common.malloc import tune_malloc
+from stratagem.worker.exchange import GradientBuckets, mesh_exchange
+from stratagem.worker.mesh import form_gloo
+
+VARIANTS = ("ours", "ours-late", "ddp", "none")
+GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
+
+
+class Transformer(nn.Module):
+    """10 M parameters; 32 tokens a row."""
+
+    def __init__(self, vocabulary: int = 10_000, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens))).flatten(0, 1)
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "transformer":
+        return Transformer()
+    return nn.Sequential(
+        nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 400), nn.ReLU(), nn.Linear(400, 10)
+    )
+
+
+def make_batch(name: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    rows = GLOBAL_BATCH[name] // size
+    if name == "transformer":
+        tokens = torch.randint(10_000, (rows, 33), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+    return torch.randn(rows, 784, generator=generator), torch.randint(10, (rows,))
+
+
+@dataclass(frozen=True)
+class Setup:
+    name: str
+    rank: int
+    size: int
+    pipe: Connection
+
+
+def make_step(variant: str, setup: Setup) -> Callable[[], None]:
+    """One training step of the variant on a model of its own."""
+    model = make_model(setup.name)
+    inputs, targets = make_batch(setup.name, setup.rank, setup.size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    loss_of = nn.CrossEntropyLoss()
+    if variant.startswith("ours"):
+        is_late = variant == "ours-late"
+        return make_our_step(
+            model, setup, lambda: loss_of(model(inputs), targets), optimizer, is_late
+        )
+    called: nn.Module = model
+    if variant == "ddp":
+        called = nn.parallel.DistributedDataParallel(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(called(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def make_our_step(
+    model: nn.Module,
+    setup: Setup,
+    loss_of: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    is_late: bool,
+) -> Callable[[], None]:
+    def rendezvous(address: bytes) -> list[bytes]:
+        setup.pipe.send(address)
+        return setup.pipe.recv()
+
+    link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
+    buckets = GradientBuckets(list(model.named_parameters()), num_extras=3)
+    exchange = mesh_exchange(buckets, link, setup.size)
+    rank, steps, total = setup.rank, itertools.count(), float(GLOBAL_BATCH[setup.name])
+    weight, divisor = total / setup.size, None if is_late else total
+
+    def step() -> None:
+        exchange.begin_step(next(steps), range(rank, rank + 1), setup.size, divisor=divisor)
+        exchange.begin_shard(rank)
+        loss = loss_of() * weight
+        loss.backward()
+        values = [weight, loss.item(), 0.0]
+        exchange.end_shard(rank, torch.tensor(values, dtype=torch.float64))
+        extras = exchange.finish()
+        if is_late:
+            buckets.divide(extras[0].item())
+        optimizer.step()
+
+    return step
+
+
+def run_member(pipe: Connection, name: str, rank: int, size: int, args: argparse.Namespace) -> None:
+    tune_malloc()
+    torch.set_num_threads(1)
+    store = dist.FileStore(args.store, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    setup = Setup(name, rank, size, pipe)
+    steps = {variant: make_step(variant, setup) for variant in VARIANTS}
+    for step in steps.values():
+        for _ in range(args.warmup):
+            step()
+    for round_num in range(args.rounds):
+        for variant in (
+            VARIANTS[round_num % len(VARIANTS) :] + VARIANTS[: round_num % len(VARIANTS)]
+        ):
+            dist.monitored_barrier(timeout=timedelta(seconds=60))
+            begun, cpu = time.perf_counter(), time.process_time()
+            for _ in range(args.steps):
+                steps[variant]()
+            wall_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu
+            pipe.send((variant, wall_s / args.steps, cpu_s / args.steps))
+    pipe.recv()
+    # Groups of three kinds are alive; the interpreter's own end would take them apart at random.
+    os._exit(0)
+
+
+@dataclass
+class Times:
+    """Seconds per step, by round."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        values = statistics.median(self.wall_s), min(self.wall_s), statistics.median(self.cpu_s)
+        return "{:7.1f} {:6.1f} {:6.1f}".format(*(1e3 * value for value in values))
+
+
+def measure(name: str, size: int, args: argparse.Namespace) -> dict[str, Times]:
+    """By variant."""
+    context = mp.get_context("spawn")
+    args.store = f"/tmp/stratagem-benchmark-{os.getpid()}-{name}"
+    pipes = []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        context.Process(
+            target=run_member, args=(theirs, name, rank, size, args), daemon=True
+        ).start()
+        pipes.append(ours)
+    for _ in [variant for variant in VARIANTS if variant.startswith("ours")]:
+        addresses = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(addresses)
+    times = {variant: Times() for variant in VARIANTS}
+    for _ in range(args.rounds * len(VARIANTS)):
+        told = [pipe.recv() for pipe in pipes]
+        times[told[0][0]].wall_s.append(max(wall_s for _, wall_s, _ in told))
+        times[told[0][0]].cpu_s.append(statistics.mean(cpu_s for *_, cpu_s in told))
+    for pipe in pipes:
+        pipe.send(None)
+    os.unlink(args.store)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, nargs="+", default=[2])
+    parser.add_argument("--models", nargs="+", default=["mlp", "transformer"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3, help="steps per round and variant")
+    parser.add_argument("--warmup", type=int, default=3)
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step: median, min, CPU")
+    print(f"{'model':<12} {'N':>2} " + " ".join(f"{v:>22}" for v in VARIANTS) + "  ours/ddp")
+    for name in args.models:
+        for size in args.members:
+            times = measure(name, size, args)
+            pairs = zip(times["ours"].wall_s, times["ddp"].wall_s, strict=True)
+            ratio = statistics.median(ours / ddp for ours, ddp in pairs)
+            cells = " ".join(f"{times[v]!s:>22}" for v in VARIANTS)
+            print(f"{name:<12} {size:>2} {cells}  {ratio:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Seconds per federated round without training, and the coordinator's memory.
+
+    python benchmarks/federated_round.py --mb 4 40 --clients 2 8 32 --rounds 12
+
+The model is one frozen parameter of the size asked for beside a trained one of one element, so a
+round is its transport: broadcast, two model-sized transfers per client, checks, fold, commits. The
+whole system runs: coordinator and two worker processes over loopback, durable journal and store.
+Medians over rounds after the first two. Memory is the peak resident size of the coordinator above
+what it had before the run, in units of the model.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_WARMUP_ROUNDS = 2
+
+
+class Ballast(nn.Module):
+    """Big in transport, nothing to train."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        part = num_elements // 10
+        self.frozen = nn.ParameterList(
+            nn.Parameter(torch.zeros(part), requires_grad=False) for _ in range(10)
+        )
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def build_model(num_elements: int) -> nn.Module:
+    return Ballast(num_elements)
+
+
+def load() -> dict[str, tuple[Tensor, Tensor]]:
+    return {"train": (torch.ones(64, 1), torch.ones(64, 1))}
+
+
+def job(num_elements: int, num_clients: int, rounds: int) -> dict[str, object]:
+    return {
+        "name": "ballast",
+        "model": {
+            "entrypoint": "benchmarks.federated_round:build_model",
+            "kwargs": {"num_elements": num_elements},
+        },
+        "data": {"entrypoint": "benchmarks.federated_round:load"},
+        "loss": "mse",
+        "optimizer": {"name": "sgd", "lr": 0.01},
+        "batch_size": 64,
+        "partition": {"method": "contiguous"},
+        "strategy": {
+            "type": "Federated",
+            "num_clients": num_clients,
+            "rounds": rounds,
+            "aggregation": {"method": "FedAvg"},
+            "client_selection": {"method": "All"},
+        },
+    }
+
+
+def resident_bytes(pid: int, field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} for {pid}")
+
+
+def reset_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float, float]:
+    """Median, minimum and maximum seconds per round, and peak memory in models above idle."""
+    from stratagem.client import LocalCluster
+
+    num_elements = mb * 1_000_000 // 4
+    allow = ("benchmarks.federated_round:*",)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = LocalCluster(workers=2, data_dir=Path(folder), allow=allow, import_path=(ROOT,))
+        with cluster, cluster.client() as client:
+            pid = cluster.processes["coordinator"].pid
+            before = resident_bytes(pid, "VmRSS")
+            reset_peak(pid)
+            run = client.submit(job(num_elements, num_clients, rounds))
+            run.result()
+            peak = resident_bytes(pid, "VmHWM") - before
+            times = [e.time_s for e in run.watch() if getattr(e, "kind", "") == "SegmentCommitted"]
+    gaps = [after - before for before, after in pairwise(times)][NUM_WARMUP_ROUNDS:]
+    return statistics.median(gaps), min(gaps), max(gaps), peak / (mb * 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, nargs="+", default=[4, 40])
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    print(f"{'model':>8} {'clients':>8} {'s/round':>9} {'min':>8} {'max':>8} {'peak':>14}")
+    for mb in args.mb:
+        for num_clients in args.clients:
+            median, least, most, models = measure(mb, num_clients, args.rounds)
+            print(
+                f"{mb:>5} MB {num_clients:>8} {median:>9.4f} {least:>8.4f} {most:>8.4f} "
+                f"{models:>7.2f} models",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

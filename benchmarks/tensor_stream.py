@@ -1,0 +1,371 @@
+"""How fast a state of tensors travels, against what is possible underneath.
+
+    python benchmarks/tensor_stream.py [--mb 400] [--repeats 5] [--chunks]
+
+Client and server are separate processes on loopback. `ours` is the real transfer code: plain
+protobuf messages, a CRC32C per chunk, received into torch tensors in place. It is compared with the
+same under the default allocator, with gRPC that carries raw bytes in chunks of the same size
+without checksums, and with a bare TCP socket. All receive into memory that has been touched before.
+The variants take turns, so that other load on the machine hits all of them alike. --chunks compares
+chunk sizes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+import torch
+
+from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.options import CLIENT_OPTIONS, SERVER_OPTIONS
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.tensors.chunks import ChunkWriter, Sink, from_buffers
+from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
+from stratagem.common.tensors.torch_codec import allocate, manifest_of
+from stratagem.common.tensors.transfer import pull, push, receive_header, receive_upload, serve_get
+from stratagem.v1 import worker_pb2, worker_pb2_grpc
+
+TENSOR_ELEMENTS = 1_000_037  # about 4 MB, and no multiple of a chunk
+RAW = "/raw/"
+Operation = Callable[[], Awaitable[None]]
+
+
+class State:
+    """The tensors that travel, and the ones that receive them."""
+
+    def __init__(self, num_mb: int, chunk_bytes: int) -> None:
+        torch.manual_seed(0)  # the same in all processes
+        count = max(1, num_mb * 1_000_000 // (4 * TENSOR_ELEMENTS))
+        named = {f"layer{i}.weight": torch.rand(TENSOR_ELEMENTS) for i in range(count)}
+        self.manifest, self.buffers = manifest_of(named, Purpose.STATE)
+        self.total_bytes = self.manifest.total_bytes
+        self.source = from_buffers(self.buffers, chunk_bytes)
+        self.sink, self.received = allocate(self.manifest)
+        for tensor in self.received().values():
+            tensor.zero_()
+
+    def accept(self, manifest: Manifest) -> Sink:
+        assert manifest == self.manifest
+        return self.sink
+
+    def check(self) -> None:
+        """The first and last elements have arrived."""
+        for received, buffer in zip(self.received().values(), self.buffers, strict=True):
+            assert received[0].item() == buffer.cast("f")[0]
+            assert received[-1].item() == buffer.cast("f")[-1]
+            received.zero_()
+
+
+# ---- ours ----
+
+
+class Service(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def GetState(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        state = self._state
+        async for message in serve_get(
+            worker_pb2.GetStateResponse, state.manifest, state.source, request.offset
+        ):
+            yield message
+
+    async def SetState(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        header = (await receive_header(request_iterator)).header
+        manifest = from_proto(header.manifest)
+
+        async def commit() -> None:
+            """Nothing to publish here."""
+
+        writer = ChunkWriter(manifest.total_bytes, self._state.sink)
+        async for response in receive_upload(
+            request_iterator, worker_pb2.SetStateResponse, writer, commit
+        ):
+            yield response
+
+
+async def serve_ours(state: State) -> None:
+    server = make_server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Service(state), server)
+    await _serve(server)
+
+
+def call_ours(state: State, port: int) -> tuple[Operation, Operation]:
+    stub: Any = worker_pb2_grpc.WorkerServiceStub(open_channel(f"127.0.0.1:{port}"))
+    header = worker_pb2.SetStateRequest(
+        header=worker_pb2.SetStateHeader(manifest=to_proto(state.manifest))
+    )
+
+    async def put() -> None:
+        await push(stub.SetState, header, state.manifest, state.source)
+
+    async def get() -> None:
+        await pull(
+            lambda offset: stub.GetState(worker_pb2.GetStateRequest(offset=offset)), state.accept
+        )
+
+    return put, get
+
+
+# ---- raw bytes over gRPC ----
+
+
+async def serve_raw(state: State) -> None:
+    async def put(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        offset = 0
+        async for data in requests:
+            state.sink(offset, data)
+            offset += len(data)
+        return b""
+
+    async def get(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for piece in state.source(0):
+            yield bytes(piece)
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    handlers: dict[str, Any] = {
+        "put": grpc.stream_unary_rpc_method_handler(put),
+        "get": grpc.unary_stream_rpc_method_handler(get),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
+    await _serve(server)
+
+
+def call_raw(state: State, port: int) -> tuple[Operation, Operation]:
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS)
+    put_method: Any = channel.stream_unary(RAW + "put")
+    get_method: Any = channel.unary_stream(RAW + "get")
+
+    async def put() -> None:
+        call = put_method()
+        for piece in state.source(0):
+            await call.write(bytes(piece))
+        await call.done_writing()
+        await call
+
+    async def get() -> None:
+        offset = 0
+        async for data in get_method(b""):
+            state.sink(offset, data)
+            offset += len(data)
+
+    return put, get
+
+
+async def _serve(server: grpc.aio.Server) -> None:
+    print(bind(server, "127.0.0.1", 0), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+
+# ---- a socket ----
+
+
+def _fill(connection: socket.socket, state: State) -> None:
+    for tensor in state.received().values():
+        view = memoryview(tensor.numpy()).cast("B")
+        while view:
+            view = view[connection.recv_into(view) :]
+
+
+def _drain(connection: socket.socket, state: State) -> None:
+    for buffer in state.buffers:
+        connection.sendall(buffer)
+
+
+async def serve_tcp(state: State) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        while command := connection.recv(1):
+            if command == b"p":
+                _fill(connection, state)
+                connection.sendall(b"k")
+            else:
+                _drain(connection, state)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+
+
+def call_tcp(state: State, port: int) -> tuple[Operation, Operation]:
+    connection = socket.create_connection(("127.0.0.1", port))
+
+    async def put() -> None:
+        connection.sendall(b"p")
+        _drain(connection, state)
+        connection.recv(1)
+
+    async def get() -> None:
+        connection.sendall(b"g")
+        _fill(connection, state)
+
+    return put, get
+
+
+# ---- processes ----
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "ours": (serve_ours, call_ours),
+    "raw": (serve_raw, call_raw),
+    "tcp": (serve_tcp, call_tcp),
+}
+
+
+def _peak_rss_mb(pid: int) -> float:
+    # Not ru_maxrss: that remembers the parent process too.
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+async def client(kind: str, port: int, state: State) -> None:
+    """Carries out the commands that come on stdin, one line of JSON each."""
+    put, get = KINDS[kind][1](state, port)
+    loop = asyncio.get_running_loop()
+    while command := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+        cpu, start = time.process_time(), time.perf_counter()
+        await (put if command == "put" else get)()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if command == "get":
+            state.check()
+        print(json.dumps({"seconds": seconds, "cpu": cpu}), flush=True)
+    os._exit(0)
+
+
+class Pair:
+    """One server and one client of a variant."""
+
+    def __init__(self, title: str, kind: str, malloc: str, num_mb: int, chunk_bytes: int) -> None:
+        self.title = title
+        self.results: dict[str, list[dict[str, float]]] = {"put": [], "get": []}
+        environment = os.environ | {"STRATAGEM_MALLOC": malloc, "GRPC_VERBOSITY": "NONE"}
+        base = [sys.executable, __file__, "--mb", str(num_mb), "--chunk-bytes", str(chunk_bytes)]
+        self.server = subprocess.Popen(
+            [*base, "--serve", kind], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.server.stdout
+        port = self.server.stdout.readline().strip()
+        self.client = subprocess.Popen(
+            [*base, "--call", kind, "--port", port],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, command: str, keep: bool) -> None:
+        assert self.client.stdin
+        assert self.client.stdout
+        before = psutil.Process(self.server.pid).cpu_times()
+        self.client.stdin.write(command + "\n")
+        self.client.stdin.flush()
+        result = json.loads(self.client.stdout.readline())
+        after = psutil.Process(self.server.pid).cpu_times()
+        result["server_cpu"] = after.user + after.system - before.user - before.system
+        if keep:
+            self.results[command].append(result)
+
+    def median(self, command: str, key: str) -> float:
+        return statistics.median(each[key] for each in self.results[command])
+
+    def stop(self) -> None:
+        for process in (self.client, self.server):
+            process.kill()
+            process.wait()
+
+
+def measure(pairs: list[Pair], repeats: int) -> None:
+    try:
+        for turn in range(repeats + 1):  # the first one warms up
+            for pair in pairs:
+                for command in ("put", "get"):
+                    pair.run(command, keep=turn > 0)
+        for pair in pairs:
+            pair.results["rss"] = [
+                {"client": _peak_rss_mb(pair.client.pid), "server": _peak_rss_mb(pair.server.pid)}
+            ]
+    finally:
+        for pair in pairs:
+            pair.stop()
+
+
+def table(pairs: list[Pair], num_bytes: int) -> None:
+    print(
+        f"{'':34} {'MB/s':>13} {'ours is x times':>16} {'CPU s/GB put':>14} "
+        f"{'CPU s/GB get':>14} {'peak RSS MB':>11}"
+    )
+    print(
+        f"{'':34} {'put':>6} {'get':>6} {'put':>8} {'get':>7} {'client':>7} {'server':>6} "
+        f"{'client':>7} {'server':>6} {'cl':>5} {'srv':>5}"
+    )
+    ours = pairs[0]
+    for pair in pairs:
+        cells = [f"{pair.title:34}"]
+        for command in ("put", "get"):
+            cells.append(f"{num_bytes / pair.median(command, 'seconds') / 1e6:6.0f}")
+        for command, width in (("put", 8), ("get", 7)):
+            ratio = pair.median(command, "seconds") / ours.median(command, "seconds")
+            cells.append(f"{ratio:{width}.2f}")
+        for command in ("put", "get"):
+            for key, width in (("cpu", 7), ("server_cpu", 6)):
+                cells.append(f"{pair.median(command, key) / num_bytes * 1e9:{width}.2f}")
+        cells += [f"{pair.median('rss', who):5.0f}" for who in ("client", "server")]
+        print(" ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunks", action="store_true", help="compare chunk sizes")
+    parser.add_argument("--chunk-bytes", type=int, default=2**20, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--call", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.serve or options.call:
+        tune_malloc()
+        state = State(options.mb, options.chunk_bytes)
+        role = KINDS[options.serve][0](state) if options.serve else None
+        asyncio.run(role or client(options.call, options.port, state))
+        return
+    num_bytes = State(options.mb, 2**20).total_bytes
+    print(
+        f"{num_bytes / 1e6:.0f} MB, median of {options.repeats}, loopback, 1 MiB chunks unless said"
+    )
+    variants: list[tuple[str, str, str, int]] = [
+        ("ours", "ours", "on", 2**20),
+        ("(a) ours, default malloc", "ours", "off", 2**20),
+        ("(b) gRPC, raw bytes, tuned malloc", "raw", "on", 2**20),
+        ("(c) TCP socket", "tcp", "on", 2**20),
+    ]
+    if options.chunks:
+        variants = [(f"{kib} KiB", "ours", "on", kib * 1024) for kib in (1024, 256, 512, 2048)]
+    pairs = [
+        Pair(title, kind, malloc, options.mb, chunk) for title, kind, malloc, chunk in variants
+    ]
+    measure(pairs, options.repeats)
+    table(pairs, num_bytes)
+
+
+if __name__ == "__main__":
+    main()

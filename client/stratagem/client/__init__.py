@@ -1,0 +1,56 @@
+"""The client SDK of Stratagem.
+
+`Client` is for scripts and notebooks, `AsyncClient` for asynchronous programs, `LocalCluster`
+starts everything on this machine. Imports neither torch nor the server parts.
+"""
+
+from stratagem.client.client import AsyncClient, AsyncRun
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client, RunHandle, RunResult
+from stratagem.client.views import (
+    Commit,
+    Event,
+    LogLine,
+    Phase,
+    Progress,
+    RunStatus,
+    UserError,
+    Worker,
+)
+from stratagem.common.errors import (
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    RunFailedError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncRun",
+    "Client",
+    "Commit",
+    "ConflictError",
+    "Event",
+    "IntegrityError",
+    "InvalidInputError",
+    "LimitError",
+    "LocalCluster",
+    "LogLine",
+    "NotFoundError",
+    "Phase",
+    "Progress",
+    "RunFailedError",
+    "RunHandle",
+    "RunResult",
+    "RunStatus",
+    "StratagemError",
+    "UnavailableError",
+    "UserCodeError",
+    "UserError",
+    "Worker",
+]

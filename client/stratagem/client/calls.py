@@ -1,0 +1,134 @@
+"""Calls to a coordinator that may be away for a while.
+
+Owns the one rule of reconnecting: the first call of a client fails at once when nobody answers, so
+that a wrong address is seen; after that a restarting coordinator is waited for with jittered
+backoff. Errors leave this module as the tree of common.errors, never as gRPC's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc
+
+from stratagem.common.errors import StratagemError, UnavailableError
+from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.tensors.transfer import Retry
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+if TYPE_CHECKING:
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+CALL_TIMEOUT_S: Final = 30.0
+MIN_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 2.0
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+log = logging.getLogger("stratagem.client")
+
+
+class Backoff:
+    """Pauses that double from MIN_PAUSE_S to MAX_PAUSE_S, each drawn from its upper half."""
+
+    def __init__(self) -> None:
+        self._limit_s = MIN_PAUSE_S
+
+    def reset(self) -> None:
+        self._limit_s = MIN_PAUSE_S
+
+    async def pause(self) -> None:
+        await asyncio.sleep(random.uniform(0.5, 1.0) * self._limit_s)
+        self._limit_s = min(MAX_PAUSE_S, 2 * self._limit_s)
+
+
+class Connection:
+    """One channel to one coordinator, and whether anybody has answered on it."""
+
+    def __init__(self, address: str, patience_s: float) -> None:
+        """patience_s: how long a single call waits for a coordinator that has gone away."""
+        log.debug(
+            tune_malloc()
+        )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
+        self.address = address
+        self._patience_s = patience_s
+        self._channel = open_channel(address)
+        self._has_answered = False
+        self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        """One unary call; every call of the service may be repeated."""
+        backoff = Backoff()
+        give_up_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                response = await method(request, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if not self.may_retry(error) or time.monotonic() >= give_up_s:
+                    raise self.translated(error) from None
+                await backoff.pause()
+            else:
+                self._has_answered = True
+                return response
+
+    async def greet(self) -> None:
+        """One cheap call: tells a wrong address from a coordinator that goes away later."""
+        if not self._has_answered:
+            await self.call(self.stub.ListWorkers, pb.ListWorkersRequest())
+
+    async def follow(
+        self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
+    ) -> AsyncIterator[Response]:
+        """The messages of a stream, which is opened again when it is cut.
+
+        open_stream is called for every attempt and knows from where to go on.
+        """
+        backoff = Backoff()
+        while True:
+            stream = open_stream()
+            try:
+                async for message in stream:
+                    self._has_answered = True
+                    backoff.reset()
+                    yield message
+                return
+            except grpc.aio.AioRpcError as error:
+                if not self.may_retry(error):
+                    raise self.translated(error) from None
+                log.info("coordinator at %s is away: %s", self.address, error.details())
+            finally:
+                stream.cancel()
+            await backoff.pause()
+
+    @property
+    def stream_retry(self) -> Retry:
+        """For the tensor streams, which repeat by themselves; greet() first."""
+        num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
+        return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
+
+    def may_retry(self, error: grpc.aio.AioRpcError) -> bool:
+        """The coordinator is restarting or gone, and was there before."""
+        return self._has_answered and error.code() is grpc.StatusCode.UNAVAILABLE
+
+    def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not self._has_answered:
+            details = error.details() or ""
+            refused = "Connection refused" in details
+            reason = "connection refused" if refused else details
+            return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
+        return from_rpc_error(error)

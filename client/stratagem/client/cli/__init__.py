@@ -1,0 +1,1 @@
+"""The command line `stratagem`, on top of the blocking client."""

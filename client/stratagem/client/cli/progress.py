@@ -1,0 +1,117 @@
+"""Shows a run while it runs: one live line on a terminal, plain lines elsewhere, or JSON.
+
+Owns what the line says. Reads nothing but the items of `watch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from stratagem.client.cli.options import Format
+from stratagem.client.cli.tables import metrics_text, to_json
+from stratagem.client.views import Event, Phase, Progress
+
+PLAIN_INTERVAL_S: Final = 5.0
+"""Plain output shows progress at most this often; events always."""
+
+
+@dataclass(slots=True)
+class ProgressLine:
+    """What is known of a run now, as one line."""
+
+    name: str
+    phase: Phase = Phase.PENDING
+    sentence: str = ""
+    latest: Progress | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def update(self, item: Event | Progress) -> None:
+        match item:
+            case Progress():
+                self.latest = item
+            case Event():
+                self.phase, self.sentence = item.phase, item.sentence
+                self.metrics.update(_metrics_in(item.payload.get("metrics")))
+
+    def __str__(self) -> str:
+        parts = [self.name]
+        if self.phase is Phase.RUNNING and self.latest is not None:
+            parts += [*_amounts(self.latest), metrics_text(self.metrics)]
+        else:
+            parts += [self.phase, self.sentence]
+        return "  ".join(part for part in parts if part)
+
+    def __rich__(self) -> Text:
+        return Text(str(self), no_wrap=True, overflow="ellipsis")
+
+
+def show(console: Console, form: Format, name: str, items: Iterable[Event | Progress]) -> None:
+    """Show the items as they come, in the way that suits the output."""
+    if form is Format.JSON:
+        _show_json(console, items)
+    elif console.is_terminal:
+        with live_line(console, name) as line:
+            for item in items:
+                line.update(item)
+    else:
+        _show_plain(console, name, items)
+
+
+@contextmanager
+def live_line(console: Console, name: str) -> Iterator[ProgressLine]:
+    """A line that redraws itself with what it is told."""
+    line = ProgressLine(name)
+    with Live(line, console=console, refresh_per_second=8, transient=True):
+        yield line
+
+
+def print_line(console: Console, text: str) -> None:
+    """One line as it is: neither wrapped nor coloured."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def _show_json(console: Console, items: Iterable[Event | Progress]) -> None:
+    for item in items:
+        kind = "event" if isinstance(item, Event) else "progress"
+        print_line(console, to_json(item, type=kind))
+
+
+def _show_plain(console: Console, name: str, items: Iterable[Event | Progress]) -> None:
+    line, next_s = ProgressLine(name), 0.0
+    for item in items:
+        line.update(item)
+        match item:
+            case Event():
+                print_line(console, f"{name}  {item.phase}  {item.sentence}")
+            case Progress():
+                if time.monotonic() >= next_s:
+                    print_line(console, str(line))
+                    next_s = time.monotonic() + PLAIN_INTERVAL_S
+
+
+def _amounts(latest: Progress) -> Iterator[str]:
+    if latest.num_clients:
+        yield f"round {latest.segment}/{latest.num_segments}"
+        yield f"{latest.num_clients_done} of {latest.num_clients} clients"
+    else:
+        yield f"step {latest.step}/{latest.num_steps}"
+    if latest.strategy_phase not in ("", "TRAINING"):
+        yield latest.strategy_phase.lower()
+    if latest.loss:
+        yield f"loss {latest.loss:.4f}"
+    if latest.rows_per_s:
+        yield f"{latest.rows_per_s:,.0f} rows/s"
+
+
+def _metrics_in(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        return {}
+    return {name: each for name, each in value.items() if isinstance(each, int | float)}

@@ -1,0 +1,128 @@
+"""Commands that ask about runs and workers, or give a run one order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stratagem.client.cli import tables
+from stratagem.client.cli.options import (
+    CoordinatorOption,
+    Format,
+    FormatOption,
+    RunArgument,
+    WhichOption,
+)
+from stratagem.client.cli.progress import print_line
+from stratagem.client.cli.reporting import complain, reporting
+from stratagem.client.client import DEFAULT_ADDRESS
+from stratagem.client.sync import Client
+from stratagem.client.views import LogLine
+
+FAR_WIDTH = 160
+"""Tables that go to a file or a pipe are as wide as this, instead of 80."""
+
+
+def make_console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=FAR_WIDTH)
+
+
+@contextmanager
+def connected(coordinator: str) -> Iterator[Client]:
+    """A client whose errors end the command."""
+    with reporting(), Client(coordinator) as client:
+        yield client
+
+
+def list_runs(
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS, form: FormatOption = Format.TEXT
+) -> None:
+    """List all runs, newest first."""
+    with connected(coordinator) as client:
+        runs = client.runs()
+        if form is Format.JSON:
+            print(tables.many_to_json(runs))
+        else:
+            tables.print_runs(make_console(), runs)
+
+
+def status(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Show one run: phase and why, engine, progress, metrics, commits."""
+    with connected(coordinator) as client:
+        found = client.get(run_id).status()
+        if form is Format.JSON:
+            print(tables.to_json(found))
+        else:
+            tables.print_status(make_console(), found)
+
+
+def workers(
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS, form: FormatOption = Format.TEXT
+) -> None:
+    """List the registered workers."""
+    with connected(coordinator) as client:
+        found = client.workers()
+        if form is Format.JSON:
+            print(tables.many_to_json(found))
+        else:
+            tables.print_workers(make_console(), found)
+
+
+def logs(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    form: FormatOption = Format.TEXT,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")
+    ] = False,
+    worker: Annotated[str, typer.Option("--worker", help="Only lines of this worker.")] = "",
+) -> None:
+    """Print a run's log: its events, and what your code printed on the workers."""
+    with connected(coordinator) as client:
+        console = make_console()
+        for line in client.get(run_id).logs(follow=follow, worker=worker):
+            print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
+
+
+def stop(run_id: RunArgument, coordinator: CoordinatorOption = DEFAULT_ADDRESS) -> None:
+    """Stop a run. Its last commit stays: `stratagem resume RUN` goes on from there."""
+    with connected(coordinator) as client:
+        client.get(run_id).cancel()
+        complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
+
+
+def download(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    which: WhichOption = "final",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; RUN.safetensors if not named.")
+    ] = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Write a committed state of a run as a safetensors file."""
+    with connected(coordinator) as client:
+        path = client.get(run_id).download(output or Path(f"{run_id}.safetensors"), which)
+        print_line(make_console(), str(path) if form is Format.TEXT else _path_json(path))
+
+
+def _path_json(path: Path) -> str:
+    import json
+
+    return json.dumps({"path": str(path), "size_bytes": path.stat().st_size})
+
+
+def _log_text(line: LogLine) -> str:
+    when = datetime.fromtimestamp(line.time_s).strftime("%H:%M:%S")
+    return f"{when} {line.worker_id or 'coordinator'} {line.level} {line.text}"

@@ -1,0 +1,67 @@
+"""How a command ends: what stands on stderr and in the exit code.
+
+Exit codes: 0 done, 1 failed, 130 interrupted. Owns the wording of failures; a failure that is the
+user's to mend is shown without a traceback of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import typer
+
+from stratagem.common.errors import (
+    InvalidInputError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+)
+
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+NO_COORDINATOR_HINT: Final = (
+    "Start one with `stratagem up`, name another with --coordinator HOST:PORT or "
+    "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`."
+)
+
+
+def complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Turns what a command raises into lines on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except (StratagemError, OSError) as error:
+        for line in describe(error):
+            complain(line)
+        raise typer.Exit(FAILED) from None
+
+
+def describe(error: StratagemError | OSError) -> Iterator[str]:
+    """The lines that tell a user about an error."""
+    match error:
+        case UserCodeError():
+            if error.traceback:
+                yield error.traceback.rstrip()
+            during = f", {error.activity}" if error.activity else ""
+            yield f"error: {error.type} in your code on {error.worker_id or 'a worker'}{during}"
+        case InvalidInputError(violations=violations) if violations:
+            for violation in violations:
+                yield f"error: {violation}"
+        case UnavailableError() if str(error).startswith("no coordinator answers"):
+            yield f"error: {error}"
+            yield NO_COORDINATOR_HINT
+        case _:
+            yield f"error: {error}"

@@ -1,0 +1,263 @@
+"""Commands that follow a run to its end: run, attach, watch, resume.
+
+Owns what Ctrl-C means. A run on a cluster that this command started is stopped, and can be resumed;
+a run on somebody else's coordinator goes on without us.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stratagem.client.cli import tables
+from stratagem.client.cli.options import (
+    DATA_DIR,
+    CoordinatorOption,
+    DataDirOption,
+    Format,
+    FormatOption,
+    LocalOption,
+    RunArgument,
+)
+from stratagem.client.cli.progress import print_line, show
+from stratagem.client.cli.query_commands import connected, make_console
+from stratagem.client.cli.reporting import complain, reporting
+from stratagem.client.client import DEFAULT_ADDRESS
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client, RunHandle
+from stratagem.client.views import Event
+from stratagem.common.errors import InvalidInputError, NotFoundError, RunFailedError
+from stratagem.common.ids import check_run_id, new_run_id
+from stratagem.common.job import JobSpec, load_job
+
+JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; repeatable."),
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Print the run id and return; the run goes on.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the final state to this file.")
+]
+RunIdOption = Annotated[
+    str | None, typer.Option("--run-id", help="Choose the id; made from the name if not given.")
+]
+
+
+def run(  # noqa: PLR0913  (each parameter is an option of the command line)
+    job_path: JobArgument,
+    local: LocalOption = None,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    overrides: SetOption = None,
+    detach: DetachOption = False,
+    output: OutputOption = None,
+    run_id: RunIdOption = None,
+    data_dir: DataDirOption = DATA_DIR,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Submit a job and follow its run to the end.
+
+    With --local N everything runs on this machine, for this command only; workers import your
+    modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
+    last commit stays, and `stratagem resume RUN --local N` goes on from there.
+
+    Against a coordinator Ctrl-C only detaches: the run goes on, and `stratagem attach RUN` shows
+    it again.
+
+    Exit code: 0 completed, 1 failed, 130 interrupted.
+    """
+    with reporting():
+        if local is not None and detach:
+            raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+        job = load_job(job_path, overrides or [])
+        chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+        if local is None:
+            with Client(coordinator) as client:
+                following = _Following(client.submit(job, chosen), form, output)
+                _follow_remote(following, coordinator, detach=detach)
+            return
+        known = LocalRun(entry_points(job), _import_path(job_path))
+        with _local_client(known, local, data_dir) as client:
+            known.save(data_dir, chosen)
+            _follow_local(_Following(client.submit(job, chosen), form, output), local)
+
+
+def attach(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Show a run until it ends. Ctrl-C detaches; the run goes on."""
+    with connected(coordinator) as client:
+        _follow_remote(_Following(client.get(run_id), form), coordinator)
+
+
+def watch(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    form: FormatOption = Format.TEXT,
+    from_index: Annotated[
+        int, typer.Option("--from-index", min=0, help="The first event to print.")
+    ] = 0,
+) -> None:
+    """Print the events of a run as they happen, until it ends. Ctrl-C only stops printing."""
+    with connected(coordinator) as client:
+        items = client.get(run_id).watch(from_index)
+        console = make_console()
+        for item in items:
+            if form is Format.JSON:
+                show(console, form, run_id, [item])
+            elif isinstance(item, Event):
+                print_line(console, f"{item.index:>5}  {item.phase:<10}  {item.sentence}")
+
+
+def resume(
+    run_id: RunArgument,
+    local: LocalOption = None,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    detach: DetachOption = False,
+    data_dir: DataDirOption = DATA_DIR,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Go on with a stopped or failed run from its last commit, and follow it to the end.
+
+    With --local N for a run that was started with --local, in the same folder.
+    """
+    with reporting():
+        if local is None:
+            with Client(coordinator) as client:
+                handle, from_index = _resumed(client, run_id)
+                following = _Following(handle, form, from_index=from_index)
+                _follow_remote(following, coordinator, detach=detach)
+            return
+        known = LocalRun.load(data_dir, check_run_id(run_id))
+        with _local_client(known, local, data_dir) as client:
+            handle, from_index = _resumed(client, run_id)
+            _follow_local(_Following(handle, form, from_index=from_index), local)
+
+
+def _resumed(client: Client, run_id: str) -> tuple[RunHandle, int]:
+    """The run, going on, and the index of its first event from now on."""
+    handle = client.get(run_id)
+    before = handle.status()
+    if not before.phase.is_final:  # its cluster was killed while it ran: it goes on by itself
+        return handle, before.event_index
+    handle.resume()
+    return handle, before.event_index + 1
+
+
+# ---- following ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A run that is shown to its end."""
+
+    handle: RunHandle
+    form: Format
+    output: Path | None = None
+    from_index: int = 0
+
+    def to_the_end(self) -> None:
+        """Show the run, then its result; raises what result() raises."""
+        handle, console = self.handle, make_console()
+        show(console, self.form, handle.run_id, handle.watch(self.from_index))
+        if self.form is Format.JSON:
+            print_line(console, tables.to_json(handle.status(), type="status"))
+        result = handle.result()
+        if self.output is not None:
+            result.download(self.output)
+        if self.form is Format.TEXT:
+            tables.print_status(console, result.status)
+            if self.output is not None:
+                print_line(console, f"state written to {self.output}")
+
+
+def _follow_remote(following: _Following, coordinator: str, *, detach: bool = False) -> None:
+    run_id = following.handle.run_id
+    if detach:
+        text = run_id if following.form is Format.TEXT else json.dumps({"run_id": run_id})
+        print_line(make_console(), text)
+        return
+    try:
+        following.to_the_end()
+    except KeyboardInterrupt:
+        complain(f"detached; run {run_id} goes on at {coordinator}")
+        complain(f"see it again with: stratagem attach {run_id} --coordinator {coordinator}")
+        raise
+
+
+def _follow_local(following: _Following, local: int) -> None:
+    handle = following.handle
+    try:
+        following.to_the_end()
+    except KeyboardInterrupt:
+        complain(f"stopping run {handle.run_id}")
+        handle.cancel()
+        with suppress(RunFailedError):  # it was cancelled, as we asked
+            handle.result()
+        commit = handle.status().commit()
+        kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
+        complain(f"stopped; {kept}; go on with: stratagem resume {handle.run_id} --local {local}")
+        raise
+
+
+# ---- local runs ----
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """What a local cluster must be told to run a job: kept, so that `resume --local` knows it."""
+
+    allow: tuple[str, ...]
+    import_path: tuple[str, ...]
+
+    def save(self, data_dir: Path, run_id: str) -> None:
+        path = _local_run_file(data_dir, run_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"allow": self.allow, "import_path": self.import_path}))
+
+    @classmethod
+    def load(cls, data_dir: Path, run_id: str) -> LocalRun:
+        path = _local_run_file(data_dir, run_id)
+        try:
+            kept = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
+        return cls(tuple(kept["allow"]), tuple(kept["import_path"]))
+
+
+def _local_run_file(data_dir: Path, run_id: str) -> Path:
+    return data_dir / "runs" / f"{run_id}.json"
+
+
+@contextmanager
+def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Client]:
+    cluster = LocalCluster(
+        workers=workers,
+        data_dir=data_dir,
+        allow=known.allow,
+        import_path=tuple(Path(each) for each in known.import_path),
+    )
+    with cluster, cluster.client() as client:
+        yield client
+
+
+def entry_points(job: JobSpec) -> tuple[str, ...]:
+    """Exactly what the job names of the user's code; nothing else may be imported."""
+    metrics = job.evaluation.metrics if job.evaluation else []
+    named = [job.model.entrypoint, job.data.entrypoint, job.loss.entrypoint, *metrics]
+    return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))
+
+
+def _import_path(job_path: Path) -> tuple[str, ...]:
+    folders = [Path.cwd(), job_path.absolute().parent]
+    return tuple(dict.fromkeys(str(folder) for folder in folders))

@@ -1,0 +1,69 @@
+"""Commands that run servers: a whole local cluster, or one coordinator or worker process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from stratagem.client.cli.options import DATA_DIR, DataDirOption
+from stratagem.client.cli.reporting import reporting
+from stratagem.client.client import DEFAULT_ADDRESS
+from stratagem.client.local_cluster import LocalCluster
+
+
+def up(
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers.")] = 2,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves.")
+    ] = DEFAULT_ADDRESS,
+    data_dir: DataDirOption = DATA_DIR,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="MODULE:NAME", help="Entry points that jobs may name."),
+    ] = None,
+    import_path: Annotated[
+        list[Path] | None,
+        typer.Option("--import-path", help="Folders of your modules; this folder if not given."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Per worker.")] = None,
+) -> None:
+    """Keep a coordinator and workers running on this machine until Ctrl-C."""
+    cluster = LocalCluster(
+        workers=workers,
+        data_dir=data_dir,
+        allow=allow or ("*:*",),
+        import_path=import_path or (Path.cwd(),),
+        threads=threads,
+        listen=listen,
+    )
+    with reporting():
+        signal.signal(signal.SIGTERM, _interrupt)
+        with cluster:
+            print(f"coordinator at {cluster.address}, {workers} workers, state in {data_dir}")
+            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C", flush=True)
+            while True:
+                signal.pause()
+
+
+def coordinator(context: typer.Context) -> None:
+    """Run one coordinator process; its options follow (see `stratagem coordinator --help`)."""
+    _become("stratagem.coordinator", context.args)
+
+
+def worker(context: typer.Context) -> None:
+    """Run one worker process; its options follow (see `stratagem worker --help`)."""
+    _become("stratagem.worker", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,137 @@
+"""Runs and workers as text for people and as JSON for programs.
+
+Owns every word that is printed about a status. Knows nothing of calls or exit codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stratagem.client.views import Commit, Phase, RunStatus, Worker
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+COLOURS = {
+    Phase.COMPLETED: "green",
+    Phase.FAILED: "red",
+    Phase.CANCELLED: "yellow",
+    Phase.RECOVERING: "magenta",
+}
+
+
+def to_json(value: DataclassInstance, **extra: Any) -> str:
+    """One line of standard JSON; a number that is not finite becomes a string."""
+    return json.dumps({**extra, **_plain(dataclasses.asdict(value))}, allow_nan=False)
+
+
+def many_to_json(values: Iterable[DataclassInstance]) -> str:
+    return json.dumps([_plain(dataclasses.asdict(value)) for value in values], allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Mapping():
+            return {key: _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case _:
+            return value
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """test.accuracy 0.9722  train.loss 0.0312"""
+    return "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+
+
+def amount_text(status: RunStatus) -> str:
+    """How far the run is: "round 3/40" or "step 120/600"."""
+    if status.strategy.startswith("Federated"):
+        return f"round {status.segment}/{status.num_segments}"
+    return f"step {status.step}/{status.num_steps}" if status.num_steps else f"step {status.step}"
+
+
+def print_status(console: Console, status: RunStatus) -> None:
+    """Everything about one run."""
+    rows = [
+        ("run", f"{status.run_id} ({status.name})"),
+        ("phase", _phase_text(status)),
+        ("reason", status.reason),
+        ("strategy", status.strategy),
+        ("engine", status.engine),
+        ("progress", amount_text(status)),
+        ("metrics", metrics_text(status.metrics)),
+        ("workers", ", ".join(status.worker_ids)),
+        ("submitted", _time_text(status.submitted_at_s)),
+        ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
+        ("result", "" if status.reproducible else "replayable from its journal, not reproducible"),
+    ]
+    for name, value in rows:
+        if value:
+            console.print(Text.assemble((f"{name:<10}", "bold"), value))
+    if status.error is not None:
+        console.print(Text(status.error.traceback.rstrip(), style="red"))
+    if status.commits:
+        console.print(_commits_table(status.commits))
+
+
+def print_runs(console: Console, runs: Iterable[RunStatus]) -> None:
+    table = _table("run", "phase", "strategy", "progress", "metrics", "submitted", "reason")
+    for run in runs:
+        phase = Text(run.phase, style=COLOURS.get(run.phase, ""))
+        done, metrics = amount_text(run), metrics_text(run.metrics)
+        submitted = _time_text(run.submitted_at_s)
+        table.add_row(run.run_id, phase, run.strategy, done, metrics, submitted, run.reason)
+    console.print(table if table.row_count else "no runs")
+
+
+def print_workers(console: Console, workers: Iterable[Worker]) -> None:
+    table = _table("worker", "state", "address", "device", "threads", "tags", "runs", "reason")
+    for each in workers:
+        state = "alive" if each.is_alive else f"silent for {each.silent_s:.0f} s"
+        table.add_row(
+            *(each.worker_id, state, each.address, f"{each.device} ({each.device_name})"),
+            *(str(each.num_threads), ", ".join(each.tags), ", ".join(each.run_ids), each.reason),
+        )
+    console.print(table if table.row_count else "no workers")
+
+
+def _phase_text(status: RunStatus) -> str:
+    if status.strategy_phase and not status.phase.is_final:
+        return f"{status.phase} ({status.strategy_phase})"
+    return status.phase
+
+
+def _commits_table(commits: Iterable[Commit]) -> Table:
+    table = _table("segment", "step", "kind", "metrics", "state")
+    for commit in commits:
+        kinds = [
+            name for name, is_so in (("best", commit.is_best), ("final", commit.is_final)) if is_so
+        ]
+        where = commit.path or f"sha256:{commit.digest[:16]}"
+        metrics = metrics_text(commit.metrics)
+        table.add_row(str(commit.segment), str(commit.step), ", ".join(kinds), metrics, where)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _time_text(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else ""

@@ -1,0 +1,231 @@
+"""The asynchronous client: submit a job, follow the run, fetch what it made.
+
+    async with AsyncClient("host:7070") as client:
+        run = await client.submit("job.yaml")
+        async for item in run.watch(): ...
+        await run.result()
+
+Owns what each call means to a caller. Reconnecting lies in calls.py, the tensor streams in
+downloads.py and uploads.py; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import grpc
+
+from stratagem.client import downloads, uploads, views
+from stratagem.client.calls import Connection
+from stratagem.client.uploads import InlineData
+from stratagem.client.views import Event, LogLine, Phase, Progress, RunStatus, Worker
+from stratagem.common.errors import RunFailedError, UnavailableError, UserCodeError
+from stratagem.common.ids import RunId, check_run_id, new_run_id
+from stratagem.common.job import JobSpec, load_job
+from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+PATIENCE_S: Final = 60.0
+
+Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
+"""A job: validated, as a mapping, or the path of a YAML, TOML or JSON file."""
+
+
+class AsyncClient:
+    """A client of one coordinator; use as an async context manager."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, patience_s: float = PATIENCE_S) -> None:
+        """patience_s: how long a call waits for a coordinator that was there and went away."""
+        self.address = address
+        self._patience_s = patience_s
+        self._open_connection: Connection | None = None
+
+    async def __aenter__(self) -> Self:
+        self._open_connection = Connection(self.address, self._patience_s)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        connection, self._open_connection = self._open_connection, None
+        if connection is not None:
+            await connection.close()
+
+    @property
+    def _connection(self) -> Connection:
+        if self._open_connection is None:
+            raise UnavailableError("this client is closed; use it inside its `with` block")
+        return self._open_connection
+
+    async def submit(
+        self, job: Job, run_id: str | None = None, *, data: InlineData | None = None
+    ) -> AsyncRun:
+        """Start a run. The same run_id with the same job starts nothing twice.
+
+        data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
+        and take the place of the job's `data`.
+        """
+        connection = self._connection
+        packed = None if data is None else uploads.pack(data)
+        spec = parse_job(job, None if packed is None else packed.digest)
+        chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
+        if packed is not None:
+            await uploads.upload(connection, packed)
+        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json())
+        response = await connection.call(connection.stub.SubmitRun, request)
+        return AsyncRun(connection, RunId(response.run_id))
+
+    async def get(self, run_id: str) -> AsyncRun:
+        """An existing run; NotFoundError when there is none of this id."""
+        run = AsyncRun(self._connection, check_run_id(run_id))
+        await run.status()
+        return run
+
+    async def runs(self) -> tuple[RunStatus, ...]:
+        """All runs, newest first."""
+        connection = self._connection
+        response = await connection.call(connection.stub.ListRuns, pb.ListRunsRequest())
+        return tuple(views.run_status(each) for each in response.runs)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        """All registered workers, alive or not."""
+        connection = self._connection
+        response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
+        return tuple(views.worker(each) for each in response.workers)
+
+
+class AsyncRun:
+    """One run of one coordinator. Holds no state of the run itself."""
+
+    def __init__(self, connection: Connection, run_id: RunId) -> None:
+        self.run_id = run_id
+        self._connection = connection
+
+    async def status(self) -> RunStatus:
+        connection = self._connection
+        request = pb.GetRunRequest(run_id=self.run_id)
+        return views.run_status((await connection.call(connection.stub.GetRun, request)).run)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
+        return (await self.status()).metrics
+
+    async def watch(self, from_index: int = 0) -> AsyncIterator[Event | Progress]:
+        """Events from an index on, each once, and progress between them, until the run has ended.
+
+        Survives a coordinator that restarts: goes on after the last event that was seen.
+        """
+        request = pb.WatchRunRequest(run_id=self.run_id, from_index=from_index)
+        phase: Phase | None = None
+        while phase is None or not phase.is_final:
+            # The request says at every (re)connection from where to go on.
+            stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
+            async for message in stream:
+                if message.WhichOneof("message") == "progress":
+                    yield views.progress(message.progress)
+                    continue
+                event = views.event(message.event)
+                request.from_index, phase = event.index + 1, event.phase
+                yield event
+            if phase is None or not phase.is_final:  # ended early, or there was nothing to say
+                phase = (await self.status()).phase
+
+    async def result(self) -> RunStatus:
+        """Wait for the end of the run.
+
+        Raises UserCodeError with the words of the user's exception, or RunFailedError with the
+        reason when the run failed otherwise or was cancelled.
+        """
+        status = await self.status()
+        while not status.phase.is_final:
+            async for _ in self.watch(status.event_index):
+                pass
+            status = await self.status()
+        if status.phase is Phase.COMPLETED:
+            return status
+        if status.error is not None:
+            error = status.error
+            raise UserCodeError(
+                error.type, error.message, error.traceback, error.worker_id, error.activity
+            )
+        raise RunFailedError(f"run {self.run_id} {status.phase.lower()}: {status.reason}")
+
+    async def cancel(self) -> None:
+        """Stop the run; its last commit stays and can be resumed. Idempotent."""
+        connection = self._connection
+        request = pb.CancelRunRequest(run_id=self.run_id)
+        await connection.call(connection.stub.CancelRun, request)
+
+    async def resume(self) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed."""
+        connection = self._connection
+        request = pb.ResumeRunRequest(run_id=self.run_id)
+        await connection.call(connection.stub.ResumeRun, request)
+
+    async def delete(self) -> None:
+        """Forget an ended run and its states."""
+        connection = self._connection
+        request = pb.DeleteRunRequest(run_id=self.run_id)
+        await connection.call(connection.stub.DeleteRun, request)
+
+    async def logs(self, *, follow: bool = False, worker: str = "") -> AsyncIterator[LogLine]:
+        """Lines of the run's log, of one worker if named; with follow, until the run ends."""
+        request = pb.TailLogsRequest(run_id=self.run_id, follow=follow, worker_id=worker)
+        earlier, current = set[LogLine](), set[LogLine]()
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
+            # After a cut the log is sent from its start again: what was shown is left out.
+            earlier.update(current)
+            return self._connection.stub.TailLogs(request)
+
+        async for message in self._connection.follow(open_stream):
+            line = views.log_line(message)
+            if line not in earlier:
+                current.add(line)
+                yield line
+
+    async def download(self, path: str | PathLike[str], which: str = "final") -> Path:
+        """Write a committed state as a safetensors file, whole or not at all.
+
+        which: "final" (the newest one while the run lives), "best", or the number of a segment.
+        """
+        return await downloads.to_file(self._connection, self.run_id, which, Path(path))
+
+    async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+        """The model of a committed state as torch tensors, for `model.load_state_dict`."""
+        from stratagem.client.torch_states import to_state_dict
+
+        return await to_state_dict(self._connection, self.run_id, which)
+
+
+def parse_job(job: Job, inline: str | None = None) -> JobSpec:
+    """The validated job; InvalidInputError with one violation per wrong field.
+
+    inline: the digest of uploaded data, which then is the job's data.
+    """
+    match job:
+        case str() | PathLike():
+            return load_job(Path(job), [] if inline is None else [f"data={{inline: {inline}}}"])
+        case JobSpec() if inline is None:
+            return job
+        case JobSpec():
+            document: Mapping[str, Any] = json.loads(job.canonical_json())
+        case _:
+            document = job
+    changed = document if inline is None else {**document, "data": {"inline": inline}}
+    return JobSpec.parse(dict(changed))

@@ -1,0 +1,57 @@
+"""Committed states as files. A file appears whole and verified, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from stratagem.client.calls import Connection
+from stratagem.common.errors import IntegrityError
+from stratagem.common.ids import RunId
+from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.safefile import header_bytes
+from stratagem.common.tensors.transfer import Accept, pull
+from stratagem.v1 import coordinator_pb2 as pb
+
+
+async def to_file(connection: Connection, run_id: RunId, which: str, path: Path) -> Path:
+    """Write the state as a safetensors file, replacing what was there."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    digest = hashlib.sha256()
+    try:
+        with part.open("wb") as file:
+
+            def write(data: bytes) -> None:
+                file.write(data)
+                digest.update(data)
+
+            def accept(manifest: Manifest) -> Sink:
+                write(header_bytes(manifest))
+                return lambda _offset, data: write(data)
+
+            manifest = await pull_state(connection, run_id, which, accept)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != manifest.digest:
+            raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
+    """Stream a state; goes on where it was cut while the coordinator restarts."""
+
+    def request(offset: int) -> pb.DownloadStateRequest:
+        return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)
+
+    await connection.greet()
+    return await pull(
+        lambda offset: connection.stub.DownloadState(request(offset)),
+        accept,
+        purpose=Purpose.STATE,
+        retry=connection.stream_retry,
+    )

@@ -1,0 +1,28 @@
+"""Runs a command that cannot outlive the thread that started it.
+
+    python -I -S guard.py PARENT_PID COMMAND [ARGUMENT...]
+
+Asks the kernel to SIGKILL this process when its parent dies, in whatever way the parent dies, then
+becomes the command (the wish survives exec). Run as a file by supervisor.py; imports nothing of
+this package, so that it costs milliseconds. Elsewhere than on Linux it only becomes the command.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the wish was made
+            sys.exit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""One child process: what to run, when it is ready, how it ends.
+
+Used by supervisor.py, which decides when. Knows nothing of what the commands do.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+TAIL_BYTES: Final = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run under a name."""
+
+    name: str
+    argv: Callable[[Mapping[str, str]], Sequence[str]]
+    """From the addresses of the processes that have been ready, this one's own included."""
+    ready_file: Path
+    log_file: Path
+    environment: Mapping[str, str]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """A process as it stands now."""
+
+    name: str
+    pid: int | None
+    address: str
+    is_ready: bool
+    num_starts: int
+    last_exit: int | None
+    log_file: Path
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those that stay longer than grace_s."""
+    for process in processes:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # a stopped process sees no SIGTERM
+    deadline_s = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def read_address(path: Path) -> str:
+    """The address in a ready file: {"address": "host:port"}, or bare; "" while it is not there."""
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+    return str(json.loads(text)["address"]) if text.startswith("{") else text
+
+
+def tail(path: Path) -> str:
+    text = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+    return text or "(nothing)"

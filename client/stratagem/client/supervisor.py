@@ -1,0 +1,259 @@
+"""Keeps a few child processes alive from one thread.
+
+A process is started once those it needs are ready, is ready when its ready file names an address,
+and is started again when it ends; one that keeps ending soon waits longer each time. No child
+outlives this process, however that ends (see guard.py). Knows nothing of what the commands do.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from stratagem.client.process import Command, ProcessView, read_address, stop, tail
+from stratagem.common.errors import NotFoundError, UnavailableError
+
+GUARD: Final = Path(__file__).with_name("guard.py")
+BOOT_TICK_S: Final = 0.02
+"""How often the ready file of a process that is starting is looked at."""
+STABLE_S: Final = 10.0
+"""A process that lived this long has not died "soon"."""
+FREE_RESTARTS: Final = 2
+MAX_DELAY_S: Final = 5.0
+KILLED_BY_FAILPOINT: Final = 137
+
+
+@dataclass(slots=True)
+class _Child:
+    command: Command
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int | None = None
+    is_ready: bool = False
+    num_starts: int = 0
+    num_quick_ends: int = 0
+    last_exit: int | None = None
+    started_s: float = 0.0
+    due_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """All state is guarded by one condition, which is notified at every change."""
+
+    commands: Sequence[Command]
+    grace_s: float = 5.0
+    _children: dict[str, _Child] = field(init=False)
+    _addresses: dict[str, str] = field(init=False, default_factory=dict)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+    _wake: tuple[int, int] = field(init=False)
+    _thread: threading.Thread = field(init=False)
+    _is_closing: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._children = {each.name: _Child(each) for each in self.commands}
+        self._wake = os.pipe()
+        # Children die with the thread that started them, so one thread starts all of them and
+        # lives as long as they do. Daemon: an interpreter that exits does not wait for it.
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until every process is ready; an error that quotes the log when one cannot start."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not all(child.is_ready for child in self._children.values()):
+                for child in self._children.values():
+                    self._raise_if_hopeless(child)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self._is_closing:
+                    raise UnavailableError(self._not_ready(timeout_s))
+                self._changed.wait(left_s)
+
+    def wait_restarted(self, name: str, num_starts: int, timeout_s: float) -> None:
+        """Until a process is ready and has been started more than num_starts times."""
+        with self._changed:
+            child = self._child(name)
+            is_back = self._changed.wait_for(
+                lambda: self._is_closing or (child.is_ready and child.num_starts > num_starts),
+                timeout_s,
+            )
+            if not is_back or self._is_closing:
+                raise UnavailableError(f"{name} was not started again within {timeout_s:g} s")
+
+    def views(self) -> tuple[ProcessView, ...]:
+        with self._changed:
+            return tuple(self._view(child) for child in self._children.values())
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL the process is gone, and on its way back, on return."""
+        with self._changed:
+            child = self._child(name)
+            if child.process is None:
+                return
+            child.process.send_signal(signum)
+            if signum == signal.SIGKILL:
+                child.process.wait()
+                self._note_end(child)
+        self._poke()
+
+    def close(self) -> None:
+        """SIGTERM to all, SIGKILL to those that stay longer than grace_s. Idempotent."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+        self._poke()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for descriptor in self._wake:
+            os.close(descriptor)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            with self._changed:
+                for child in self._children.values():
+                    self._look_after(child)
+                timeout_s = self._next_look_s()
+            self._wait(timeout_s)
+        self._stop_all()
+
+    def _look_after(self, child: _Child) -> None:
+        if child.process is None:
+            if time.monotonic() >= child.due_s and self._has_needs(child):
+                self._spawn(child)
+        elif child.process.poll() is not None:
+            self._note_end(child)
+        elif not child.is_ready:
+            address = read_address(child.command.ready_file)
+            if address:
+                self._addresses[child.command.name] = address
+                child.is_ready = True
+                self._changed.notify_all()
+
+    def _has_needs(self, child: _Child) -> bool:
+        # "has been ready once" is enough: whoever is needed comes back at the same address.
+        return all(name in self._addresses for name in child.command.needs)
+
+    def _spawn(self, child: _Child) -> None:
+        command = child.command
+        command.ready_file.unlink(missing_ok=True)
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
+        with command.log_file.open("ab") as log:
+            child.process = subprocess.Popen(
+                [*guard, *command.argv(self._addresses)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(command.environment),
+                start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+            )
+        if sys.platform == "linux":
+            child.pidfd = os.pidfd_open(child.process.pid)
+        child.num_starts += 1
+        child.started_s = time.monotonic()
+        self._changed.notify_all()
+
+    def _note_end(self, child: _Child) -> None:
+        assert child.process is not None
+        now_s = time.monotonic()
+        child.last_exit, child.process, child.is_ready = child.process.returncode, None, False
+        if child.pidfd is not None:
+            os.close(child.pidfd)
+            child.pidfd = None
+        # A death that a test has ordered says nothing about the next start.
+        is_ordered = child.last_exit == KILLED_BY_FAILPOINT
+        is_quick = now_s - child.started_s < STABLE_S and not is_ordered
+        child.num_quick_ends = child.num_quick_ends + 1 if is_quick else 0
+        child.due_s = now_s + _restart_delay_s(child.num_quick_ends)
+        self._changed.notify_all()
+
+    def _next_look_s(self) -> float | None:
+        """When to look again if nothing wakes us; None: not before that."""
+        looks = [None if sys.platform == "linux" else 0.2]
+        for child in self._children.values():
+            if child.process is None and self._has_needs(child):
+                looks.append(max(0.0, child.due_s - time.monotonic()))
+            elif child.process is not None and not child.is_ready:
+                looks.append(BOOT_TICK_S)
+        return min((each for each in looks if each is not None), default=None)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._wake[0], select.POLLIN)
+        with self._changed:
+            for child in self._children.values():
+                if child.pidfd is not None:
+                    poller.register(child.pidfd, select.POLLIN)
+        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(descriptor == self._wake[0] for descriptor, _ in ready):
+            os.read(self._wake[0], 4096)
+
+    def _stop_all(self) -> None:
+        """Those that need others go first, so that they can take their leave."""
+        with self._changed:
+            children = self._children.values()
+            for group in ([c for c in children if c.command.needs], list(children)):
+                running = [child.process for child in group if child.process is not None]
+                stop(running, self.grace_s)
+                for child in group:
+                    if child.process is not None:
+                        self._note_end(child)
+
+    def _child(self, name: str) -> _Child:
+        if name not in self._children:
+            known = ", ".join(self._children)
+            raise NotFoundError(f"no process {name!r}; there are {known}")
+        return self._children[name]
+
+    def _poke(self) -> None:
+        os.write(self._wake[1], b"x")
+
+    # ---- words ----
+
+    def _raise_if_hopeless(self, child: _Child) -> None:
+        """An ordinary error exit before the first readiness: starting again would not help."""
+        has_been_ready = child.command.name in self._addresses
+        status = child.last_exit
+        if has_been_ready or status is None or status < 0 or status == KILLED_BY_FAILPOINT:
+            return
+        raise UnavailableError(
+            f"{child.command.name} ended with status {status} before it was ready; "
+            f"{child.command.log_file} ends with:\n{tail(child.command.log_file)}"
+        )
+
+    def _not_ready(self, timeout_s: float) -> str:
+        waiting = [name for name, child in self._children.items() if not child.is_ready]
+        logs = self._children[waiting[0]].command.log_file.parent if waiting else ""
+        return f"not ready after {timeout_s:g} s: {', '.join(waiting)}; their logs lie in {logs}"
+
+    def _view(self, child: _Child) -> ProcessView:
+        return ProcessView(
+            name=child.command.name,
+            pid=None if child.process is None else child.process.pid,
+            address=self._addresses.get(child.command.name, ""),
+            is_ready=child.is_ready,
+            num_starts=child.num_starts,
+            last_exit=child.last_exit,
+            log_file=child.command.log_file,
+        )
+
+
+def _restart_delay_s(num_quick_ends: int) -> float:
+    """The first restarts are immediate, then 0.2 s, 0.4 s, ... up to MAX_DELAY_S."""
+    if num_quick_ends <= FREE_RESTARTS:
+        return 0.0
+    return min(MAX_DELAY_S, 0.1 * 2.0 ** min(num_quick_ends - FREE_RESTARTS, 16))

@@ -1,0 +1,252 @@
+"""What a client is told about runs and workers, as frozen values.
+
+Owns the translation from the messages of the coordinator; field names and units are those of
+coordinator.proto. Knows neither channels nor how anything is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
+
+
+class Phase(StrEnum):
+    """Where a run stands in its life."""
+
+    PENDING = "PENDING"
+    PLACING = "PLACING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A state that lies in the coordinator's store."""
+
+    segment: int
+    step: int
+    digest: str
+    is_best: bool
+    is_final: bool
+    metrics: Mapping[str, float]
+    path: str
+    """The safetensors file on the coordinator's machine; empty in an object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserError:
+    """An exception of the user's own code, as it was raised on a worker."""
+
+    type: str
+    message: str
+    traceback: str
+    worker_id: str
+    activity: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One run as it stands now."""
+
+    run_id: str
+    name: str
+    phase: Phase
+    reason: str
+    """Why the run is in this phase, as a sentence."""
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float | None
+    commits: tuple[Commit, ...]
+    metrics: Mapping[str, float]
+    worker_ids: tuple[str, ...]
+    error: UserError | None
+    job: Mapping[str, Any]
+    event_index: int
+    engine: str
+    reproducible: bool
+
+    @property
+    def seconds(self) -> float | None:
+        """From submission to the end; None while the run lives."""
+        return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
+
+    def commit(self, which: str = "final") -> Commit | None:
+        """The commit that `download(which)` would fetch, if there is one."""
+        match which:
+            case "final":
+                finals = [each for each in self.commits if each.is_final]
+                newest = max(self.commits, key=lambda each: each.segment, default=None)
+                return finals[-1] if finals else newest
+            case "best":
+                return next((each for each in self.commits if each.is_best), None)
+            case _:
+                return next((each for each in self.commits if str(each.segment) == which), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a run; `watch(from_index=event.index + 1)` goes on after it."""
+
+    index: int
+    time_s: float
+    kind: str
+    sentence: str
+    payload: Mapping[str, Any]
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The latest values of a running run; not every one is sent."""
+
+    step: int
+    num_steps: int
+    loss: float
+    rows_per_s: float
+    num_clients_done: int
+    num_clients: int
+    segment: int
+    num_segments: int
+    strategy_phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a run's log; `worker_id` is empty for the coordinator's own lines."""
+
+    time_s: float
+    worker_id: str
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One registered worker."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    is_alive: bool
+    silent_s: float
+    device: str
+    device_name: str
+    memory_bytes: int
+    num_threads: int
+    numerics: str
+    local_data: tuple[str, ...]
+    tags: tuple[str, ...]
+    run_ids: tuple[str, ...]
+    reason: str
+
+
+def phase_of(value: pb.RunPhase.ValueType) -> Phase:
+    return Phase(pb.RunPhase.Name(value).removeprefix("RUN_PHASE_"))
+
+
+def run_status(info: pb.RunInfo) -> RunStatus:
+    return RunStatus(
+        run_id=info.run_id,
+        name=info.name,
+        phase=phase_of(info.phase),
+        reason=info.reason,
+        strategy_phase=info.strategy_phase,
+        strategy=info.strategy,
+        step=info.step,
+        num_steps=info.num_steps,
+        segment=info.segment,
+        num_segments=info.num_segments,
+        submitted_at_s=info.submitted_at_s,
+        ended_at_s=info.ended_at_s or None,
+        commits=tuple(_commit(each) for each in info.commits),
+        metrics=dict(info.metrics),
+        worker_ids=tuple(info.worker_ids),
+        error=_user_error(info.error) if info.HasField("error") else None,
+        job=json.loads(info.job_json) if info.job_json else {},
+        event_index=info.event_index,
+        engine=info.engine,
+        reproducible=info.reproducible,
+    )
+
+
+def event(message: pb.RunEvent) -> Event:
+    return Event(
+        index=message.index,
+        time_s=message.time_s,
+        kind=message.kind,
+        sentence=message.sentence,
+        payload=json.loads(message.payload_json) if message.payload_json else {},
+        phase=phase_of(message.phase),
+    )
+
+
+def progress(message: pb.RunProgress) -> Progress:
+    return Progress(
+        step=message.step,
+        num_steps=message.num_steps,
+        loss=message.loss,
+        rows_per_s=message.rows_per_s,
+        num_clients_done=message.num_clients_done,
+        num_clients=message.num_clients,
+        segment=message.segment,
+        num_segments=message.num_segments,
+        strategy_phase=message.strategy_phase,
+    )
+
+
+def log_line(message: pb.TailLogsResponse) -> LogLine:
+    return LogLine(message.time_s, message.worker_id, message.level, message.text)
+
+
+def worker(info: pb.WorkerInfo) -> Worker:
+    capability = info.capability
+    return Worker(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        address=info.address,
+        is_alive=info.is_alive,
+        silent_s=info.silent_s,
+        device=capability.device,
+        device_name=capability.device_name,
+        memory_bytes=capability.memory_bytes,
+        num_threads=capability.num_threads,
+        numerics=capability.numerics_description,
+        local_data=tuple(capability.local_data),
+        tags=tuple(capability.tags),
+        run_ids=tuple(info.run_ids),
+        reason=info.reason,
+    )
+
+
+def _commit(info: pb.CommitInfo) -> Commit:
+    return Commit(
+        segment=info.segment,
+        step=info.step,
+        digest=info.digest,
+        is_best=info.is_best,
+        is_final=info.is_final,
+        metrics=dict(info.metrics),
+        path=info.path,
+    )
+
+
+def _user_error(error: types_pb2.UserError) -> UserError:
+    return UserError(error.type, error.message, error.traceback, error.worker_id, error.activity)

@@ -1,0 +1,80 @@
+"""Named places where a test can kill this process.
+
+Owns the list of names and the kill. A failpoint is armed by a file `<directory>/<name>`, the
+directory being named by STRATAGEM_FAILPOINTS. The file holds how many hits to let pass (empty: 0),
+counted over all processes that share the directory; the next hit removes the file and ends the
+process like `kill -9` would. Without the variable a failpoint does nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+DIRECTORY_VARIABLE: Final = "STRATAGEM_FAILPOINTS"
+EXIT_CODE: Final = 137
+
+FAILPOINTS: Final = (
+    "coordinator.build.pulled",
+    "coordinator.segment.trained",
+    "coordinator.commit.pulled",
+    "coordinator.step.summed",
+    "coordinator.round.pulled",
+    "coordinator.round.folded",
+    "coordinator.evaluation.folded",
+    "coordinator.run.released",
+    "coordinator.journal.before_commit",
+    "coordinator.journal.after_commit",
+    "coordinator.blobs.before_rename",
+    "coordinator.blobs.after_rename",
+    "coordinator.spool.after_checkpoint",
+    "coordinator.spool.before_rename",
+    "coordinator.spool.after_rename",
+    "coordinator.fold.after_window",
+    "worker.step.before_backward",
+    "worker.step.before_apply",
+    "worker.step.after_apply",
+    "worker.client_round.after_training",
+    "worker.execute.accepted",
+    "worker.build.done",
+    "worker.rendezvous.joined",
+    "worker.state.received",
+    "worker.segment.finished",
+    "worker.snapshot.taken",
+    "worker.round.trained",
+)
+"""Every name that is placed somewhere in the source; a test compares the two."""
+
+
+def failpoint(name: str) -> None:
+    """Die here if a test has armed `name`."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        return
+    assert name in FAILPOINTS, f"failpoint {name} is not declared"
+    try:
+        descriptor = os.open(Path(directory) / name, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    if _is_due(descriptor, Path(directory) / name):
+        print(f"failpoint {name}: exit {EXIT_CODE}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+
+def _is_due(descriptor: int, path: Path) -> bool:
+    """Count one hit; True when it is the one to die at."""
+    with os.fdopen(descriptor, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink == 0:  # another process died at it meanwhile
+            return False
+        left = int(file.read().strip() or "0")
+        if left == 0:
+            path.unlink()
+            return True
+        file.seek(0)
+        file.truncate()
+        file.write(str(left - 1))
+        return False

@@ -1,0 +1,53 @@
+"""The names that travel through every part: runs, workers, process incarnations, digests, parties.
+
+Owns how an id is spelled and how a new one is made. Does not know what any id stands for.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Final, NewType
+
+from stratagem.common.errors import InvalidInputError
+
+RunId = NewType("RunId", str)
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", str)  # one start of one worker process
+Digest = NewType("Digest", str)  # lower-case hex SHA-256
+Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
+
+MAX_ID_CHARS: Final = 64
+
+_RUN_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
+_WORKER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SUFFIX_BYTES: Final = 4
+_MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
+
+
+def new_run_id(name: str) -> RunId:
+    """A fresh run id: the name as a slug, then eight random hex digits."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_MAX_SLUG_CHARS].strip("-")
+    return RunId(f"{slug or 'run'}-{secrets.token_hex(_SUFFIX_BYTES)}")
+
+
+def new_incarnation() -> Incarnation:
+    """A fresh name for one start of a worker process."""
+    return Incarnation(secrets.token_hex(8))
+
+
+def check_run_id(value: str) -> RunId:
+    """The value as a run id, or an error that says what one looks like."""
+    if not _RUN_ID.fullmatch(value):
+        raise InvalidInputError.at("run_id", f"{value!r} is not 1 to 64 of a-z, 0-9, '-'")
+    return RunId(value)
+
+
+def check_worker_id(value: str) -> WorkerId:
+    """The value as a worker id, or an error that says what one looks like."""
+    if not _WORKER_ID.fullmatch(value) or not value.strip("."):
+        # "." and ".." are directory names, and worker ids become file names
+        raise InvalidInputError.at(
+            "worker_id", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
+        )
+    return WorkerId(value)

@@ -1,0 +1,38 @@
+"""The job document: its sections, how it is read from a file, its canonical text."""
+
+from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
+from stratagem.common.job.every import Every
+from stratagem.common.job.files import load_job, parse_yaml
+from stratagem.common.job.sections import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    ExecutionSpec,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PartitionSpec,
+    ScheduleSpec,
+)
+from stratagem.common.job.spec import JobSpec
+
+__all__ = [
+    "CheckpointSpec",
+    "DataSpec",
+    "EdgeSpec",
+    "EvaluationSpec",
+    "Every",
+    "ExecutionSpec",
+    "GraphSpec",
+    "JobSpec",
+    "LossSpec",
+    "ModelSpec",
+    "NodeSpec",
+    "OptimizerSpec",
+    "PartitionSpec",
+    "ScheduleSpec",
+    "SubgraphSpec",
+    "effective_strategy",
+    "load_job",
+    "parse_yaml",
+]

@@ -1,0 +1,211 @@
+"""The sections of a job: what is trained, on what, how, and what is measured and kept.
+
+Each section checks itself; what concerns several sections at once is checked by `JobSpec`.
+User code is only named here (an entry point is text), never imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from stratagem.common.document import (
+    Count,
+    EntrypointName,
+    Kwargs,
+    Name,
+    Section,
+    Whole,
+    one_of,
+    only_with,
+    refuse,
+)
+from stratagem.common.errors import InvalidInputError, Violation
+from stratagem.common.graph import GraphSpec
+from stratagem.common.ids import Digest
+from stratagem.common.job.every import Every, EveryField
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class ModelSpec(Section):
+    """The model: an entry point that builds it, or a graph."""
+
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs = Field(default_factory=dict)
+    graph: GraphSpec | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("entrypoint", "graph"))
+        refuse(only_with(self, "kwargs", "entrypoint"))
+        return self
+
+
+def _check_digest(value: str) -> Digest:
+    if not _DIGEST.fullmatch(value):
+        raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
+    return Digest(value)
+
+
+def _check_data_path(value: str) -> str:
+    if not value.endswith(".safetensors"):
+        raise InvalidInputError(f"{value!r} is not a .safetensors file; other formats can run code")
+    return value
+
+
+class DataSpec(Section):
+    """The data: an entry point, a file, an uploaded blob, or a name that each worker knows."""
+
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs = Field(default_factory=dict)
+    path: Annotated[str, AfterValidator(_check_data_path)] | None = None
+    inline: Annotated[Digest, AfterValidator(_check_digest)] | None = None
+    worker_local: Name | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("entrypoint", "path", "inline", "worker_local"))
+        refuse(only_with(self, "kwargs", "entrypoint"))
+        return self
+
+
+class LossSpec(Section):
+    """The loss: the name of one of ours, or an entry point. Bare text is either."""
+
+    name: Name | None = None
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"entrypoint" if ":" in value else "name": value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("name", "entrypoint"))
+        return self
+
+
+class ScheduleSpec(Section):
+    """How the learning rate moves: a warm-up from 0, then the named curve. Bare text is a name."""
+
+    name: Literal["constant", "linear", "cosine", "step"]
+    warmup_steps: Whole = 0
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    step_size_steps: Count | None = None
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _step_has_a_size(self) -> Self:
+        if self.name == "step" and self.step_size_steps is None:
+            raise InvalidInputError.at("step_size_steps", "missing; the step schedule needs it")
+        if self.name != "step" and self.step_size_steps is not None:
+            raise InvalidInputError.at("step_size_steps", "belongs to the step schedule only")
+        return self
+
+
+class OptimizerSpec(Section):
+    """A torch optimizer by name. Further keys are its keyword arguments, kept in `kwargs`.
+
+    They are checked against the optimizer's signature where torch is.
+    """
+
+    name: Name
+    lr: Annotated[float, Field(gt=0)]
+    kwargs: Kwargs = Field(default_factory=dict)
+    schedule: ScheduleSpec | None = None
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        own = {key: each for key, each in value.items() if key in cls.model_fields}
+        further = {key: each for key, each in value.items() if key not in cls.model_fields}
+        given = own.get("kwargs", {})
+        if not isinstance(given, Mapping):
+            return value
+        found = [Violation(key, "is also in kwargs") for key in further if key in given]
+        found += [
+            Violation(f"kwargs.{key}", "is not a keyword of torch's here")
+            for key in ("params", *cls.model_fields)
+            if key in given
+        ]
+        if "params" in further:
+            found.append(Violation("params", "come from the model"))
+        refuse(found)
+        return {**own, "kwargs": {**given, **further}}
+
+
+class EvaluationSpec(Section):
+    """What is measured, on which split, how often, and what "best" means.
+
+    `every` is 1 epoch unless set; in a federated job, 1 round.
+    """
+
+    split: Name = "test"
+    every: EveryField = Every(1, "epoch")
+    metrics: list[Name] = Field(default_factory=list)
+    best: str | None = None
+    mode: Literal["max", "min"] = "max"
+    batch_size: Count = 256
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        found = [
+            Violation(f"metrics[{i}]", f"{name!r} is in the list already")
+            for i, name in enumerate(self.metrics)
+            if name in self.metrics[:i]
+        ]
+        if self.best is not None and self.best not in (*self.metrics, "loss"):
+            known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
+            found.append(Violation("best", f"{self.best!r} is not measured; one of {known}"))
+        refuse(found)
+        return self
+
+
+class CheckpointSpec(Section):
+    """How often the state is committed; None leaves it to the strategy."""
+
+    every: EveryField | None = None
+
+
+class ExecutionSpec(Section):
+    """Precision: Full is float64, Single float32. Deterministic: the same bits each time."""
+
+    precision: Literal["Full", "Single"] = "Single"
+    deterministic: bool = True
+
+
+class PartitionSpec(Section):
+    """How one data set is divided among federated clients.
+
+    alpha: of the Dirichlet distribution, small = skewed. labels_per_client: of by_label.
+    """
+
+    method: Literal["contiguous", "by_label", "dirichlet"]
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+    labels_per_client: Count | None = None
+
+    @model_validator(mode="after")
+    def _settings_fit_the_method(self) -> Self:
+        found = []
+        if self.method != "by_label" and self.labels_per_client is not None:
+            found.append(Violation("labels_per_client", "belongs to method by_label only"))
+        if self.method != "dirichlet" and self.alpha != PartitionSpec.model_fields["alpha"].default:
+            found.append(Violation("alpha", "belongs to method dirichlet only"))
+        refuse(found)
+        return self

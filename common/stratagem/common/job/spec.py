@@ -1,0 +1,142 @@
+"""The job: everything that decides a run, and the checks that concern several sections at once.
+
+`canonical_json` is the one text of a job: equal jobs have equal text, and reading it gives the
+job back. Does not know whether this installation can carry the job out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self, get_args
+
+from pydantic import BaseModel, Field, model_validator
+
+from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
+from stratagem.common.errors import Violation
+from stratagem.common.job.every import Every, Unit
+from stratagem.common.job.sections import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    ExecutionSpec,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PartitionSpec,
+)
+from stratagem.common.json_text import JSON, dump_json, load_json
+from stratagem.common.strategy import Custom, Federated, Local, Strategy, dump_strategy
+
+# One epoch reseeds with seed + epoch, which must stay in torch's range.
+_MAX_SEED = MAX_COUNT // 2
+
+
+class JobSpec(Section):
+    """A validated job. `batch_size` is the global batch of one step."""
+
+    name: Name
+    model: ModelSpec
+    data: DataSpec
+    loss: LossSpec
+    optimizer: OptimizerSpec
+    evaluation: EvaluationSpec | None = None
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    epochs: Count | None = None
+    steps: Count | None = None
+    batch_size: Count
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
+    strategy: StrategyField = Local()
+    execution: ExecutionSpec = ExecutionSpec()
+    partition: PartitionSpec | None = None
+    retention: Count = 2
+
+    @model_validator(mode="after")
+    def _settle(self) -> Self:
+        """Fill in what depends on another section, then check what concerns several."""
+        own = self.model.graph.training_strategy if self.model.graph else None
+        if own is not None and "strategy" not in self.model_fields_set:
+            self.__dict__["strategy"] = own
+        evaluation = self.evaluation
+        if evaluation and "every" not in evaluation.model_fields_set:
+            unit: Unit = "round" if isinstance(self.strategy, Federated) else "epoch"
+            settled = evaluation.model_copy(update={"every": Every(1, unit)})
+            self.__dict__["evaluation"] = settled
+        refuse([*_length(self), *_federated_only(self), *_units(self), *_graph_strategy(self)])
+        return self
+
+    def canonical_json(self) -> str:
+        """Compact JSON, fields in declared order, kwargs in key order, what is absent left out."""
+        return dump_json(_plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The job from its JSON text."""
+        return cls.parse(load_json(text))
+
+
+def _length(job: JobSpec) -> list[Violation]:
+    given = [name for name in ("epochs", "steps") if getattr(job, name) is not None]
+    kind = type(job.strategy).__name__
+    match job.strategy:
+        case Federated():
+            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have"
+            return [Violation(name, text) for name in given]
+        case Custom() if not given:
+            return []  # the plug-in may count in units of its own
+        case _ if not given:
+            return [Violation("epochs", f"missing; {kind} needs epochs or steps")]
+        case _ if len(given) == 2:
+            return [Violation("steps", "epochs is set already; only one of the two may be")]
+        case _:
+            return []
+
+
+def _federated_only(job: JobSpec) -> list[Violation]:
+    found = []
+    federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
+    if job.partition and not federated:
+        found.append(Violation("partition", f"belongs to Federated only; the strategy is {kind}"))
+    if job.data.worker_local and not federated:
+        text = f"belongs to Federated only; the strategy is {kind}"
+        found.append(Violation("data.worker_local", text))
+    if job.partition and job.data.worker_local and federated:
+        found.append(Violation("partition", "worker_local data is divided by where it lies"))
+    return found
+
+
+def _units(job: JobSpec) -> list[Violation]:
+    found = []
+    federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
+    allowed: tuple[Unit, ...] = ("round",) if federated else ("step", "epoch")
+    if isinstance(job.strategy, Custom):
+        allowed = ("step", "epoch", "round")
+    for name, every in (
+        ("evaluation.every", job.evaluation.every if job.evaluation else None),
+        ("checkpoint.every", job.checkpoint.every),
+    ):
+        if every is not None and every.unit not in allowed:
+            units = " or ".join(f"{unit}s" for unit in allowed)
+            found.append(Violation(name, f"'{every}' is not allowed; {kind} counts in {units}"))
+    return found
+
+
+def _graph_strategy(job: JobSpec) -> list[Violation]:
+    own = job.model.graph.training_strategy if job.model.graph else None
+    if own is None or own == job.strategy:
+        return []
+    return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]
+
+
+def _plain(value: object) -> JSON:
+    """The value as JSON without what is absent; kwargs (plain already) keep their nulls."""
+    if isinstance(value, BaseModel):
+        items = {name: getattr(value, name) for name in type(value).model_fields}
+        return {name: _plain(each) for name, each in items.items() if each is not None}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, Every):
+        return str(value)
+    if isinstance(value, get_args(Strategy)):
+        strategy: Strategy = value
+        return dump_strategy(strategy)
+    plain: JSON = value  # type: ignore[assignment]  # scalars and kwargs
+    return plain

@@ -1,0 +1,1 @@
+"""What every gRPC client and server of this project has in common."""

@@ -1,0 +1,145 @@
+"""Which gRPC status stands for which error of ours, both ways: one table.
+
+A status also carries an ErrorInfo with the name of the error, so that a caller of ours gets back
+exactly the type that was raised; other callers have the code and the sentence. Fields that are
+wrong come as BadRequest violations. Knows no service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from stratagem.common.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    OutOfRangeError,
+    RunFailedError,
+    StaleError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+    Violation,
+    WrongStateError,
+)
+
+Code = grpc.StatusCode
+
+TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
+    # The first row that fits counts, so an error stands before its base.
+    (OutOfRangeError, Code.OUT_OF_RANGE),
+    (InvalidInputError, Code.INVALID_ARGUMENT),
+    (LimitError, Code.RESOURCE_EXHAUSTED),
+    (IntegrityError, Code.DATA_LOSS),
+    (StaleError, Code.FAILED_PRECONDITION),
+    (NotFoundError, Code.NOT_FOUND),
+    (AlreadyExistsError, Code.ALREADY_EXISTS),
+    (WrongStateError, Code.FAILED_PRECONDITION),
+    (ConflictError, Code.ABORTED),
+    (UnavailableError, Code.UNAVAILABLE),
+    (UserCodeError, Code.ABORTED),
+    (RunFailedError, Code.ABORTED),
+    (TimeoutError, Code.DEADLINE_EXCEEDED),
+)
+
+# What a code means that carries no name of ours (gRPC itself, a proxy, another implementation).
+_BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
+    Code.INVALID_ARGUMENT: InvalidInputError,
+    Code.OUT_OF_RANGE: OutOfRangeError,
+    Code.RESOURCE_EXHAUSTED: LimitError,
+    Code.DATA_LOSS: IntegrityError,
+    Code.NOT_FOUND: NotFoundError,
+    Code.ALREADY_EXISTS: AlreadyExistsError,
+    Code.FAILED_PRECONDITION: WrongStateError,
+    Code.ABORTED: ConflictError,
+    Code.UNAVAILABLE: UnavailableError,
+    Code.DEADLINE_EXCEEDED: UnavailableError,
+    Code.CANCELLED: UnavailableError,
+}
+_BY_NAME: Final = {each.__name__: each for each, _ in TABLE if issubclass(each, StratagemError)}
+
+_DOMAIN: Final = "stratagem"
+_MAX_MESSAGE_CHARS: Final = 1500  # percent-coded in a header, and headers end at 16 KiB
+_MAX_DETAIL_BYTES: Final = 6000
+
+
+def code_of(error: Exception) -> grpc.StatusCode | None:
+    """The status code of an error; None for one that must not leave the process."""
+    return next((code for kind, code in TABLE if isinstance(error, kind)), None)
+
+
+def to_status(error: Exception) -> grpc.Status | None:
+    """The error as a status with details; None for one that must not leave the process."""
+    code = code_of(error)
+    if code is None:
+        return None
+    status = status_pb2.Status(code=code.value[0], message=str(error)[:_MAX_MESSAGE_CHARS])
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
+    if isinstance(error, UserCodeError):
+        for key in ("type", "message", "worker_id", "activity"):
+            info.metadata[key] = getattr(error, key)[:_MAX_MESSAGE_CHARS]
+    status.details.add().Pack(info)
+    if isinstance(error, InvalidInputError):
+        _add_violations(status, error)
+    made: grpc.Status = rpc_status.to_status(status)
+    return made
+
+
+def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None:
+    request = error_details_pb2.BadRequest()
+    for each in error.violations:
+        violation = request.field_violations.add(field=each.field, description=each.message)
+        if status.ByteSize() + request.ByteSize() > _MAX_DETAIL_BYTES:
+            request.field_violations.remove(violation)
+            break
+    status.details.add().Pack(request)
+
+
+def from_rpc_error(error: grpc.RpcError) -> StratagemError:
+    """What the other side, or gRPC itself, wanted to say."""
+    code, message = error.code(), error.details() or error.code().name
+    info, violations = _details(error)
+    kind = _BY_NAME.get(info.reason) if info.domain == _DOMAIN else None
+    if kind is UserCodeError:
+        told = info.metadata
+        return UserCodeError(told["type"], told["message"], "", told["worker_id"], told["activity"])
+    if kind is None:
+        kind = _BY_CODE.get(code, StratagemError)
+    if issubclass(kind, InvalidInputError):
+        return kind(message, violations=violations)
+    return kind(message)
+
+
+@contextmanager
+def rpc_errors() -> Iterator[None]:
+    """Turn the RPC errors of the calls inside into errors of our tree."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _details(
+    error: grpc.RpcError,
+) -> tuple[error_details_pb2.ErrorInfo, tuple[Violation, ...]]:
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    try:
+        status = rpc_status.from_call(error)
+        for detail in status.details if status else ():
+            if detail.Is(info.DESCRIPTOR):
+                detail.Unpack(info)
+            elif detail.Is(request.DESCRIPTOR):
+                detail.Unpack(request)
+    except (ValueError, DecodeError):  # the sender's details contradict its code: go by the code
+        return error_details_pb2.ErrorInfo(), ()
+    return info, tuple(Violation(each.field, each.description) for each in request.field_violations)

@@ -1,0 +1,164 @@
+"""The JSON form of a strategy, shared with the Rust programs that speak it.
+
+The shapes below are the whole grammar: for each class the fields in the order in which they are
+written. Variants are objects with their name under a tag key ("type", "method", "protocol"),
+except a RemoteTarget, which is an object with one key. Our extras stand under `options`.
+Does not judge whether a strategy can be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.json_forms import (
+    ANY_JSON,
+    REAL,
+    TEXT,
+    TEXTS,
+    UNSIGNED,
+    Form,
+    Shape,
+    list_of,
+    plain,
+    read_object,
+    read_real,
+    read_text,
+    tagged,
+)
+from stratagem.common.json_text import JSON, dump_json, join, load_json
+from stratagem.common.strategy import choices, kinds
+from stratagem.common.strategy.kinds import Strategy
+
+
+def parse_strategy(source: object, path: str = "strategy") -> Strategy:
+    """A strategy from its JSON text or from the parsed object; `path` names it in errors."""
+    value = load_json(source, path) if isinstance(source, str) else source
+    strategy: Strategy = _STRATEGY.read(value, path)
+    return strategy
+
+
+def dump_strategy(strategy: Strategy) -> dict[str, JSON]:
+    """The JSON object, tag first, then the fields in order; without extras the shared form."""
+    written = _STRATEGY.write(strategy)
+    assert isinstance(written, dict)
+    return written
+
+
+def dumps_strategy(strategy: Strategy) -> str:
+    """The compact JSON text of a strategy."""
+    return dump_json(dump_strategy(strategy))
+
+
+def _quorum(value: object, path: str) -> int | float | None:
+    return value if value is None or type(value) is int else read_real(value, path)
+
+
+def _optional_real(value: object, path: str) -> float | None:
+    return None if value is None else read_real(value, path)
+
+
+def _read_target(value: object, path: str) -> choices.RemoteTarget:
+    entries = read_object(value, path)
+    if len(entries) != 1 or not entries.keys() <= _TARGETS.keys():
+        keys = ", ".join(str(key) for key in entries) or "none"
+        raise InvalidInputError.at(path, f"needs exactly one key, Tag or WorkerId; has {keys}")
+    ((key, name),) = entries.items()
+    try:
+        return _TARGETS[key](read_text(name, join(path, key)))
+    except InvalidInputError as error:
+        # the one value of the variant has no name of its own in the JSON form
+        raise InvalidInputError.at(join(path, key), error.violations[0].message) from None
+
+
+def _write_target(target: choices.RemoteTarget) -> JSON:
+    match target:
+        case choices.Tag(tag):
+            return {"Tag": tag}
+        case choices.WorkerIdTarget(worker_id):
+            return {"WorkerId": worker_id}
+
+
+_TARGETS: Final[Mapping[str, Callable[[Any], choices.RemoteTarget]]] = {
+    "Tag": choices.Tag,
+    "WorkerId": choices.WorkerIdTarget,
+}
+TARGET: Final = Form(_read_target, _write_target)
+_GRADIENT_AGGREGATION: Final = tagged(
+    "method",
+    Shape(choices.AllReduce),
+    Shape(choices.ParameterServer),
+    Shape(choices.Decentralized, {"topology": TEXT}),
+)
+_PARTITION: Final = plain(Shape(choices.Partition, {"node_ids": TEXTS, "target": TARGET}))
+_PROTOCOL: Final = tagged(
+    "protocol",
+    Shape(choices.DataStore),
+    Shape(choices.Direct),
+    Shape(choices.Pipeline, {"micro_batch_size": UNSIGNED}),
+)
+_FEDERATED_AGGREGATION: Final = tagged(
+    "method",
+    Shape(choices.FedAvg),
+    Shape(choices.FedProx, {"mu": REAL}),
+    Shape(choices.FedYogi, {"beta1": REAL, "beta2": REAL, "tau": REAL}),
+)
+_SELECTION: Final = tagged(
+    "method",
+    Shape(choices.All),
+    Shape(choices.Random, {"fraction": REAL}),
+    Shape(choices.ByCapability, {"required_tags": TEXTS}),
+)
+_EXPLOIT: Final = tagged(
+    "method",
+    Shape(choices.Truncation, {"fraction": REAL}),
+    Shape(choices.Binary, {"threshold": REAL}),
+)
+_EXPLORE: Final = tagged(
+    "method", Shape(choices.Perturbation, {"factor": REAL}), Shape(choices.Resample)
+)
+_DATA_PARALLEL_OPTIONS: Final = Shape(
+    kinds.DataParallelOptions, {"min_replicas": UNSIGNED}, is_extras=True
+)
+_FEDERATED_OPTIONS: Final = Shape(
+    kinds.FederatedOptions,
+    {
+        "local_epochs": UNSIGNED,
+        "quorum": Form(_quorum, lambda value: value),
+        "round_deadline_s": Form(_optional_real, lambda value: value),
+        "server_learning_rate": REAL,
+    },
+    is_extras=True,
+)
+_STRATEGY: Final = tagged(
+    "type",
+    Shape(kinds.Local),
+    Shape(
+        kinds.DataParallel,
+        {"num_replicas": UNSIGNED, "aggregation": _GRADIENT_AGGREGATION},
+        extras=_DATA_PARALLEL_OPTIONS,
+    ),
+    Shape(kinds.ModelParallel, {"partitions": list_of(_PARTITION), "communication": _PROTOCOL}),
+    Shape(
+        kinds.Federated,
+        {
+            "num_clients": UNSIGNED,
+            "rounds": UNSIGNED,
+            "aggregation": _FEDERATED_AGGREGATION,
+            "client_selection": _SELECTION,
+        },
+        extras=_FEDERATED_OPTIONS,
+    ),
+    Shape(
+        kinds.PopulationBased,
+        {
+            "population_size": UNSIGNED,
+            "generations": UNSIGNED,
+            "exploit": _EXPLOIT,
+            "explore": _EXPLORE,
+        },
+    ),
+    Shape(kinds.Custom, {"coordinator": TEXT, "config": ANY_JSON}),
+    extras_key="options",
+)

@@ -1,0 +1,184 @@
+"""The training strategies themselves, made of the choices in `choices`.
+
+Every class is frozen and checks its own ranges when it is made, so a strategy that exists is
+valid. Owns no JSON and does not know how any strategy is carried out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, assert_never
+
+from stratagem.common.errors import InvalidInputError, Violation
+from stratagem.common.field_rules import (
+    AT_LEAST_1,
+    FRACTION,
+    NOT_EMPTY,
+    POSITIVE,
+    Rule,
+    check_fields,
+    must,
+)
+from stratagem.common.json_text import JSON, check_json
+from stratagem.common.strategy.choices import (
+    ClientSelection,
+    CommunicationProtocol,
+    ExploitStrategy,
+    ExploreStrategy,
+    FederatedAggregation,
+    FedYogi,
+    GradientAggregation,
+    Partition,
+)
+
+_IS_QUORUM: Final = Rule(
+    lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),
+    "must be a count >= 1 or a share in (0, 1]",
+)
+_POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
+
+DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One worker trains on all data."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelOptions:
+    """min_replicas: go on with as few workers as this while the others are away."""
+
+    min_replicas: int = field(default=1, metadata=must(AT_LEAST_1))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The model is replicated, each batch is split, gradients are combined every step."""
+
+    num_replicas: int = field(metadata=must(AT_LEAST_1))
+    aggregation: GradientAggregation
+    options: DataParallelOptions = DataParallelOptions()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.options.min_replicas > self.num_replicas:
+            raise InvalidInputError.at(
+                "options.min_replicas",
+                f"{self.options.min_replicas} is more than num_replicas, {self.num_replicas}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParallel:
+    """The nodes of the model are spread over workers."""
+
+    partitions: tuple[Partition, ...] = field(metadata=must(NOT_EMPTY))
+    communication: CommunicationProtocol
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedOptions:
+    """What a round does beyond its shared form.
+
+    quorum: how many of the selected clients make a round: a share (float) or a count (int);
+    None = all of them, however long it takes. round_deadline_s: when to settle for the quorum.
+    server_learning_rate: of FedYogi.
+    """
+
+    local_epochs: int = field(default=1, metadata=must(AT_LEAST_1))
+    quorum: float | int | None = field(default=None, metadata=must(_IS_QUORUM))
+    round_deadline_s: float | None = field(default=None, metadata=must(_POSITIVE_IF_SET))
+    server_learning_rate: float = field(
+        default=DEFAULT_SERVER_LEARNING_RATE, metadata=must(POSITIVE)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.round_deadline_s is not None and self.quorum is None:
+            raise InvalidInputError.at(
+                "quorum", "missing; round_deadline_s says when to settle for it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Federated:
+    """Clients train on data of their own; only models travel, and are combined every round."""
+
+    num_clients: int = field(metadata=must(AT_LEAST_1))
+    rounds: int = field(metadata=must(AT_LEAST_1))
+    aggregation: FederatedAggregation
+    client_selection: ClientSelection
+    options: FederatedOptions = FederatedOptions()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        options, violations = self.options, []
+        if type(options.quorum) is int and options.quorum > self.num_clients:
+            text = f"{options.quorum} is more than num_clients, {self.num_clients}"
+            violations.append(Violation("options.quorum", text))
+        has_server_optimizer = isinstance(self.aggregation, FedYogi)
+        if not has_server_optimizer and (
+            options.server_learning_rate != DEFAULT_SERVER_LEARNING_RATE
+        ):
+            text = f"{type(self.aggregation).__name__} has no server optimizer; FedYogi has"
+            violations.append(Violation("options.server_learning_rate", text))
+        if violations:
+            raise InvalidInputError(violations=violations)
+
+
+@dataclass(frozen=True, slots=True)
+class PopulationBased:
+    """A population trains side by side; the worse copy the better and explore from there."""
+
+    population_size: int = field(metadata=must(AT_LEAST_1))
+    generations: int = field(metadata=must(AT_LEAST_1))
+    exploit: ExploitStrategy
+    explore: ExploreStrategy
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """A strategy registered by name; its config is handed over untouched."""
+
+    coordinator: str = field(metadata=must(NOT_EMPTY))
+    config: JSON
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_json(self.config, "config")
+
+
+Strategy: TypeAlias = Local | DataParallel | ModelParallel | Federated | PopulationBased | Custom
+
+
+def describe(strategy: Strategy) -> str:
+    """The short name that people see, such as "DataParallel/AllReduce"."""
+    match strategy:
+        case Local():
+            return "Local"
+        case DataParallel() | Federated():
+            choice = type(strategy.aggregation).__name__
+        case ModelParallel():
+            choice = type(strategy.communication).__name__
+        case PopulationBased():
+            choice = type(strategy.exploit).__name__
+        case Custom():
+            choice = strategy.coordinator
+        case _:
+            assert_never(strategy)
+    return f"{type(strategy).__name__}/{choice}"
+
+
+def is_distributed(strategy: Strategy) -> bool:
+    """Whether more than one worker may take part."""
+    return not isinstance(strategy, Local)

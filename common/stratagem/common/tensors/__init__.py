@@ -1,0 +1,1 @@
+"""The tensor stream: element types, manifests, chunks, canonical files and their transfer."""

@@ -1,0 +1,284 @@
+"""What a tensor stream will carry: names, types, shapes and places, checked before anything is
+allocated for it.
+
+Owns the value `Manifest`, its rules and its form on the wire. All arithmetic is in Python integers,
+so a header of a few bytes cannot overflow its way to an allocation. Must not know torch, files or
+gRPC.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+from stratagem.common.errors import InvalidInputError, LimitError
+from stratagem.common.tensors.dtypes import dtype_named, dtype_on_wire
+from stratagem.v1 import tensor_pb2
+
+MAX_MANIFEST_BYTES: Final = 3 * 2**20  # a message is at most 4 MiB, and has other fields too
+MAX_ELEMENTS: Final = 2**63 - 1
+ALIAS_PREFIX: Final = "alias:"  # metadata keys that canonical files use for themselves
+RESERVED_NAME: Final = "__metadata__"  # means something else in a safetensors header
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
+
+
+class Purpose(IntEnum):
+    """What a stream is for."""
+
+    STATE = tensor_pb2.PURPOSE_STATE
+    UPDATE = tensor_pb2.PURPOSE_UPDATE
+    GRADIENTS = tensor_pb2.PURPOSE_GRADIENTS
+    DATA = tensor_pb2.PURPOSE_DATA
+    ACTIVATION = tensor_pb2.PURPOSE_ACTIVATION
+    MESH = tensor_pb2.PURPOSE_MESH
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a receiver accepts."""
+
+    max_tensors: int = 32768
+    max_total_bytes: int = 64 * 2**30
+    max_tensor_bytes: int = 32 * 2**30
+    max_name_bytes: int = 256
+    max_dims: int = 8
+    max_metadata: int = 4096
+    max_metadata_value_bytes: int = 64 * 2**10
+
+
+DEFAULT_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor inside the byte range of a stream."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+    alias_of: str | None = None
+    """An earlier tensor that shares its storage; then offset and size are that one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The header of a tensor stream. Tensors lie in order, without overlap and without gap."""
+
+    tensors: tuple[TensorSpec, ...]
+    total_bytes: int
+    purpose: Purpose
+    weight: float = 0.0
+    activation_tag: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
+
+    def stored(self) -> tuple[TensorSpec, ...]:
+        """The tensors that have bytes of their own, in the order of their bytes."""
+        return tuple(each for each in self.tensors if each.alias_of is None)
+
+
+def build_manifest(
+    named: Iterable[tuple[str, str, tuple[int, ...]]],
+    purpose: Purpose,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    weight: float = 0.0,
+    activation_tag: int = 0,
+    metadata: Mapping[str, str] | None = None,
+) -> Manifest:
+    """A manifest of (name, dtype, shape) in the order given; `aliases` maps name -> earlier name.
+
+    Raises InvalidInputError where the result would break a rule that every receiver checks.
+    """
+    aliases = aliases or {}
+    specs: list[TensorSpec] = []
+    by_name: dict[str, TensorSpec] = {}
+    end = 0
+    for name, dtype, shape in named:
+        source = aliases.get(name)
+        size = math.prod(shape) * dtype_named(dtype).item_bytes
+        if source is None:
+            spec = TensorSpec(name, dtype, tuple(shape), end, size)
+            end += size
+        else:
+            start = by_name[source].offset if source in by_name else end
+            spec = TensorSpec(name, dtype, tuple(shape), start, size, source)
+        specs.append(spec)
+        by_name[name] = spec
+    manifest = Manifest(tuple(specs), end, purpose, weight, activation_tag, dict(metadata or {}))
+    check(manifest, Limits(max_total_bytes=MAX_ELEMENTS, max_tensor_bytes=MAX_ELEMENTS))
+    return manifest
+
+
+def check(manifest: Manifest, limits: Limits) -> None:
+    """Refuse a manifest that breaks a rule (InvalidInputError) or a limit (LimitError)."""
+    _check_counts(manifest, limits)
+    _check_values(manifest)
+    by_name: dict[str, TensorSpec] = {}
+    end = 0
+    for index, spec in enumerate(manifest.tensors):
+        _check_name(f"tensors[{index}].name", spec.name, limits)
+        if spec.name in by_name:
+            raise InvalidInputError.at(f"tensors[{index}].name", f"{spec.name!r} stands twice")
+        _check_size(f"tensors[{index}]", spec, limits)
+        if spec.alias_of is None:
+            end = _check_place(f"tensors[{index}].offset", spec, end)
+        else:
+            _check_alias(f"tensors[{index}].alias_of", spec, by_name.get(spec.alias_of))
+        by_name[spec.name] = spec
+    if manifest.total_bytes != end:
+        raise InvalidInputError.at(
+            "total_bytes", f"{manifest.total_bytes} announced, but the last tensor ends at {end}"
+        )
+
+
+def _check_counts(manifest: Manifest, limits: Limits) -> None:
+    for what, value, limit in (
+        ("tensors", len(manifest.tensors), limits.max_tensors),
+        ("total_bytes", manifest.total_bytes, limits.max_total_bytes),
+        ("metadata entries", len(manifest.metadata), limits.max_metadata),
+    ):
+        if value > limit:
+            raise LimitError(f"{what}: {value} is over the limit of {limit}")
+    for key, text in manifest.metadata.items():
+        if not key or key.startswith(ALIAS_PREFIX) or _CONTROL.search(key):
+            raise InvalidInputError.at("metadata", f"key {key[:80]!r} is not allowed")
+        if len(key.encode()) > limits.max_name_bytes:
+            raise LimitError(f"metadata key: over the limit of {limits.max_name_bytes} bytes")
+        if len(text.encode()) > limits.max_metadata_value_bytes:
+            raise LimitError(
+                f"metadata value of {key!r}: over the limit of "
+                f"{limits.max_metadata_value_bytes} bytes"
+            )
+
+
+def _check_values(manifest: Manifest) -> None:
+    if not (math.isfinite(manifest.weight) and manifest.weight >= 0):
+        raise InvalidInputError.at("weight", f"{manifest.weight} is not a finite number >= 0")
+    if not 0 <= manifest.activation_tag < 2**32:
+        raise InvalidInputError.at("activation_tag", f"{manifest.activation_tag} is no uint32")
+    if not _DIGEST.fullmatch(manifest.digest):
+        raise InvalidInputError.at("digest", "is neither empty nor 64 lower-case hex digits")
+
+
+def _check_name(where: str, name: str, limits: Limits) -> None:
+    if len(name) > limits.max_name_bytes:  # before anything walks it
+        raise LimitError(f"{where}: over the limit of {limits.max_name_bytes} bytes")
+    if not name or _CONTROL.search(name) or name == RESERVED_NAME:
+        raise InvalidInputError.at(where, f"{name!r} is empty, reserved or has control characters")
+    if len(name.encode()) > limits.max_name_bytes:
+        raise LimitError(f"{where}: over the limit of {limits.max_name_bytes} bytes")
+
+
+def _check_size(where: str, spec: TensorSpec, limits: Limits) -> None:
+    if len(spec.shape) > limits.max_dims:
+        raise LimitError(
+            f"{where}.shape: {len(spec.shape)} dimensions, the limit is {limits.max_dims}"
+        )
+    if any(dim < 0 for dim in spec.shape):
+        raise InvalidInputError.at(f"{where}.shape", f"{spec.shape} has a negative dimension")
+    item_bytes = dtype_named(spec.dtype).item_bytes
+    # Dimensions of 0 hide the others from the product, but not from whoever computes strides.
+    if math.prod(max(dim, 1) for dim in spec.shape) * item_bytes > MAX_ELEMENTS:
+        raise LimitError(f"{where}.shape: {spec.shape} is beyond any address space")
+    size = math.prod(spec.shape) * item_bytes
+    if size != spec.size_bytes:
+        raise InvalidInputError.at(
+            f"{where}.size_bytes",
+            f"{spec.size_bytes} announced, but {spec.dtype} {spec.shape} has {size}",
+        )
+    if size > limits.max_tensor_bytes:
+        raise LimitError(f"{where}.size_bytes: {size}, the limit is {limits.max_tensor_bytes}")
+
+
+def _check_place(where: str, spec: TensorSpec, end: int) -> int:
+    if spec.offset != end:
+        kind = "overlaps the tensor before it" if spec.offset < end else "leaves a gap"
+        raise InvalidInputError.at(where, f"{spec.offset} {kind}; must be {end}")
+    return end + spec.size_bytes
+
+
+def _check_alias(where: str, spec: TensorSpec, source: TensorSpec | None) -> None:
+    if source is None or source.alias_of is not None:
+        raise InvalidInputError.at(where, f"{spec.alias_of!r} is no earlier tensor of its own")
+    if (spec.dtype, spec.shape, spec.offset) != (source.dtype, source.shape, source.offset):
+        raise InvalidInputError.at(
+            where, f"dtype, shape or offset differ from those of {spec.alias_of!r}"
+        )
+
+
+def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
+    """The manifest as its message. LimitError when it is too large for one."""
+    message = tensor_pb2.Manifest(
+        tensors=[
+            tensor_pb2.TensorSpec(
+                name=each.name,
+                dtype=dtype_named(each.dtype).wire,
+                shape=each.shape,
+                offset=each.offset,
+                size_bytes=each.size_bytes,
+                alias_of=each.alias_of or "",
+            )
+            for each in manifest.tensors
+        ],
+        total_bytes=manifest.total_bytes,
+        purpose=tensor_pb2.Purpose.ValueType(int(manifest.purpose)),
+        weight=manifest.weight,
+        activation_tag=manifest.activation_tag,
+        metadata=manifest.metadata,
+        digest=manifest.digest,
+    )
+    if message.ByteSize() > MAX_MANIFEST_BYTES:
+        raise LimitError(
+            f"manifest: {message.ByteSize()} bytes are over the limit of {MAX_MANIFEST_BYTES}; "
+            f"use fewer tensors, or shorter names"
+        )
+    return message
+
+
+def from_proto(
+    message: tensor_pb2.Manifest, limits: Limits = DEFAULT_LIMITS, purpose: Purpose | None = None
+) -> Manifest:
+    """The message as a checked manifest; `purpose` is the only one accepted, if given."""
+    if len(message.tensors) > limits.max_tensors:  # before anything is made of them
+        raise LimitError(f"tensors: {len(message.tensors)}, the limit is {limits.max_tensors}")
+    if message.codec != tensor_pb2.CODEC_UNSPECIFIED:
+        raise InvalidInputError.at("codec", f"{message.codec} is not known here")
+    manifest = Manifest(
+        tensors=tuple(
+            TensorSpec(
+                each.name,
+                dtype_on_wire(each.dtype).name,
+                tuple(each.shape),
+                each.offset,
+                each.size_bytes,
+                each.alias_of or None,
+            )
+            for each in message.tensors
+        ),
+        total_bytes=message.total_bytes,
+        purpose=_purpose(message.purpose, purpose),
+        weight=message.weight,
+        activation_tag=message.activation_tag,
+        metadata=dict(message.metadata),
+        digest=message.digest,
+    )
+    check(manifest, limits)
+    return manifest
+
+
+def _purpose(number: int, wanted: Purpose | None) -> Purpose:
+    known = {int(each): each for each in Purpose}
+    if number not in known or wanted not in (None, known[number]):
+        allowed = [wanted] if wanted else list(Purpose)
+        names = ", ".join(each.name for each in allowed)
+        raise InvalidInputError.at("purpose", f"{number} is not accepted here; allowed: {names}")
+    return known[number]

@@ -1,0 +1,161 @@
+"""Torch tensors in and out of a tensor stream.
+
+Owns the step between `torch.Tensor` and bytes, both ways without a copy of the whole. The only
+module of `common` (with its name saying so) that imports torch.
+
+Received bytes are copied into storage that torch allocated, one storage per tensor: the bits of a
+matrix product change with the alignment of its operands, so a view of a receive buffer is not used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.tensors.chunks import Sink, iter_pieces
+from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
+from stratagem.common.tensors.frames import Data
+from stratagem.common.tensors.manifest import (
+    DEFAULT_LIMITS,
+    Limits,
+    Manifest,
+    Purpose,
+    build_manifest,
+)
+from stratagem.common.tensors.safefile import from_file, header_bytes, read_header
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    each.name: getattr(torch, each.name) for each in DTYPES if hasattr(torch, each.name)
+}
+_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def manifest_of(
+    named: Mapping[str, Tensor],
+    purpose: Purpose,
+    *,
+    weight: float = 0.0,
+    activation_tag: int = 0,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[Manifest, list[memoryview]]:
+    """The manifest of these tensors and their bytes, one buffer per tensor that is stored.
+
+    Tensors are ordered by element size, largest first, and otherwise as given; so each one lies
+    aligned in a file, as readers of safetensors expect. Tensors that are the same view of the same
+    storage are sent once. The buffers are the tensors' own memory where these are contiguous and on
+    the CPU: the caller must not change them while they are sent.
+    """
+    ordered = sorted(named.items(), key=lambda item: -_info(item[0], item[1]).item_bytes)
+    seen: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    buffers: list[memoryview] = []
+    for name, tensor in ordered:
+        # Two tensors without elements share nothing that could be tied.
+        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+            continue
+        seen[key] = name
+        buffers.append(bytes_of(tensor))
+    manifest = build_manifest(
+        ((name, _info(name, each).name, tuple(each.shape)) for name, each in ordered),
+        purpose,
+        aliases=aliases,
+        weight=weight,
+        activation_tag=activation_tag,
+        metadata=metadata,
+    )
+    return manifest, buffers
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a tensor in C order; its own memory where it is contiguous on the CPU."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    whole = tensor.detach().resolve_neg().cpu().contiguous()
+    # Not view(-1): a tensor of one element is contiguous with any stride, and keeps it.
+    flat = whole.as_strided((whole.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]:
+    """Tensors for a checked manifest: a sink for its byte range, and a function that gives them.
+
+    Each byte is written once, straight into the tensor that it belongs to.
+    """
+    stored = {
+        each.name: torch.empty(each.shape, dtype=torch_dtype(each.dtype))
+        for each in manifest.stored()
+    }
+
+    def finish() -> dict[str, Tensor]:
+        return {each.name: stored[each.alias_of or each.name] for each in manifest.tensors}
+
+    return _scatter(manifest, stored), finish
+
+
+def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
+    specs = [each for each in manifest.stored() if each.size_bytes]
+    starts = [each.offset for each in specs]
+    views = [bytes_of(stored[each.name]) for each in specs]
+
+    def write(offset: int, data: Data) -> None:
+        index = bisect_right(starts, offset) - 1
+        rest = memoryview(data)
+        while rest:
+            start = offset - starts[index]
+            size = min(len(views[index]) - start, len(rest))
+            views[index][start : start + size] = rest[:size]
+            rest = rest[size:]
+            offset += size
+            index += 1
+
+    return write
+
+
+def load_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Tensor], Manifest]:
+    """The tensors of a safetensors file, tied ones as one tensor; the caller checks the digest."""
+    manifest, data_start = read_header(path, limits)
+    sink, finish = allocate(manifest)
+    offset = 0
+    for piece in from_file(path, data_start, manifest.total_bytes)(0):
+        sink(offset, piece)
+        offset += len(piece)
+    return finish(), manifest
+
+
+def save_file(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Manifest:
+    """Write tensors as a canonical file; not durable and not atomic, that is the caller's part."""
+    manifest, buffers = manifest_of(named, Purpose.STATE, metadata=metadata)
+    with path.open("wb") as file:
+        file.write(header_bytes(manifest))
+        for piece in iter_pieces(buffers):
+            file.write(piece)
+    return manifest
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of that name; refused where this torch does not have it."""
+    if name not in TORCH_DTYPES:
+        dtype_named(name)  # says so when no torch has it
+        raise InvalidInputError.at("dtype", f"{name} is not in torch {torch.__version__}")
+    return TORCH_DTYPES[name]
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """The name of a tensor's element type in manifests."""
+    return _info("tensor", tensor).name
+
+
+def _info(name: str, tensor: Tensor) -> DTypeInfo:
+    if tensor.layout != torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
+        raise InvalidInputError.at(
+            name, f"a {tensor.layout} {tensor.dtype} tensor on {tensor.device} cannot be sent"
+        )
+    return dtype_named(_NAMES[tensor.dtype])

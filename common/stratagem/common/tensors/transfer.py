@@ -1,0 +1,293 @@
+"""Tensor streams over gRPC, both directions and both sides.
+
+Owns the order of messages, resuming after a cut, and the idle timeout: a peer that is silent for
+`idle_timeout_s` inside a stream counts as gone. Bytes pass through a piece at a time and are never
+gathered here. Must not know torch, sessions or where bytes are stored.
+
+    download  caller: request with offset  server: Manifest, Chunk…               pull, serve_get
+    upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from stratagem.common.errors import ConflictError, InvalidInputError, UnavailableError
+from stratagem.common.rpc.channel import write_message
+from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.tensors.chunks import (
+    CarriesChunk,
+    ChunkWriter,
+    Sink,
+    Source,
+    check_offset,
+    from_buffers,
+)
+from stratagem.common.tensors.frames import iter_frames
+from stratagem.common.tensors.manifest import (
+    DEFAULT_LIMITS,
+    Limits,
+    Manifest,
+    Purpose,
+    from_proto,
+    to_proto,
+)
+from stratagem.v1 import tensor_pb2
+
+IDLE_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a cut stream is taken up again without any progress, and after what pauses."""
+
+    max_attempts: int = 5
+    first_pause_s: float = 0.1
+    max_pause_s: float = 2.0
+
+
+class CarriesManifest(CarriesChunk, Protocol):
+    """A response with the fields `manifest` and `chunk`."""
+
+    @property
+    def manifest(self) -> tensor_pb2.Manifest: ...
+
+
+M = TypeVar("M", bound=CarriesManifest)
+R = TypeVar("R")
+
+Accept = Callable[[Manifest], Sink | memoryview]
+"""Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
+
+
+# ---- the side that serves ----
+
+
+async def serve_get(
+    make: Callable[[], M],
+    manifest: Manifest,
+    content: Source | Sequence[memoryview],
+    offset: int = 0,
+) -> AsyncIterator[M]:
+    """The responses of a download: the manifest, then the content from `offset` on.
+
+    The latter come serialized, which servers of `rpc.server` pass on as they are.
+    """
+    check_offset(offset, manifest.total_bytes)
+    first = make()
+    first.manifest.CopyFrom(to_proto(manifest))
+    yield first
+    source = content if callable(content) else from_buffers(content)
+    for frame in iter_frames(source(offset), offset):
+        yield cast(M, frame)
+
+
+async def receive_header(requests: AsyncIterator[R], idle_timeout_s: float = IDLE_TIMEOUT_S) -> R:
+    """The first request of an upload; its field `header` is set."""
+    request = await _next(requests, idle_timeout_s)
+    if request is None or _kind(request) != "header":
+        raise InvalidInputError.at("message", "the first one of a stream must be the header")
+    return request
+
+
+async def receive_upload(
+    requests: AsyncIterator[Any],
+    make: Callable[..., R],
+    writer: ChunkWriter,
+    commit: Callable[[], Awaitable[None]],
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> AsyncIterator[R]:
+    """The responses of an upload whose header has been read and accepted.
+
+    `writer` stands where the sender shall go on; `commit` checks the digest and makes the content
+    visible. Whatever raises here leaves to the caller what becomes of the part that was received.
+    """
+    yield make(resume_offset=writer.received)
+    await receive_chunks(requests, writer, idle_timeout_s)
+    await commit()
+    yield make(committed=True)
+
+
+async def receive_chunks(
+    messages: AsyncIterator[Any], writer: ChunkWriter, idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> None:
+    """Write messages that carry chunks until the writer is complete; serves both directions."""
+    while not writer.is_complete:
+        message = await _next(messages, idle_timeout_s)
+        if message is None:
+            writer.finish()
+        elif (kind := _kind(message)) != "chunk":
+            raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
+        else:
+            writer.write(message.chunk)
+
+
+async def _next(messages: AsyncIterator[R], idle_timeout_s: float) -> R | None:
+    try:
+        async with asyncio.timeout(idle_timeout_s):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise TimeoutError(f"the peer was silent for {idle_timeout_s:g} s") from None
+
+
+def _kind(message: Any) -> str:
+    return message.WhichOneof("message") or "nothing"
+
+
+# ---- the side that calls ----
+
+
+async def pull(
+    open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
+    accept: Accept,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    purpose: Purpose | None = None,
+    offset: int = 0,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+) -> Manifest:
+    """Download a tensor stream into what `accept` names; resumes where it was cut.
+
+    `open_call(offset)` starts the call; `offset` > 0 goes on with a download of an earlier process.
+    Raises an error of our tree; the sink then holds a part that nobody should use.
+    """
+    download = _Download(accept, limits, purpose, offset)
+
+    async def attempt() -> int:
+        call = open_call(download.received)
+        try:
+            await _receive(call, download, idle_timeout_s)
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+        return download.received
+
+    await _persist(attempt, lambda: download.received, retry)
+    assert download.manifest is not None
+    return download.manifest
+
+
+class _Download:
+    """What has been received of one download, over all its calls."""
+
+    def __init__(
+        self, accept: Accept, limits: Limits, purpose: Purpose | None, offset: int
+    ) -> None:
+        self._accept, self._limits, self._purpose, self._offset = accept, limits, purpose, offset
+        self.manifest: Manifest | None = None
+        self.writer: ChunkWriter | None = None
+
+    @property
+    def received(self) -> int:
+        return self.writer.received if self.writer else self._offset
+
+    def begin(self, message: tensor_pb2.Manifest) -> ChunkWriter:
+        manifest = from_proto(message, self._limits, self._purpose)
+        if self.writer is None:
+            self.writer = ChunkWriter(manifest.total_bytes, self._accept(manifest), self._offset)
+            self.manifest = manifest
+        elif manifest != self.manifest:
+            raise ConflictError("the content of the stream changed while it was resumed")
+        return self.writer
+
+
+async def _receive(call: Any, download: _Download, idle_timeout_s: float) -> None:
+    messages = aiter(call)
+    first = await _next(messages, idle_timeout_s)
+    if first is None or _kind(first) != "manifest":
+        raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
+    await receive_chunks(messages, download.begin(first.manifest), idle_timeout_s)
+    if await _next(messages, idle_timeout_s) is not None:
+        raise InvalidInputError.at("message", "the stream goes on behind its announced end")
+
+
+async def push(
+    method: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+    header: Any,
+    manifest: Manifest,
+    content: Source | Sequence[memoryview],
+    *,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+) -> None:
+    """Upload a tensor stream through `method` (such as `stub.SetState`); returns once committed.
+
+    `header` is the first request. The receiver says from where it wants the bytes, so a stream that
+    was cut goes on there. Raises an error of our tree.
+    """
+    source = content if callable(content) else from_buffers(content)
+    agreed = 0  # the offset from which the receiver has wanted bytes last
+
+    async def attempt() -> None:
+        nonlocal agreed
+        call = method()
+        try:
+            agreed = await _handshake(call, header, manifest.total_bytes, idle_timeout_s)
+            await _send(call, iter_frames(source(agreed), agreed), idle_timeout_s)
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+
+    await _persist(attempt, lambda: agreed, retry)
+
+
+async def _handshake(call: Any, header: Any, total_bytes: int, idle_timeout_s: float) -> int:
+    async with asyncio.timeout(idle_timeout_s):
+        await call.wait_for_connection()
+        await write_message(call, header)
+        answer = await call.read()
+    if answer is grpc.aio.EOF:
+        raise ConflictError("the receiver ended the upload before it began")
+    check_offset(answer.resume_offset, total_bytes)
+    return int(answer.resume_offset)
+
+
+async def _send(call: Any, frames: Iterator[bytes], idle_timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(idle_timeout_s) as idle:
+        for frame in frames:
+            await write_message(call, frame)
+            idle.reschedule(loop.time() + idle_timeout_s)
+        await call.done_writing()
+        answer = await call.read()
+        if answer is grpc.aio.EOF or not answer.committed:
+            raise ConflictError("the receiver ended the upload without committing it")
+
+
+async def _persist(
+    attempt: Callable[[], Awaitable[Any]], progress: Callable[[], int], retry: Retry
+) -> None:
+    """Attempt until it succeeds, fails for good, or makes no progress for too long."""
+    failures, reached = 0, progress()
+    while True:
+        try:
+            await attempt()
+            return
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            failures = 0 if progress() > reached else failures + 1
+            reached = progress()
+            if not _is_cut(error) or failures >= retry.max_attempts:
+                raise _translated(error) from error
+        await asyncio.sleep(min(retry.first_pause_s * 2**failures, retry.max_pause_s))
+
+
+def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
+    """Whether the connection or the peer went away, rather than refused.
+
+    gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
+    peer's reason; the next attempt will be told it.
+    """
+    if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.UNAVAILABLE:
+        return True
+    return error.details() == "Internal error from Core"
+
+
+def _translated(error: grpc.aio.AioRpcError | TimeoutError) -> Exception:
+    if isinstance(error, TimeoutError):
+        return UnavailableError(str(error) or "the peer was silent for too long")
+    return from_rpc_error(error)

@@ -1,0 +1,5 @@
+"""`python -m stratagem.coordinator`."""
+
+from stratagem.coordinator.main import main
+
+main()

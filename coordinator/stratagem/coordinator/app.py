@@ -1,0 +1,214 @@
+"""The coordinator process, put together: stores, loop, effects, leases, barriers.
+
+Owns the life of the process: take the lead, replay, serve, and end when the lead is lost. What
+follows from a batch of facts (events for watchers, links to drop, files to delete) is in _changed.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import structlog
+
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.coordinator.barrier import Barriers
+from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.commands import LoseWorker
+from stratagem.coordinator.core.decide import members_of
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    RoundClosed,
+    RunCompleted,
+    RunDeleted,
+    SegmentCommitted,
+    SegmentFinished,
+    WorkerLost,
+    WorkerRegistered,
+)
+from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.perform import perform
+from stratagem.coordinator.feed import Event, Feed
+from stratagem.coordinator.journal import Holder, Journal, Lead
+from stratagem.coordinator.leases import Leases
+from stratagem.coordinator.link import Links
+from stratagem.coordinator.loop import Committed, Loop
+from stratagem.coordinator.run_logs import Line, RunLogs
+from stratagem.coordinator.service.views import phase_of
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.supervisor import Supervisor
+
+BLOB_GRACE_S = 600.0
+"""A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
+
+log = structlog.get_logger()
+
+
+class App:
+    def __init__(self, settings: Settings, loop: Loop) -> None:
+        data = settings.data_dir
+        self.settings = settings
+        self.loop = loop
+        self.feed = Feed()
+        self.logs = RunLogs(data / "logs")
+        self.blobs = BlobStore(data / "blobs")
+        self.spool = Spool(data / "spool", quota_bytes=settings.max_spool_bytes)
+        self.links = Links(loop.term)
+        self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
+        self.barriers = Barriers(self._membership)
+        self.supervisor = Supervisor(lambda effect: perform(self.env, effect))
+        self.env = Env(
+            loop=loop,
+            links=self.links,
+            blobs=self.blobs,
+            spool=self.spool,
+            feed=self.feed,
+            logs=self.logs,
+            settings=settings,
+            yield_slots=self.supervisor.yield_slots,
+        )
+        self._chores: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def lead(cls, settings: Settings) -> "App":
+        """Take the lead of the journal, wait for it if need be, and rebuild the state."""
+        path = settings.data_dir / "journal.sqlite"
+        await asyncio.to_thread(_private_folder, settings.data_dir)
+        journal, lead = await asyncio.to_thread(_take_lead, path, settings)
+        apps: list[App] = []
+        loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
+        history = await loop.replay()
+        apps.append(cls(settings, loop))
+        apps[0]._show(history)
+        return apps[0]
+
+    async def run(self) -> None:
+        """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
+        workers = self.loop.state.workers.values()
+        self.leases.grant(worker.member for worker in workers if worker.is_alive)
+        self.supervisor.reconcile(pending(self.loop.state))
+        self._do(self._collect_blobs())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.loop.run())
+                group.create_task(self._keep_lead())
+                group.create_task(self.leases.expire())
+        finally:
+            self.barriers.close()
+            await self.supervisor.close()
+            for chore in self._chores:
+                chore.cancel()
+            await self.links.close()
+            self.logs.close()
+
+    def path_of(self, digest: Digest) -> str:
+        """Where a blob lies, for people."""
+        return str(self.blobs.path(digest).resolve()) if self.blobs.exists(digest) else ""
+
+    def is_over(self, run_id: RunId) -> bool:
+        """True when the run has ended or is unknown."""
+        run = self.loop.state.runs.get(run_id)
+        return run is None or run.ended is not None
+
+    # ---- what follows from facts ----
+
+    def _changed(self, facts: list[Committed]) -> None:
+        """Told by the loop of every batch: all of it is durable and applied."""
+        self._show(facts)
+        for item in facts:
+            self._follow(item.entry.run_id, item.entry.fact)
+        self.barriers.drop_stale()
+        for link in self.links.drop_lost(self.loop.state):
+            self._do(link.close())
+        self.supervisor.reconcile(pending(self.loop.state))
+
+    def _show(self, facts: list[Committed]) -> None:
+        """Give watchers the events; only the newest one of a run carries its present phase."""
+        for item in facts:
+            run_id = item.entry.run_id
+            run = self.loop.state.runs.get(run_id)
+            if run is None:
+                continue
+            is_newest = item.index == run.num_facts - 1
+            phase = phase_of(self.loop.state, run) if is_newest else RunPhase.RUNNING
+            event = Event(item.index, item.wall_s, item.entry.fact, phase)
+            self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
+
+    def _follow(self, run_id: RunId, fact: Fact) -> None:
+        if run_id != CLUSTER and not isinstance(fact, RunDeleted):
+            self.logs.add(run_id, Line(time.time(), "", "INFO", sentence(fact)))
+        match fact:
+            case WorkerRegistered():
+                self.leases.grant([fact.member])
+            case WorkerLost():
+                self.leases.drop(fact.member)
+            case SegmentFinished() | RoundClosed():
+                self.feed.set_progress(run_id, None)
+            case SegmentCommitted():
+                party, number = fact.party, fact.segment
+                self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, number)))
+                self._do(self._collect_blobs())
+            case RunCompleted():
+                self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
+            case RunDeleted():
+                self.feed.forget(run_id)
+                self.logs.delete(run_id)
+                self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
+                self._do(self._collect_blobs())
+        if run_id != CLUSTER and self.is_over(run_id):
+            self.logs.close_run(run_id)
+
+    async def _collect_blobs(self) -> None:
+        live = live_blobs(self.loop.state)
+        await asyncio.to_thread(self.blobs.collect, live, BLOB_GRACE_S)
+
+    async def _in_thread(self, call: Callable[[], object]) -> None:
+        await asyncio.to_thread(call)
+
+    def _do(self, chore: Coroutine[object, object, None]) -> None:
+        """A deed that nothing depends on; an error is logged, the next one of its kind mends it."""
+        task = asyncio.create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("chore failed", exc_info=task.exception())
+
+    # ---- what others ask ----
+
+    async def _lose(self, member: Member, reason: str) -> None:
+        await self.loop.submit(LoseWorker(member, reason))
+
+    def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
+        run = self.loop.state.runs.get(run_id)
+        if run is None or run.ended is not None:
+            return None
+        found = members_of(run, party)
+        return None if found is None else (found[0], len(found[1]))
+
+    async def _keep_lead(self) -> None:
+        """Renew the lease; a leader that was frozen past it finds itself fenced here."""
+        while True:
+            await asyncio.sleep(self.settings.lease_ttl_s / 3)
+            await self.loop.renew()
+
+
+def _private_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _take_lead(path: Path, settings: Settings) -> tuple[Journal, Lead]:
+    journal = Journal.open(path)
+    holder = Holder.of_this_process(settings.name)
+    lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s)
+    log.info("taken the lead", term=lead.term, pid=os.getpid())
+    return journal, lead

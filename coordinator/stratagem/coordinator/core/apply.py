@@ -1,0 +1,142 @@
+"""Folds facts into the state. The only code that makes a new CoordinatorState."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stratagem.common.ids import RunId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import (
+    Evaluated,
+    Fact,
+    ModelBuilt,
+    RoundClosed,
+    RunCancelled,
+    RunCompleted,
+    RunDeleted,
+    RunFailed,
+    RunReleased,
+    RunResumed,
+    RunSubmitted,
+    SegmentCommitted,
+    SegmentFinished,
+    UpdateReceived,
+    WorkerDraining,
+    WorkerLost,
+    WorkerRegistered,
+)
+from stratagem.coordinator.core.state import (
+    Commit,
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+)
+from stratagem.coordinator.strategies.table import strategy_of
+
+CLUSTER = RunId("")
+
+
+def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
+    """The state after a fact that was journaled at time_s (leader clock)."""
+    if run_id == CLUSTER:
+        return _apply_to_cluster(state, fact)
+    if isinstance(fact, RunDeleted):
+        left = {key: run for key, run in state.runs.items() if key != run_id}
+        return replace(state, runs=left)
+    if isinstance(fact, RunSubmitted):
+        record = _submitted(run_id, fact)
+    else:
+        record = _apply_to_run(state.runs[run_id], fact, time_s)
+    record = replace(record, num_facts=record.num_facts + 1)
+    return replace(state, runs={**state.runs, run_id: record})
+
+
+def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
+    match fact:
+        case WorkerRegistered():
+            record = WorkerRecord(fact.member, fact.address, fact.capability)
+        case WorkerLost():
+            old = state.workers[fact.member.worker_id]
+            record = replace(old, is_alive=False, reason=fact.reason)
+        case WorkerDraining():
+            old = state.workers[fact.member.worker_id]
+            record = replace(old, is_draining=True, reason="draining")
+        case _:
+            raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
+    return replace(state, workers={**state.workers, record.member.worker_id: record})
+
+
+def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
+    job = JobSpec.from_json(fact.job_json)
+    value = strategy_of(job).init(job)
+    return RunRecord(run_id=run_id, job=job, value=value, submitted_wall_s=fact.wall_s)
+
+
+def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
+    record = _with_end(record, fact)
+    record = _with_results(record, fact)
+    strategy = strategy_of(record.job)
+    value = strategy.transition(record.job, record.value, fact, time_s)
+    record = replace(record, value=value)
+    if record.ended is not None:
+        return record
+    used = frozenset[object]().union(
+        *(slots(effect) for effect in strategy.pending(record.run_id, record.job, value))
+    )
+    if not used <= record.touched:
+        touched = record.touched | used
+        record = replace(record, touched=touched, is_released=False)  # type: ignore[arg-type]
+    return record
+
+
+def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
+    match fact:
+        case RunCompleted():
+            ended = RunPhase.COMPLETED
+        case RunFailed():
+            record = replace(record, error=fact.error)
+            ended = RunPhase.FAILED
+        case RunCancelled():
+            ended = RunPhase.CANCELLED
+        case RunResumed():
+            return replace(record, ended=None, reason="", error=None)
+        case RunReleased():
+            return replace(record, is_released=True, touched=frozenset())
+        case _:
+            return record
+    return replace(record, ended=ended, reason=fact.reason)
+
+
+def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
+    match fact:
+        case ModelBuilt():
+            return _with_commit(record, Commit(0, 0, fact.digest))
+        case SegmentCommitted():
+            commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
+        case SegmentFinished():
+            record = _with_metrics(record, {"train.loss": fact.loss, **fact.metrics})
+            return replace(record, engine=fact.engine)
+        case UpdateReceived():
+            return _with_metrics(record, {"train.loss": fact.loss})
+        case Evaluated():
+            commits = tuple(
+                replace(c, metrics={**c.metrics, **fact.metrics})
+                if c.segment == fact.segment
+                else c
+                for c in record.commits
+            )
+            return _with_metrics(replace(record, commits=commits), fact.metrics)
+        case RoundClosed():
+            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
+        case _:
+            return record
+
+
+def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:
+    return replace(record, commits=(*record.commits, commit))
+
+
+def _with_metrics(record: RunRecord, metrics: Mapping[str, float]) -> RunRecord:
+    return replace(record, metrics={**record.metrics, **metrics})

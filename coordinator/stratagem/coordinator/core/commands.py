@@ -1,0 +1,114 @@
+"""What is asked of the coordinator, and how it refuses."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stratagem.common.ids import Party, RunId
+from stratagem.coordinator.core.facts import Capability, Fact, Member
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRun:
+    run_id: RunId
+    job_json: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRun:
+    run_id: RunId
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRun:
+    run_id: RunId
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRun:
+    run_id: RunId
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterWorker:
+    member: Member
+    address: str
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
+class LoseWorker:
+    """The lease of a worker has expired, or nobody answers at its address."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An effect, or a part of one, is done: the fact that it led to."""
+
+    run_id: RunId
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTrouble:
+    """The exchange of a party has failed although all its members answer."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed a deadline; nothing else happened."""
+
+
+Command = (
+    SubmitRun
+    | CancelRun
+    | ResumeRun
+    | DeleteRun
+    | RegisterWorker
+    | LoseWorker
+    | DrainWorker
+    | Report
+    | ReportTrouble
+    | Tick
+)
+
+
+class RefusalKind(StrEnum):
+    INVALID = "invalid"
+    NOT_FOUND = "not found"
+    CONFLICT = "conflict"
+    PRECONDITION = "precondition"
+    NOT_YET = "not yet"
+    """The same command will be taken in a moment."""
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a command changes nothing."""
+
+    kind: RefusalKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A fact on its way into the journal; run_id "" is the cluster."""
+
+    run_id: RunId
+    fact: Fact
+    key: str | None = None
+    """Idempotency key, unique inside the run."""

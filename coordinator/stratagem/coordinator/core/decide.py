@@ -1,0 +1,260 @@
+"""Command in, facts or a refusal out.
+
+decide answers the command itself; settle then asks every active run's strategy what follows from
+how things stand now, one fact at a time, until nobody has anything to add. Both only read.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    Command,
+    DeleteRun,
+    DrainWorker,
+    Entry,
+    LoseWorker,
+    Refusal,
+    RefusalKind,
+    RegisterWorker,
+    Report,
+    ReportTrouble,
+    ResumeRun,
+    SubmitRun,
+    Tick,
+)
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Fact,
+    Member,
+    MembersFormed,
+    ProcessDied,
+    RunCancelled,
+    RunDeleted,
+    RunFailed,
+    RunReleased,
+    RunResumed,
+    RunSubmitted,
+    UpdateReceived,
+    UpdateRejected,
+    WorkerDraining,
+    WorkerLost,
+    WorkerRegistered,
+)
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
+from stratagem.coordinator.strategies.segments import PartyRun, reform_in_place
+from stratagem.coordinator.strategies.table import strategy_of
+
+MAX_DECISIONS = 10_000
+"""A strategy that has more than this to add to one command decides in a circle."""
+
+
+def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Refusal:
+    """The facts that a command leads to by itself, or why it changes nothing."""
+    match command:
+        case SubmitRun():
+            return _submit(state, command)
+        case CancelRun():
+            return _cancel(state, command)
+        case ResumeRun():
+            return _resume(state, command)
+        case DeleteRun():
+            return _delete(state, command)
+        case RegisterWorker():
+            return _register(state, command)
+        case LoseWorker():
+            return _lose(state, command)
+        case DrainWorker():
+            return _drain(state, command)
+        case Report():
+            return _report(state, command)
+        case ReportTrouble():
+            return _trouble(state, command)
+        case Tick():
+            return ()
+
+
+def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+    """Facts that follow from the state; each is applied before the next is asked for."""
+    for _ in range(MAX_DECISIONS):
+        entry = next(_decisions(state, now_s), None)
+        if entry is None:
+            return
+        yield entry
+        state = apply(state, entry.run_id, entry.fact, now_s)
+    raise RuntimeError(f"decisions do not settle; the last one was {entry}")
+
+
+def world_of(state: CoordinatorState) -> World:
+    """What strategies may look at."""
+    load = Counter[WorkerId]()
+    now = {record.member for record in state.workers.values()}
+    for run in state.runs.values():
+        if run.ended is None:
+            # Earlier starts of a worker burden nobody.
+            load.update({member.worker_id for member in run.touched & now})
+    return World(state.workers, load)
+
+
+def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+    world = world_of(state)
+    for run_id, run in state.runs.items():
+        if run.ended is not None:
+            continue
+        strategy = strategy_of(run.job)
+        fact = strategy.decide(run.job, run.value, world, now_s)
+        if fact is not None:
+            yield Entry(run_id, fact, _key(fact))
+
+
+def _key(fact: Fact) -> str | None:
+    """Idempotency keys of facts that must not happen twice."""
+    match fact:
+        case MembersFormed():
+            return f"members/{fact.party}/{fact.membership}"
+        case UpdateReceived() | UpdateRejected():
+            return f"update/{fact.party}/{fact.round_num}/{fact.client}"
+        case RunSubmitted():
+            return "submitted"
+        case _:
+            return None
+
+
+def _refuse(kind: RefusalKind, reason: str) -> Refusal:
+    return Refusal(kind, reason)
+
+
+def _unknown(run_id: RunId) -> Refusal:
+    return _refuse(RefusalKind.NOT_FOUND, f"run {run_id!r} is not known")
+
+
+def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | Refusal:
+    job = JobSpec.from_json(command.job_json)
+    known = state.runs.get(command.run_id)
+    if known is not None:
+        if known.job == job:
+            return ()
+        return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
+    violations = strategy_of(job).check(job)
+    if violations:
+        raise InvalidInputError(violations=violations)
+    fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s)
+    return (Entry(command.run_id, fact, _key(fact)),)
+
+
+def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
+    run = state.runs.get(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if run.ended is not None:
+        return ()
+    kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
+    fact = RunCancelled(reason=f"stopped by request; {kept}")
+    return (Entry(command.run_id, fact),)
+
+
+def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | Refusal:
+    run = state.runs.get(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if run.ended not in (RunPhase.CANCELLED, RunPhase.FAILED):
+        what = "is active" if run.ended is None else "is completed"
+        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} {what}")
+    if not run.is_released:
+        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
+        return _refuse(RefusalKind.NOT_YET, reason)
+    return (Entry(command.run_id, RunResumed()),)
+
+
+def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
+    run = state.runs.get(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if run.ended is None:
+        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} is active; stop it first")
+    if not run.is_released:
+        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
+        return _refuse(RefusalKind.NOT_YET, reason)
+    return (Entry(command.run_id, RunDeleted()),)
+
+
+def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    fact = WorkerRegistered(
+        member=command.member, address=command.address, capability=command.capability
+    )
+    if known is None:
+        return (Entry(CLUSTER, fact),)
+    same = (known.member, known.address, known.capability) == (
+        command.member,
+        command.address,
+        command.capability,
+    )
+    if same and known.is_usable:
+        return ()
+    deaths = () if known.member == command.member else _deaths(state, known.member)
+    return (*deaths, Entry(CLUSTER, fact))
+
+
+def _deaths(state: CoordinatorState, member: Member) -> tuple[Entry, ...]:
+    """The process of a member has ended: which segments was it working on?"""
+    entries = []
+    for run_id, run in state.runs.items():
+        if run.ended is None and member in run.touched and isinstance(run.value, PartyRun):
+            fact = ProcessDied(party=ROOT, member=member, segment=run.value.open_segment)
+            entries.append(Entry(run_id, fact))
+    return tuple(entries)
+
+
+def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    if known is None or known.member != command.member or not known.is_alive:
+        return ()
+    return (Entry(CLUSTER, WorkerLost(member=command.member, reason=command.reason)),)
+
+
+def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    if known is None or known.member != command.member or known.is_draining:
+        return ()
+    return (Entry(CLUSTER, WorkerDraining(member=command.member)),)
+
+
+def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Refusal:
+    run = state.runs.get(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if isinstance(command.fact, RunReleased):
+        return () if run.is_released else (Entry(command.run_id, command.fact),)
+    if run.ended is not None:
+        return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
+    if isinstance(command.fact, RunFailed):
+        return (Entry(command.run_id, command.fact),)
+    reason = strategy_of(run.job).is_welcome(run.job, run.value, command.fact)
+    if reason:
+        return _refuse(RefusalKind.STALE, reason)
+    return (Entry(command.run_id, command.fact, _key(command.fact)),)
+
+
+def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:
+    run = state.runs.get(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    value = run.value
+    if run.ended is not None or not isinstance(value, PartyRun):
+        return ()
+    if value.membership != command.membership or not value.members:
+        return ()
+    fact = reform_in_place(value, command.reason)
+    return (Entry(command.run_id, fact, _key(fact)),)
+
+
+def members_of(run: RunRecord, party: str) -> tuple[int, tuple[Member, ...]] | None:
+    """(membership, members) of a synchronous party; None when the run has no such party."""
+    if party != ROOT or not isinstance(run.value, PartyRun):
+        return None
+    return run.value.membership, run.value.members

@@ -1,0 +1,120 @@
+"""What a run needs done, as values.
+
+An effect carries no attempt and no time, so that the same need is the same value: the shell keeps
+one task per member of pending(state), and stops it when it leaves the set. Every effect is
+idempotent: after a crash it is simply done again.
+"""
+
+from dataclasses import dataclass, field
+
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.coordinator.core.facts import Accepted, Member
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A committed state by name."""
+
+    segment: int
+    step: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build the model on one worker and commit its state as segment 0."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class RunSegment:
+    """Train a party to a step, all members together."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    segment: int
+    to_step: int
+    base: Base = field(compare=False)
+    """For members when none of them holds a state. A commit in mid-segment gives the next
+    membership a newer one, but must not begin the segment anew: all members hold a state then."""
+    members: tuple[Member, ...]
+    num_shards: int
+    by_parameter_server: bool
+    evaluate: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitSegment:
+    """Pull the snapshot of a finished segment from any of its members into the blob store."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    step: int
+    membership: int
+    sources: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainClient:
+    """One client's part of a round: train on its worker, pull the update into the spool."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    round_num: int
+    client: int
+    num_clients: int
+    local_epochs: int
+    member: Member
+    base: Base
+
+
+@dataclass(frozen=True, slots=True)
+class AggregateRound:
+    """Fold the accepted updates of a round, in client order, into the next global state."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    base: Base
+    accepted: tuple[Accepted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateState:
+    """Evaluate a committed state on some worker."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    base: Base
+    splits: tuple[str, ...]
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Have the workers forget an ended run."""
+
+    run_id: RunId
+    members: frozenset[Member]
+
+
+Effect = Build | RunSegment | CommitSegment | TrainClient | AggregateRound | EvaluateState | Release
+
+
+def slots(effect: Effect) -> frozenset[Member]:
+    """The workers whose compute slot the effect needs, all at once."""
+    match effect:
+        case RunSegment():
+            return frozenset(effect.members)
+        case Build() | TrainClient() | EvaluateState():
+            return frozenset({effect.member})
+        case CommitSegment() | AggregateRound() | Release():
+            return frozenset()

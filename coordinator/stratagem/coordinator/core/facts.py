@@ -1,0 +1,293 @@
+"""What can happen, as journaled facts.
+
+A fact says what was decided or observed (a placement, a selection, a digest) and never how to
+decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
+digests, metrics. Adding an optional field keeps SCHEMA_VERSION; changing a meaning raises it and
+adds an entry to UPGRADES.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
+
+SCHEMA_VERSION = 1
+ROOT = Party("")
+
+
+class Value(BaseModel):
+    """A frozen, strict record; hashable when its fields are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Member(Value):
+    """One start of one worker process."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+class Capability(Value):
+    """What a worker is and offers; see stratagem.v1.Capability."""
+
+    device: str = "cpu"
+    device_name: str = ""
+    memory_bytes: int = 0
+    num_threads: int = 1
+    numerics_fingerprint: str = ""
+    numerics_description: str = ""
+    local_data: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
+class ErrorRecord(Value):
+    """An exception of the user's code."""
+
+    type: str
+    message: str
+    traceback: str
+    worker_id: str
+    activity: str
+
+
+# ---- the cluster (run id "") ----
+
+
+class WorkerRegistered(Value):
+    member: Member
+    address: str
+    capability: Capability
+
+
+class WorkerLost(Value):
+    member: Member
+    reason: str
+
+
+class WorkerDraining(Value):
+    member: Member
+
+
+# ---- the life of a run ----
+
+
+class RunSubmitted(Value):
+    job_json: str
+    wall_s: float
+
+
+class RunCancelled(Value):
+    reason: str
+
+
+class RunResumed(Value):
+    pass
+
+
+class RunFailed(Value):
+    reason: str
+    error: ErrorRecord | None = None
+
+
+class RunCompleted(Value):
+    reason: str
+
+
+class RunReleased(Value):
+    """The workers have forgotten the sessions of an ended run."""
+
+
+class RunDeleted(Value):
+    pass
+
+
+# ---- parties that train synchronously ----
+
+
+class MembersFormed(Value):
+    """From now on these are the members of a party, in order of rank; none means it waits."""
+
+    party: Party
+    membership: int
+    members: tuple[Member, ...]
+    reason: str
+    fingerprint: str = ""
+    """Numerics that every member of the run has from here on; "" when any will do."""
+
+
+class ProcessDied(Value):
+    """A member's process ended while it worked on a segment."""
+
+    party: Party
+    member: Member
+    segment: int
+
+
+class ModelBuilt(Value):
+    """Segment 0 is committed."""
+
+    party: Party
+    digest: Digest
+    size_bytes: int
+    num_rows: Mapping[str, int]
+    num_parameters: int
+    layout_digest: str
+
+
+class SegmentFinished(Value):
+    """All members hold the same state at the end of a segment; it is not committed yet."""
+
+    party: Party
+    segment: int
+    step: int
+    membership: int
+    loss: float
+    num_rows: int
+    seconds: float
+    engine: str
+    metrics: Mapping[str, float]
+    num_redone_steps: int = 0
+
+
+class SegmentCommitted(Value):
+    """The state at the end of a segment (or round) lies in the blob store."""
+
+    party: Party
+    segment: int
+    step: int
+    digest: Digest
+    size_bytes: int
+    metrics: Mapping[str, float]
+
+
+class Evaluated(Value):
+    party: Party
+    segment: int
+    metrics: Mapping[str, float]
+
+
+# ---- federated rounds ----
+
+
+class ClientBinding(Value):
+    """The worker that a client lives on (worker-local data) or prefers (any other data)."""
+
+    client: int
+    worker_id: WorkerId
+    tags: tuple[str, ...]
+
+
+class RosterFormed(Value):
+    party: Party
+    clients: tuple[ClientBinding, ...]
+
+
+class ClientsSelected(Value):
+    party: Party
+    round_num: int
+    clients: tuple[int, ...]
+    deadline_s: float | None
+    """Leader-clock time at which the round closes; None: when all have answered."""
+
+
+class Assignment(Value):
+    client: int
+    member: Member | None
+    """None: the client waits for a worker."""
+
+
+class ClientsAssigned(Value):
+    """Who trains which clients of the open round; replaces earlier assignments of these clients."""
+
+    party: Party
+    round_num: int
+    membership: int
+    assignments: tuple[Assignment, ...]
+
+
+class UpdateReceived(Value):
+    party: Party
+    round_num: int
+    client: int
+    digest: Digest
+    num_samples: int
+    loss: float
+    seconds: float
+
+
+class UpdateRejected(Value):
+    party: Party
+    round_num: int
+    client: int
+    reason: str
+
+
+class Accepted(Value):
+    client: int
+    digest: Digest
+    num_samples: int
+
+
+class RoundClosed(Value):
+    """These updates, in client order, make the round."""
+
+    party: Party
+    round_num: int
+    accepted: tuple[Accepted, ...]
+    reason: str
+    by_policy: bool
+    """True when a deadline or quorum left somebody out: the result is replayable, not
+    reproducible from the job alone."""
+
+
+Fact = (
+    WorkerRegistered
+    | WorkerLost
+    | WorkerDraining
+    | RunSubmitted
+    | RunCancelled
+    | RunResumed
+    | RunFailed
+    | RunCompleted
+    | RunReleased
+    | RunDeleted
+    | MembersFormed
+    | ProcessDied
+    | ModelBuilt
+    | SegmentFinished
+    | SegmentCommitted
+    | Evaluated
+    | RosterFormed
+    | ClientsSelected
+    | ClientsAssigned
+    | UpdateReceived
+    | UpdateRejected
+    | RoundClosed
+)
+
+KINDS: Mapping[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}
+
+UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(kind, schema version) -> the payload in the next version."""
+
+
+def encode(fact: Fact) -> tuple[str, str]:
+    """The kind and the payload as JSON."""
+    return type(fact).__name__, fact.model_dump_json()
+
+
+def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
+    """The fact of a journal entry written by this or an earlier version."""
+    if kind not in KINDS or schema_version > SCHEMA_VERSION:
+        raise ValueError(
+            f"the journal holds {kind} of schema {schema_version}, written by a newer version; "
+            f"this one knows schemas up to {SCHEMA_VERSION}"
+        )
+    payload = json.loads(payload_json)
+    for version in range(schema_version, SCHEMA_VERSION):
+        payload = UPGRADES[kind, version](payload)
+    return KINDS[kind].model_validate(payload)

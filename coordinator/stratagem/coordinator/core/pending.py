@@ -1,0 +1,41 @@
+"""What now needs done, and which blobs are still needed; both read off the state."""
+
+from stratagem.common.ids import Digest
+from stratagem.coordinator.core.effects import Effect, Release
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
+from stratagem.coordinator.strategies.table import strategy_of
+
+
+def pending(state: CoordinatorState) -> frozenset[Effect]:
+    """All effects that are due."""
+    return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
+
+
+def pending_of(run: RunRecord) -> frozenset[Effect]:
+    """The effects of one run."""
+    if run.ended is None:
+        return strategy_of(run.job).pending(run.run_id, run.job, run.value)
+    if run.is_released:
+        return frozenset()
+    return frozenset({Release(run.run_id, run.touched)})
+
+
+def next_deadline(state: CoordinatorState) -> float | None:
+    """Leader-clock time at which a Tick is due."""
+    deadlines = [
+        strategy_of(run.job).next_deadline(run.value)
+        for run in state.runs.values()
+        if run.ended is None
+    ]
+    return min((d for d in deadlines if d is not None), default=None)
+
+
+def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
+    """Blobs that must stay: retained commits, bases of what is due, inline data."""
+    live: set[Digest] = set()
+    for run in state.runs.values():
+        live |= {commit.digest for commit in retained(run)}
+        live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
+        if run.job.data.inline is not None:
+            live.add(Digest(run.job.data.inline))
+    return frozenset(live)

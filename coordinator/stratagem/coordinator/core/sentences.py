@@ -1,0 +1,72 @@
+"""Says a fact as a sentence; log, CLI, SDK and status show the same one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stratagem.coordinator.core import facts as f
+
+
+def sentence(fact: f.Fact) -> str:
+    """What happened, for people."""
+    kind = type(fact).__name__
+    return _SENTENCES[kind](fact) if kind in _SENTENCES else kind
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """ "test.accuracy 0.97, test.loss 0.11", sorted by name."""
+    return ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
+
+
+def _names(members: Sequence[f.Member]) -> str:
+    return ", ".join(str(member.worker_id) for member in members) or "nobody"
+
+
+def _finished(fact: f.SegmentFinished) -> str:
+    text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
+    more = metrics_text(fact.metrics)
+    redone = f" ({fact.num_redone_steps} steps done again)" if fact.num_redone_steps else ""
+    return f"{text}{', ' + more if more else ''}{redone}"
+
+
+def _assigned(fact: f.ClientsAssigned) -> str:
+    by_worker: dict[str, list[str]] = {}
+    for assignment in fact.assignments:
+        name = assignment.member.worker_id if assignment.member else "nobody yet"
+        by_worker.setdefault(name, []).append(str(assignment.client))
+    parts = [f"{name} trains {', '.join(clients)}" for name, clients in sorted(by_worker.items())]
+    return f"round {fact.round_num}: clients assigned: {'; '.join(parts)}"
+
+
+_SENTENCES: Mapping[str, Callable[[Any], str]] = {
+    "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
+    "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
+    "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
+    "RunSubmitted": lambda e: "submitted",
+    "RunCancelled": lambda e: e.reason,
+    "RunResumed": lambda e: "resumed from the last commit",
+    "RunFailed": lambda e: f"failed: {e.reason}",
+    "RunCompleted": lambda e: f"completed: {e.reason}",
+    "RunReleased": lambda e: "the workers have let go of the run",
+    "RunDeleted": lambda e: "deleted",
+    "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
+    "ProcessDied": lambda e: (
+        f"the process of worker {e.member.worker_id} ended during segment {e.segment}"
+    ),
+    "ModelBuilt": lambda e: f"model built: {e.num_parameters:,} parameters",
+    "SegmentFinished": _finished,
+    "SegmentCommitted": lambda e: (
+        f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
+    ),
+    "Evaluated": lambda e: f"segment {e.segment} evaluated: {metrics_text(e.metrics)}",
+    "RosterFormed": lambda e: f"roster of {len(e.clients)} clients formed",
+    "ClientsSelected": lambda e: f"round {e.round_num}: {len(e.clients)} clients selected",
+    "ClientsAssigned": _assigned,
+    "UpdateReceived": lambda e: (
+        f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "
+        f"loss {e.loss:.6g}"
+    ),
+    "UpdateRejected": lambda e: (
+        f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
+    ),
+    "RoundClosed": lambda e: f"round {e.round_num} closed: {e.reason}",
+}

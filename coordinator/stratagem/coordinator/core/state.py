@@ -1,0 +1,118 @@
+"""What the coordinator knows: frozen values made by folding facts, and nothing derived."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from stratagem.common.ids import Digest, RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
+
+
+class RunPhase(StrEnum):
+    PENDING = "PENDING"
+    PLACING = "PLACING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (RunPhase.COMPLETED, RunPhase.FAILED, RunPhase.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """A worker as last registered; is_alive is False once its lease has expired."""
+
+    member: Member
+    address: str
+    capability: Capability
+    is_alive: bool = True
+    is_draining: bool = False
+    reason: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_alive and not self.is_draining
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    segment: int
+    step: int
+    digest: Digest
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    run_id: RunId
+    job: JobSpec
+    value: Any
+    """The strategy's own run value; only the strategy's file looks inside."""
+    ended: RunPhase | None = None
+    """COMPLETED, FAILED or CANCELLED once the run has ended."""
+    reason: str = ""
+    error: ErrorRecord | None = None
+    commits: tuple[Commit, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    engine: str = ""
+    submitted_wall_s: float = 0.0
+    num_facts: int = 0
+    """Facts journaled so far, which is the index of the next one."""
+    is_released: bool = True
+    """False while workers may hold sessions of the run."""
+    is_reproducible: bool = True
+    touched: frozenset[Member] = frozenset()
+    """Members that were ever given a session and have not been released."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorState:
+    workers: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
+    runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a strategy may look at beside its own run when it decides."""
+
+    workers: Mapping[WorkerId, WorkerRecord]
+    load: Mapping[WorkerId, int]
+    """Active runs that have the worker as a member."""
+
+    def usable(self) -> list[WorkerRecord]:
+        """Alive, not draining; the least loaded first, then by name."""
+        found = [record for record in self.workers.values() if record.is_usable]
+        return sorted(
+            found, key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id)
+        )
+
+    def holds(self, member: Member) -> bool:
+        """True while exactly this start of the worker is alive and not draining."""
+        record = self.workers.get(member.worker_id)
+        return record is not None and record.member == member and record.is_usable
+
+
+def retained(record: RunRecord) -> tuple[Commit, ...]:
+    """The commits that are kept: the newest ones, the best one, and so the final one."""
+    newest = record.commits[-record.job.retention :]
+    best = best_commit(record)
+    return newest if best is None or best in newest else (best, *newest)
+
+
+def best_commit(record: RunRecord) -> Commit | None:
+    """The commit with the best value of evaluation.best; the earliest of equals."""
+    evaluation = record.job.evaluation
+    if evaluation is None or evaluation.best is None:
+        return None
+    key = f"{evaluation.split}.{evaluation.best}"
+    scored = [c for c in record.commits if key in c.metrics and c.metrics[key] == c.metrics[key]]
+    if not scored:
+        return None
+    sign = 1.0 if evaluation.mode == "max" else -1.0
+    return max(scored, key=lambda c: (sign * c.metrics[key], -c.segment))

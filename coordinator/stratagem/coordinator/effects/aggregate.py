@@ -1,0 +1,60 @@
+"""AggregateRound: fold the accepted updates, in client order, into the next global state."""
+
+import threading
+from dataclasses import replace
+
+from stratagem.common.errors import IntegrityError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.safefile import header_bytes, read_header
+from stratagem.coordinator.core.effects import AggregateRound
+from stratagem.coordinator.core.facts import SegmentCommitted
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.fold import fold_weighted_mean
+from stratagem.coordinator.upload import SpoolEntry
+
+
+async def aggregate_round(env: Env, effect: AggregateRound) -> None:
+    """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
+    entries = await env.in_thread(lambda: _entries(env, effect))
+    cancelled = threading.Event()
+    try:
+        digest, manifest = await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
+    finally:
+        cancelled.set()
+    failpoint("coordinator.round.folded")
+    fact = SegmentCommitted(
+        party=effect.party,
+        segment=effect.round_num,
+        step=effect.round_num,
+        digest=digest,
+        size_bytes=manifest.total_bytes,
+        metrics={},
+    )
+    await env.report(effect.run_id, fact)
+
+
+def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
+    """The spooled updates that the journal accepted, in client order."""
+    spooled = env.spool.entries(effect.run_id, effect.party, effect.round_num)
+    entries = []
+    for accepted in effect.accepted:
+        entry = spooled.get(accepted.client)
+        if entry is None or entry.digest != accepted.digest:
+            where = f"round {effect.round_num}, client {accepted.client}"
+            raise IntegrityError(f"{where}: the accepted update is not in the spool")
+        entries.append(entry)
+    return entries
+
+
+def _fold(
+    env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
+) -> tuple[Digest, Manifest]:
+    manifest, _ = read_header(entries[0].path)
+    manifest = replace(manifest, metadata={"format": "1", "round": str(effect.round_num)})
+    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    digest = fold_weighted_mean(
+        entries, [e.num_samples for e in entries], manifest, writer, should_stop=cancelled.is_set
+    )
+    return digest, manifest

@@ -1,0 +1,45 @@
+"""Build: one worker makes the model from the seed; its state becomes segment 0 of everybody."""
+
+from stratagem.common.failpoints import failpoint
+from stratagem.coordinator.core.effects import Build
+from stratagem.coordinator.core.facts import ModelBuilt
+from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.snapshot import pull_snapshot
+from stratagem.coordinator.link import session
+from stratagem.v1 import worker_pb2
+
+
+async def build(env: Env, effect: Build) -> None:
+    """Build, pull the state into the store, and report ModelBuilt."""
+    link = env.links.to(effect.member, env.state)
+    job = env.state.runs[effect.run_id].job
+    # A party of its own, so that building and training never share a key.
+    session_ref = session(effect.run_id, "build")
+    request = worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session_ref,
+        segment=0,
+        job_json=job.canonical_json(),
+        build=worker_pb2.BuildPlan(),
+    )
+    result = await attend(env, effect.member, request)
+    match result.WhichOneof("outcome"):
+        case "error":
+            await fail_run(env, effect.run_id, result.error)
+        case "build":
+            digest, manifest = await pull_snapshot(
+                env, effect.member, session_ref, effect.membership, 0
+            )
+            failpoint("coordinator.build.pulled")
+            fact = ModelBuilt(
+                party=effect.party,
+                digest=digest,
+                size_bytes=manifest.total_bytes,
+                num_rows=dict(result.build.num_rows),
+                num_parameters=result.build.num_parameters,
+                layout_digest=result.build.layout_digest,
+            )
+            await env.report(effect.run_id, fact)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)

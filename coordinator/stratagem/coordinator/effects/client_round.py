@@ -1,0 +1,116 @@
+"""TrainClient: one client's part of a federated round.
+
+The worker trains from the global state; then its slot is free and the update is pulled into the
+spool, checked while it arrives. A client whose update is wrong is rejected alone, with the reason.
+"""
+
+from stratagem.common.failpoints import failpoint
+from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.common.tensors.safefile import read_header
+from stratagem.common.tensors.transfer import pull
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.link import session, state_ref
+from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.update_checks import UpdateRejectedError
+from stratagem.coordinator.upload import SpoolEntry, SpoolWriter
+from stratagem.v1 import types_pb2, worker_pb2
+
+
+async def train_client(env: Env, effect: TrainClient) -> None:
+    """Train, pull, and report UpdateReceived or UpdateRejected, or why the run fails."""
+    link = env.links.to(effect.member, env.state)
+    session_ref = session(effect.run_id, f"client{effect.client}")
+    request = worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session_ref,
+        segment=effect.round_num,
+        job_json=env.state.runs[effect.run_id].job.canonical_json(),
+        client_round=worker_pb2.ClientRoundPlan(
+            base=state_ref(effect.base),
+            client=effect.client,
+            num_clients=effect.num_clients,
+            local_epochs=effect.local_epochs,
+        ),
+    )
+    result = await attend(env, effect.member, request)
+    match result.WhichOneof("outcome"):
+        case "error":
+            await fail_run(env, effect.run_id, result.error)
+        case "client_round":
+            env.yield_slots(effect)
+            await _collect(env, effect, session_ref, result.client_round)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)
+
+
+async def _collect(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    result: worker_pb2.ClientRoundResult,
+) -> None:
+    try:
+        entry = await _pull(env, effect, session_ref, result.num_samples)
+    except UpdateRejectedError as error:
+        rejected = UpdateRejected(
+            party=effect.party,
+            round_num=effect.round_num,
+            client=effect.client,
+            reason=error.reason,
+        )
+        await env.report(effect.run_id, rejected)
+        return
+    failpoint("coordinator.round.pulled")
+    received = UpdateReceived(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        digest=entry.digest,
+        num_samples=entry.num_samples,
+        loss=result.loss,
+        seconds=result.seconds,
+    )
+    await env.report(effect.run_id, received)
+
+
+async def _pull(
+    env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef, num_samples: int
+) -> SpoolEntry:
+    """The update in the spool; one that a crash left there complete is taken as it is."""
+    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
+    done = await env.in_thread(lambda: env.spool.entry(key))
+    if done is not None:
+        return done
+    link = env.links.to(effect.member, env.state)
+    expected, _ = await env.in_thread(lambda: read_header(env.blobs.path(effect.base.digest)))
+    writers: list[SpoolWriter] = []
+
+    def request(offset: int) -> worker_pb2.GetStateRequest:
+        return worker_pb2.GetStateRequest(
+            fence=link.fence(effect.membership),
+            session=session_ref,
+            snapshot=effect.round_num,
+            offset=offset,
+        )
+
+    def accept(manifest: Manifest) -> Sink:
+        writer = env.spool.open(key, manifest, source=effect.member.incarnation)
+        writers.append(writer)
+        return writer.write_at
+
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    try:
+        await pull(
+            lambda offset: link.stub.GetState(request(offset)),
+            accept,
+            limits=limits,
+            purpose=Purpose.UPDATE,
+        )
+        return await env.in_thread(lambda: writers[0].commit(expected, num_samples))
+    finally:
+        for writer in writers:
+            writer.close()

@@ -1,0 +1,104 @@
+"""What effects act through: the loop for facts, links to workers, stores, and what watchers see."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import structlog
+
+from stratagem.common.errors import StaleError
+from stratagem.common.ids import Digest, RunId
+from stratagem.common.tensors.manifest import Manifest, to_proto
+from stratagem.common.tensors.safefile import from_file, read_header
+from stratagem.common.tensors.transfer import push
+from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import Fact, Member
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.feed import Feed
+from stratagem.coordinator.link import Links
+from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.run_logs import RunLogs
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.spool import Spool
+from stratagem.v1 import worker_pb2
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+PushKey = tuple[Member, RunId, Digest]
+
+
+@dataclass(slots=True)
+class Env:
+    loop: Loop
+    links: Links
+    blobs: BlobStore
+    spool: Spool
+    feed: Feed
+    logs: RunLogs
+    settings: Settings
+    yield_slots: Callable[[Effect], None]
+    pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def state(self) -> CoordinatorState:
+        """The newest durable state."""
+        return self.loop.state
+
+    def metrics_of(self, run_id: RunId) -> list[str]:
+        """The metrics that the run's job asks for."""
+        evaluation = self.state.runs[run_id].job.evaluation
+        return list(evaluation.metrics) if evaluation else []
+
+    async def report(self, run_id: RunId, fact: Fact) -> None:
+        """Tell the loop what was done; a fact that came too late is dropped with its reason."""
+        try:
+            await self.loop.submit(Report(run_id, fact))
+        except StaleError as error:
+            log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
+
+    async def lose(self, member: Member, reason: str) -> None:
+        """Nobody answers at the member's address."""
+        await self.loop.submit(LoseWorker(member, reason))
+
+    async def end_early(
+        self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
+    ) -> None:
+        """A plan ended without result or error: its worker drains, or somebody aborted it."""
+        reason = result.interrupted.reason
+        log.info("plan interrupted", run_id=run_id, worker_id=member.worker_id, reason=reason)
+        if reason == "drained":
+            await self.loop.submit(DrainWorker(member))
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run a blocking call on disk or numbers off the event loop."""
+        return await asyncio.to_thread(call)
+
+    async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a blob to a worker; asks for the same one share one transfer."""
+        key = (member, run_id, digest)
+        task = self.pushes.get(key)
+        if task is None:
+            task = self.pushes[key] = asyncio.create_task(self._push(*key))
+            task.add_done_callback(lambda _: self.pushes.pop(key, None))
+        # One asker that goes away must not take the blob from the others.
+        await asyncio.shield(task)
+
+    async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        link = self.links.to(member, self.state)
+        manifest, data_start = await asyncio.to_thread(self._verified, digest)
+        manifest = replace(manifest, digest=digest)
+        header = worker_pb2.SetStateRequest(
+            header=worker_pb2.SetStateHeader(
+                fence=link.fence(0), run_id=run_id, digest=digest, manifest=to_proto(manifest)
+            )
+        )
+        content = from_file(self.blobs.path(digest), data_start, manifest.total_bytes)
+        await push(link.stub.SetState, header, manifest, content)
+
+    def _verified(self, digest: Digest) -> tuple[Manifest, int]:
+        self.blobs.open(digest).close()
+        return read_header(self.blobs.path(digest))

@@ -1,0 +1,38 @@
+"""EvaluateState: evaluate a committed state on a worker."""
+
+from stratagem.common.failpoints import failpoint
+from stratagem.coordinator.core.effects import EvaluateState
+from stratagem.coordinator.core.facts import Evaluated
+from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.evaluation import fold_parts
+from stratagem.coordinator.link import session, state_ref
+from stratagem.v1 import worker_pb2
+
+
+async def evaluate_state(env: Env, effect: EvaluateState) -> None:
+    """Evaluate and report Evaluated, or why the run fails."""
+    link = env.links.to(effect.member, env.state)
+    request = worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session(effect.run_id, "evaluate"),
+        segment=effect.base.segment,
+        job_json=env.state.runs[effect.run_id].job.canonical_json(),
+        evaluate=worker_pb2.EvaluatePlan(
+            base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
+        ),
+    )
+    result = await attend(env, effect.member, request)
+    match result.WhichOneof("outcome"):
+        case "error":
+            await fail_run(env, effect.run_id, result.error)
+        case "evaluate":
+            failpoint("coordinator.evaluation.folded")
+            fact = Evaluated(
+                party=effect.party,
+                segment=effect.base.segment,
+                metrics=fold_parts(result.evaluate.parts, env.metrics_of(effect.run_id)),
+            )
+            await env.report(effect.run_id, fact)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)

@@ -1,0 +1,45 @@
+"""Effect -> the coroutine that does it."""
+
+from typing import assert_never
+
+from stratagem.common.logs import about
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Build,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+    Release,
+    RunSegment,
+    TrainClient,
+)
+from stratagem.coordinator.effects.aggregate import aggregate_round
+from stratagem.coordinator.effects.build import build
+from stratagem.coordinator.effects.client_round import train_client
+from stratagem.coordinator.effects.commit import commit_segment
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.evaluate import evaluate_state
+from stratagem.coordinator.effects.release import release
+from stratagem.coordinator.effects.segment import run_segment
+
+
+async def perform(env: Env, effect: Effect) -> None:
+    """Do what is due; ends by reporting a fact."""
+    with about(run_id=effect.run_id, round=getattr(effect, "round_num", None)):
+        match effect:
+            case Build():
+                await build(env, effect)
+            case RunSegment():
+                await run_segment(env, effect)
+            case CommitSegment():
+                await commit_segment(env, effect)
+            case TrainClient():
+                await train_client(env, effect)
+            case AggregateRound():
+                await aggregate_round(env, effect)
+            case EvaluateState():
+                await evaluate_state(env, effect)
+            case Release():
+                await release(env, effect)
+            case _:
+                assert_never(effect)

@@ -1,0 +1,138 @@
+"""RunSegment: all members of a party train to a step, together.
+
+The coordinator only starts, watches and collects; under AllReduce the gradients never pass here.
+When a member is lost the fact that says so changes the pending set, this task is cancelled, and
+the next one gives the survivors their new view: what they compute goes on untouched.
+"""
+
+import asyncio
+
+from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import assign_shards
+from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.facts import Member, RunFailed, SegmentFinished
+from stratagem.coordinator.effects.attend import OnProgress, attend, fail_run
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.evaluation import fold_parts
+from stratagem.coordinator.effects.parameter_server import serve_steps
+from stratagem.coordinator.feed import Progress
+from stratagem.coordinator.link import session, state_ref
+from stratagem.v1 import worker_pb2
+
+
+async def run_segment(env: Env, effect: RunSegment) -> None:
+    """Train the segment and report SegmentFinished, or why the run fails."""
+    job = env.state.runs[effect.run_id].job
+    async with asyncio.TaskGroup() as group:
+        server = None
+        if effect.by_parameter_server:
+            server = group.create_task(serve_steps(env, effect))
+        attending = [
+            group.create_task(_attend_member(env, effect, job, rank))
+            for rank in range(len(effect.members))
+        ]
+        results = [await task for task in attending]
+        if server is not None:
+            server.cancel()
+    finished = [result for result in results if result is not None]
+    if len(finished) == len(effect.members):
+        await _report(env, effect, finished)
+
+
+async def _attend_member(
+    env: Env, effect: RunSegment, job: JobSpec, rank: int
+) -> worker_pb2.TrainResult | None:
+    """The member's result; None when it ended otherwise, which is then reported at once.
+
+    At once, because the other members wait for this one inside their exchange.
+    """
+    member = effect.members[rank]
+    result = await attend(env, member, _request(env, effect, job, rank), _shown(env, effect, rank))
+    match result.WhichOneof("outcome"):
+        case "train":
+            return result.train
+        case "error":
+            await fail_run(env, effect.run_id, result.error)
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
+
+
+def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb2.ExecuteRequest:
+    exchange = (
+        worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER
+        if effect.by_parameter_server
+        else worker_pb2.EXCHANGE_METHOD_ALL_REDUCE
+    )
+    link = env.links.to(effect.members[rank], env.state)
+    return worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session(effect.run_id, effect.party),
+        segment=effect.segment,
+        job_json=job.canonical_json(),
+        train=worker_pb2.TrainPlan(
+            view=worker_pb2.View(members=_members(env, effect), rank=rank),
+            base=state_ref(effect.base),
+            to_step=effect.to_step,
+            num_shards=effect.num_shards,
+            exchange=exchange,
+            evaluate_splits=effect.evaluate,
+        ),
+    )
+
+
+def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
+    shards = assign_shards(effect.num_shards, len(effect.members))
+    return [
+        worker_pb2.Member(
+            worker_id=member.worker_id,
+            incarnation=member.incarnation,
+            address=_address(env, member),
+            first_shard=owned.start,
+            num_shards=len(owned),
+        )
+        for member, owned in zip(effect.members, shards, strict=True)
+    ]
+
+
+def _address(env: Env, member: Member) -> str:
+    return env.links.to(member, env.state).address
+
+
+def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
+    def show(progress: worker_pb2.Progress) -> None:
+        if rank == 0:
+            latest = Progress(progress.step, progress.loss, progress.rows_per_s, progress.engine)
+            env.feed.set_progress(effect.run_id, latest)
+
+    return show
+
+
+async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
+    fingerprints = {result.state_fingerprint for result in results}
+    if len(fingerprints) > 1:
+        who = ", ".join(
+            f"{member.worker_id} {result.state_fingerprint}"
+            for member, result in zip(effect.members, results, strict=True)
+        )
+        reason = f"the replicas differ after segment {effect.segment}: {who}"
+        await env.report(effect.run_id, RunFailed(reason=reason))
+        return
+    failpoint("coordinator.segment.trained")
+    first = results[0]
+    fact = SegmentFinished(
+        party=effect.party,
+        segment=effect.segment,
+        step=first.step,
+        membership=effect.membership,
+        loss=first.loss,
+        num_rows=first.num_rows,
+        seconds=max(result.seconds for result in results),
+        engine=first.engine,
+        metrics=fold_parts(
+            (part for result in results for part in result.parts), env.metrics_of(effect.run_id)
+        ),
+        num_redone_steps=max(result.num_redone_steps for result in results),
+    )
+    await env.report(effect.run_id, fact)

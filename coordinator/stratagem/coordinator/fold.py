@@ -1,0 +1,216 @@
+"""The weighted mean of a round's updates, window by window.
+
+For each element: the sum over clients, in the order given, of samples × value in float64, divided
+by all samples and rounded once to the element's type. Integers and bools come from the client with
+most samples (the first of equals), which is also what all clients say where they agree; where they
+do not, it is logged. Memory is some windows, whatever the size of the model and the number of
+clients, and the order of arrival cannot matter. Made to run in a thread; knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+import google_crc32c
+import numpy as np
+import structlog
+
+from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError, StratagemError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.blobs import BlobWriter
+from stratagem.coordinator.blobs.durable import open_regular
+from stratagem.coordinator.floats import Raw, narrow, storage, widen
+from stratagem.coordinator.upload import SpoolEntry
+
+WINDOW_ELEMENTS: Final = 1 << 18
+"""Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with 2^14, 16 ms with
+2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the cache."""
+
+_MAX_NAMES_LOGGED: Final = 8
+
+_log = structlog.get_logger(__name__)
+
+
+class FoldStoppedError(StratagemError):
+    """The fold was asked to stop; nothing of it is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A piece of the data of one type; floating tensors that are neighbours share windows."""
+
+    dtype: str
+    name: str
+    """Of the tensor, where the window has just one: in integers and bools."""
+    offset: int
+    size_bytes: int
+
+
+def fold_weighted_mean(
+    entries: Sequence[SpoolEntry],
+    weights: Sequence[int],
+    manifest: Manifest,
+    out: BlobWriter,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Digest:
+    """Write the mean of `entries` as a blob of `manifest`, and commit it.
+
+    `entries` and their `weights` (samples) stand in client order. Raises IntegrityError when the
+    disk has damaged an update, FoldStoppedError, UnavailableError when the disk is full; `out` is
+    aborted then.
+    """
+    try:
+        _check_arguments(entries, weights, manifest)
+        folder = _Folder(entries, weights)
+        out.write(header_bytes(manifest))
+        # One thread adds while the other one hashes and writes.
+        with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
+            written: list[Future[None]] = []
+            for index, window in enumerate(_windows(manifest)):
+                if should_stop():
+                    raise FoldStoppedError("the fold was stopped")
+                if len(written) > 1:  # the buffer that comes next is in use until then
+                    written.pop(0).result()
+                result = folder.fold(window, index % 2)
+                written.append(pool.submit(out.write, result.view(np.uint8).data))
+                failpoint("coordinator.fold.after_window")
+            for future in written:
+                future.result()
+        folder.finish()
+        return out.commit()
+    except BaseException:
+        out.abort()
+        raise
+
+
+def _check_arguments(
+    entries: Sequence[SpoolEntry], weights: Sequence[int], manifest: Manifest
+) -> None:
+    if len(entries) != len(weights) or min(weights, default=0) < 0 or not sum(weights):
+        raise InvalidInputError.at(
+            "weights", f"{list(weights)} are no numbers of samples of {len(entries)} updates"
+        )
+    for entry in entries:
+        if entry.data_bytes != manifest.total_bytes:
+            raise InvalidInputError.at(
+                "entries", f"{entry.path.name} is not laid out like the model"
+            )
+
+
+def _windows(manifest: Manifest) -> Iterator[_Window]:
+    """All data in order, cut where the type changes, and else into windows."""
+
+    def kind(spec: TensorSpec) -> tuple[str, str]:
+        return spec.dtype, "" if dtype_named(spec.dtype).is_floating else spec.name
+
+    for (dtype, name), group in groupby(manifest.stored(), kind):
+        specs = list(group)
+        end = specs[-1].offset + specs[-1].size_bytes
+        step = WINDOW_ELEMENTS * dtype_named(dtype).item_bytes
+        for offset in range(specs[0].offset, end, step):
+            yield _Window(dtype, name, offset, min(step, end - offset))
+
+
+class _Folder:
+    """The buffers, the readers, and the names of tensors that clients do not agree on."""
+
+    def __init__(self, entries: Sequence[SpoolEntry], weights: Sequence[int]) -> None:
+        self._sources = [_Source(entry) for entry in entries]
+        self._weights = [float(weight) for weight in weights]
+        self._total_weight = float(sum(weights))
+        self._largest = max(range(len(weights)), key=lambda i: (weights[i], -i))
+        num_bytes = WINDOW_ELEMENTS * 8
+        self._raw = np.empty(num_bytes, np.uint8)
+        self._results = (np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
+        self._sum = np.empty(WINDOW_ELEMENTS, np.float64)
+        self._term = np.empty(WINDOW_ELEMENTS, np.float64)
+        self._disputed: dict[str, None] = {}
+
+    def fold(self, window: _Window, slot: int) -> Raw:
+        """The elements of the window, in the buffer of that slot."""
+        dtype = storage(window.dtype)
+        raw = self._raw[: window.size_bytes].view(dtype)
+        result = self._results[slot][: window.size_bytes].view(dtype)
+        if dtype_named(window.dtype).is_floating:
+            self._mean(window, raw, result)
+        else:
+            self._choose(window, raw, result)
+        return result
+
+    def finish(self) -> None:
+        """Check that all bytes that were read are those that were accepted; log disputes."""
+        for source in self._sources:
+            source.check()
+        if self._disputed:
+            names = list(self._disputed)
+            _log.warning(
+                "integer tensors differ between clients: taken from the one with most samples",
+                num_tensors=len(names),
+                tensors=names[:_MAX_NAMES_LOGGED],
+            )
+
+    def _mean(self, window: _Window, raw: Raw, result: Raw) -> None:
+        total, term = self._sum[: raw.size], self._term[: raw.size]
+        with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+            for index, source in enumerate(self._sources):
+                source.read(window, raw)
+                target = term if index else total
+                widen(window.dtype, raw, target)
+                target *= self._weights[index]
+                if index:
+                    total += term
+            total /= self._total_weight
+        if window.dtype == "float64" and not np.isfinite(total).all():  # others cannot overflow
+            raise LimitError("the sum of the updates is beyond the range of float64")
+        narrow(window.dtype, total, result)
+
+    def _choose(self, window: _Window, raw: Raw, result: Raw) -> None:
+        self._sources[self._largest].read(window, result)
+        for index, source in enumerate(self._sources):
+            if index != self._largest:
+                source.read(window, raw)
+                if not np.array_equal(raw, result):
+                    self._disputed[window.name] = None
+
+
+class _Source:
+    """Reads one update from its first byte to its last. Holds no file open: clients are many."""
+
+    def __init__(self, entry: SpoolEntry) -> None:
+        self._entry = entry
+        self._crc32c = 0
+
+    def read(self, window: _Window, into: Raw) -> None:
+        """Fill the array with the bytes of the window."""
+        elements = into.view(np.uint8)
+        view = elements.data
+        descriptor = open_regular(self._entry.path)
+        try:
+            done = 0
+            while done < len(view):
+                at = self._entry.data_start + window.offset + done
+                got = os.preadv(descriptor, [view[done:]], at)
+                if got == 0:
+                    raise self._damaged("it ends too early")
+                done += got
+        finally:
+            os.close(descriptor)
+        self._crc32c = google_crc32c.extend(self._crc32c, elements)
+
+    def check(self) -> None:
+        """All of it has been read: was it what had been accepted?"""
+        if self._crc32c != self._entry.crc32c:
+            raise self._damaged("its checksum is another")
+
+    def _damaged(self, what: str) -> IntegrityError:
+        return IntegrityError(f"the accepted update {self._entry.path.name} is damaged: {what}")

@@ -1,0 +1,73 @@
+"""SQLite under the journal: connections, pragmas, and its errors in our words.
+
+WAL with synchronous=FULL: a commit is one fsync of the log, and survives a power cut. Writers begin
+IMMEDIATE, so that a transaction waits at its start and never fails half-way for a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import URL, Connection, create_engine, event
+from sqlalchemy.exc import DatabaseError, OperationalError
+
+from stratagem.common.errors import IntegrityError, UnavailableError
+
+_BUSY_TIMEOUT_S: Final = 5.0
+_DAMAGE: Final = frozenset({"SQLITE_CORRUPT", "SQLITE_NOTADB"})
+
+
+def connect(path: Path) -> tuple[Connection, Connection]:
+    """A connection for transactions and one for reading, on a file that is made if absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The journal holds whole job files, so it is for its owner alone.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    with translated():
+        return _connection(path, "BEGIN IMMEDIATE"), _connection(path, "BEGIN")
+
+
+def sync_folder(path: Path) -> None:
+    """Make the file's own entry in its folder durable."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Errors of the database as errors of ours; a broken constraint passes as it is."""
+    try:
+        yield
+    except OperationalError as error:
+        raise UnavailableError(f"the journal cannot be used now: {error.orig}") from error
+    except DatabaseError as error:
+        if getattr(error.orig, "sqlite_errorname", "") in _DAMAGE:
+            raise IntegrityError(f"the journal is damaged: {error.orig}") from error
+        raise
+
+
+def _connection(path: Path, begin: str) -> Connection:
+    # The owner may open the journal in one thread and use it in another, but never in two at once.
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)),
+        connect_args={"check_same_thread": False, "timeout": _BUSY_TIMEOUT_S},
+    )
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None  # the driver begins nothing by itself
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+
+    @event.listens_for(engine, "begin")
+    def start(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine.connect()

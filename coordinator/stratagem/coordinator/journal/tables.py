@@ -1,0 +1,62 @@
+"""The tables of the journal, the same for every database.
+
+A change here raises SCHEMA_VERSION and comes with a migration.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION: Final = 1
+
+metadata: Final = MetaData()
+
+# SQLite counts up only columns of exactly this type.
+_Position = BigInteger().with_variant(Integer, "sqlite")
+
+event: Final = Table(
+    "event",
+    metadata,
+    Column("position", _Position, primary_key=True, autoincrement=True),
+    Column("run_id", String(64), nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("term", BigInteger, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("payload", Text, nullable=False),
+    Column("idem_key", String(256), nullable=True),
+    Column("time_s", Float(53), nullable=False),
+    Column("wall_s", Float(53), nullable=False),
+    UniqueConstraint("run_id", "seq"),
+    UniqueConstraint("run_id", "idem_key"),
+    sqlite_autoincrement=True,  # a position is never used twice, also after delete_run
+)
+
+lease: Final = Table(
+    "lease",
+    metadata,
+    Column("id", Integer, CheckConstraint("id = 1"), primary_key=True, autoincrement=False),
+    Column("holder", Text, nullable=False),  # "" once released
+    Column("term", BigInteger, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+)
+
+meta: Final = Table(
+    "meta",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)

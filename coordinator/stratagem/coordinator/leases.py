@@ -1,0 +1,70 @@
+"""Leases of the workers: renewed by heartbeats, expired by one timer, never journaled.
+
+Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
+that the journal calls alive gets a full ttl: nothing expires while nobody leads.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from stratagem.coordinator.core.facts import Member
+
+
+class Leases:
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Callable[[], float],
+        lose: Callable[[Member, str], Awaitable[object]],
+    ) -> None:
+        """clock: leader time; lose: called with each member whose lease has expired."""
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lose = lose
+        self._beats: dict[Member, float] = {}
+        self._changed = asyncio.Event()
+
+    def grant(self, members: Iterable[Member]) -> None:
+        """A full ttl from now for each."""
+        now = self._clock()
+        for member in members:
+            self._beats[member] = now
+        self._changed.set()
+
+    def renew(self, member: Member) -> bool:
+        """False when the member holds no lease (any more)."""
+        if member not in self._beats:
+            return False
+        self._beats[member] = self._clock()
+        return True
+
+    def drop(self, member: Member) -> None:
+        """The member is lost or was replaced; its beats count for nothing."""
+        self._beats.pop(member, None)
+
+    def silent_s(self, member: Member) -> float | None:
+        """Seconds since the last beat; None without a lease."""
+        beat = self._beats.get(member)
+        return None if beat is None else self._clock() - beat
+
+    async def expire(self) -> None:
+        """Watch for leases that run out, until cancelled."""
+        while True:
+            for member in [m for m, beat in self._beats.items() if self._is_over(beat)]:
+                self.drop(member)
+                await self._lose(member, f"no heartbeat for {self._ttl_s:g} s")
+            await self._until_next()
+
+    def _is_over(self, beat: float) -> bool:
+        return self._clock() - beat >= self._ttl_s
+
+    async def _until_next(self) -> None:
+        self._changed.clear()
+        timeout_s: float | None = None
+        if self._beats:
+            timeout_s = max(0.01, min(self._beats.values()) + self._ttl_s - self._clock())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,243 @@
+"""The only writer: command -> decide -> journal (durable) -> apply -> answer.
+
+Commands that wait together share one transaction. The state that others read is always one whose
+every fact is durable; start-up is always a replay. When the lead is lost, or the journal cannot be
+written, the loop ends and says why: nothing may be decided after that.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from stratagem.common.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    StaleError,
+    StratagemError,
+    UnavailableError,
+    WrongStateError,
+)
+from stratagem.common.ids import RunId
+from stratagem.coordinator.clock import LeaderClock
+from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
+from stratagem.coordinator.core.decide import decide, settle
+from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunDeleted, decode, encode
+from stratagem.coordinator.core.pending import next_deadline
+from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.journal import Journal, Lead, Record
+
+MAX_BATCH = 64
+"""Commands that share one transaction at most; bounds how long the first one waits."""
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A durable fact: its number inside its run, and when."""
+
+    entry: Entry
+    index: int
+    time_s: float
+    wall_s: float
+
+
+@dataclass(slots=True)
+class _Ask:
+    command: Command
+    answer: "asyncio.Future[tuple[Entry, ...]]"
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one transaction will hold, and whom to tell."""
+
+    state: CoordinatorState
+    seqs: dict[RunId, int]
+    committed: list[Committed] = field(default_factory=list)
+    answers: list[tuple[_Ask, tuple[Entry, ...] | StratagemError]] = field(default_factory=list)
+
+
+class Loop:
+    def __init__(
+        self,
+        journal: Journal,
+        lead: Lead,
+        on_change: Callable[[list[Committed]], None],
+    ) -> None:
+        """on_change is told of every batch after it is durable and applied, on the event loop."""
+        self.state = CoordinatorState()
+        self.term = lead.term
+        self.clock = LeaderClock(lead.last_time_s)
+        self._journal = journal
+        self._on_change = on_change
+        self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
+        self._seqs: dict[RunId, int] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._deadline: asyncio.TimerHandle | None = None
+
+    async def replay(self) -> list[Committed]:
+        """Rebuild the state from the journal; the facts in order."""
+        stored = await self._in_thread(lambda: list(self._journal.replay()))
+        history = []
+        deleted = []
+        for item in stored:
+            record = item.record
+            fact = decode(record.kind, record.schema_version, record.payload)
+            self.state = apply(self.state, record.run_id, fact, record.time_s)
+            self._seqs[record.run_id] = record.seq + 1
+            if isinstance(fact, RunDeleted):
+                deleted.append(record.run_id)
+            entry = Entry(record.run_id, fact)
+            history.append(Committed(entry, record.seq, record.time_s, record.wall_s))
+        for run_id in deleted:
+            await self._forget(run_id)
+        log.info("journal replayed", facts=len(history), runs=len(self.state.runs), term=self.term)
+        return [item for item in history if item.entry.run_id not in deleted]
+
+    async def submit(self, command: Command) -> tuple[Entry, ...]:
+        """Have a command decided; the facts it led to, durable. Raises what it was refused with."""
+        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Ask(command, answer))
+        return await answer
+
+    async def run(self) -> None:
+        """Serve commands until cancelled; raises FencedError when the lead is lost."""
+        try:
+            await self._serve()
+        finally:
+            while not self._queue.empty():
+                self._queue.get_nowait().answer.cancel()
+
+    async def renew(self) -> None:
+        """Show that this coordinator leads. Raises FencedError when it does not."""
+        await self._in_thread(lambda: self._journal.renew(self.term))
+
+    async def close(self) -> None:
+        """Give up the lead and close the journal."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        await self._in_thread(lambda: self._journal.release(self.term))
+        await self._in_thread(self._journal.close)
+        self._thread.shutdown()
+
+    async def _serve(self) -> None:
+        while True:
+            asks = [await self._queue.get()]
+            while len(asks) < MAX_BATCH and not self._queue.empty():
+                asks.append(self._queue.get_nowait())
+            batch = _Batch(self.state, dict(self._seqs))
+            for ask in asks:
+                self._decide(batch, ask)
+            await self._commit(batch)
+
+    def _decide(self, batch: _Batch, ask: _Ask) -> None:
+        try:
+            decision = decide(batch.state, ask.command)
+        except StratagemError as error:
+            batch.answers.append((ask, error))
+            return
+        if isinstance(decision, Refusal):
+            batch.answers.append((ask, _error(decision)))
+            return
+        now_s = self.clock.now()
+        for entry in decision:
+            self._add(batch, entry, now_s)
+        for entry in settle(batch.state, now_s):
+            self._add(batch, entry, now_s)
+        batch.answers.append((ask, decision))
+
+    def _add(self, batch: _Batch, entry: Entry, now_s: float) -> None:
+        batch.state = apply(batch.state, entry.run_id, entry.fact, now_s)
+        index = batch.seqs.get(entry.run_id, 0)
+        batch.seqs[entry.run_id] = index + 1
+        batch.committed.append(Committed(entry, index, now_s, time.time()))
+
+    async def _commit(self, batch: _Batch) -> None:
+        if batch.committed:
+            records = [_record(item) for item in batch.committed]
+            await self._in_thread(lambda: self._journal.append(self.term, records))
+        for item in batch.committed:
+            if isinstance(item.entry.fact, RunDeleted):
+                await self._forget(item.entry.run_id)
+                batch.seqs.pop(item.entry.run_id, None)
+        self.state = batch.state
+        self._seqs = batch.seqs
+        for item in batch.committed:
+            about = {"run_id": item.entry.run_id} if item.entry.run_id != CLUSTER else {}
+            log.info(sentence(item.entry.fact), kind=type(item.entry.fact).__name__, **about)
+        if batch.committed:
+            self._on_change(batch.committed)
+        for ask, answer in batch.answers:
+            _answer(ask, answer)
+        self._arm_deadline()
+
+    async def _forget(self, run_id: RunId) -> None:
+        await self._in_thread(lambda: self._journal.delete_run(self.term, run_id))
+        self._seqs.pop(run_id, None)
+
+    def _arm_deadline(self) -> None:
+        """Wake the loop when a deadline of some run has passed."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        deadline_s = next_deadline(self.state)
+        if deadline_s is not None:
+            delay_s = max(0.0, deadline_s - self.clock.now()) + 0.001
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Ask(Tick(), answer))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _record(item: Committed) -> Record:
+    kind, payload = encode(item.entry.fact)
+    return Record(
+        run_id=item.entry.run_id,
+        seq=item.index,
+        kind=kind,
+        schema_version=SCHEMA_VERSION,
+        payload=payload,
+        time_s=item.time_s,
+        wall_s=item.wall_s,
+        idem_key=item.entry.key,
+    )
+
+
+def _answer(ask: _Ask, answer: tuple[Entry, ...] | StratagemError) -> None:
+    if ask.answer.done():
+        return
+    if isinstance(answer, StratagemError):
+        ask.answer.set_exception(answer)
+    else:
+        ask.answer.set_result(answer)
+
+
+def _error(refusal: Refusal) -> StratagemError:
+    match refusal.kind:
+        case RefusalKind.INVALID:
+            return InvalidInputError(refusal.reason)
+        case RefusalKind.NOT_FOUND:
+            return NotFoundError(refusal.reason)
+        case RefusalKind.CONFLICT:
+            return AlreadyExistsError(refusal.reason)
+        case RefusalKind.PRECONDITION:
+            return WrongStateError(refusal.reason)
+        case RefusalKind.NOT_YET:
+            return UnavailableError(refusal.reason)
+        case RefusalKind.STALE:
+            return StaleError(refusal.reason)

@@ -1,0 +1,99 @@
+"""Starts a coordinator process: `python -m stratagem.coordinator`."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+from grpc_reflection.v1alpha import reflection
+
+from stratagem.common.errors import StratagemError
+from stratagem.common.logs import setup_logging
+from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.server import add_health, bind, make_server
+from stratagem.coordinator.app import App
+from stratagem.coordinator.journal import FencedError
+from stratagem.coordinator.service.servicer import CoordinatorServicer
+from stratagem.coordinator.settings import Settings
+from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+STOP_GRACE_S = 1.0
+EXIT_FENCED = 3
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    """Run until SIGTERM or SIGINT, or until another coordinator has taken the lead."""
+    settings = Settings()
+    setup_logging("coordinator", settings.log_level, settings.log_json)
+    log.info("malloc", tuning=tune_malloc())
+    try:
+        asyncio.run(_serve(settings))
+    except* FencedError as group:
+        log.error("another coordinator leads", reason=str(group.exceptions[0]))
+        sys.exit(EXIT_FENCED)
+    except* StratagemError as group:
+        log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
+        sys.exit(1)
+
+
+async def _serve(settings: Settings) -> None:
+    host, port = _host_and_port(settings.listen)
+    app = await App.lead(settings)
+    server = make_server()
+    servicer = CoordinatorServicer(app)
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
+    if settings.reflection:
+        name = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
+        reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
+    insecure = settings.allow_insecure_network
+    bound = bind(server, host, port, allow_insecure_network=insecure)
+    health_server = make_server()
+    health = add_health(health_server)
+    health_port = bind(health_server, host, settings.health_port, allow_insecure_network=insecure)
+    running = asyncio.create_task(app.run())
+    await server.start()
+    await health_server.start()
+    address = f"{host}:{bound}"
+    log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
+    if settings.ready_file is not None:
+        _write_ready(settings.ready_file, address)
+    try:
+        await _until_stopped(running)
+    finally:
+        await health.enter_graceful_shutdown()
+        await server.stop(STOP_GRACE_S)
+        await health_server.stop(STOP_GRACE_S)
+    await app.loop.close()
+
+
+async def _until_stopped(running: asyncio.Task[None]) -> None:
+    """Wait for a signal, or for the app to end by itself, which is always an error."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopped.set)
+    waiting = asyncio.create_task(stopped.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if running.done():
+        await running
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SystemExit(f"--listen: {listen!r} is not host:port")
+    return host, int(port)
+
+
+def _write_ready(path: Path, address: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    temporary.replace(path)

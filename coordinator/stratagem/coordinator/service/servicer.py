@@ -1,0 +1,208 @@
+"""CoordinatorService: every handler decodes, makes one call and encodes.
+
+What a call means and which codes it answers stands in coordinator.proto; errors of our tree become
+status codes at the server's boundary.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from stratagem.common.errors import InvalidInputError, LimitError, NotFoundError, OutOfRangeError
+from stratagem.common.ids import (
+    Incarnation,
+    Party,
+    RunId,
+    check_run_id,
+    check_worker_id,
+)
+from stratagem.coordinator.app import App
+from stratagem.coordinator.barrier import Arrival
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DeleteRun,
+    DrainWorker,
+    RegisterWorker,
+    ResumeRun,
+    SubmitRun,
+)
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import RunRecord
+from stratagem.coordinator.feed import Event
+from stratagem.coordinator.service import streams, views
+from stratagem.coordinator.service.suspicion import look_into, meet
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import coordinator_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    # ---- clients ----
+
+    async def SubmitRun(
+        self, request: pb.SubmitRunRequest, context: Context
+    ) -> pb.SubmitRunResponse:
+        run_id = check_run_id(request.run_id)
+        self._check_submit(request)
+        command = SubmitRun(run_id, request.job_json, time.time())
+        entries = await self._app.loop.submit(command)
+        return pb.SubmitRunResponse(run_id=run_id, created=bool(entries))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return pb.GetRunResponse(run=self._info(self._run(request.run_id)))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        runs = sorted(self._app.loop.state.runs.values(), key=lambda r: -r.submitted_wall_s)
+        return pb.ListRunsResponse(runs=[self._info(run) for run in runs])
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        run_id = self._run(request.run_id).run_id
+        num_events = self._app.feed.num_events(run_id)
+        if request.from_index > num_events:
+            message = f"{request.from_index} lies behind the newest event, {num_events - 1}"
+            raise OutOfRangeError.at("from_index", message)
+        async for item in self._app.feed.watch(run_id, request.from_index):
+            if isinstance(item, Event):
+                yield pb.WatchRunResponse(event=views.event(item))
+            elif (run := self._app.loop.state.runs.get(run_id)) is not None:
+                progress = views.progress(self._app.loop.state, run, item)
+                yield pb.WatchRunResponse(progress=progress)
+
+    async def CancelRun(
+        self, request: pb.CancelRunRequest, context: Context
+    ) -> pb.CancelRunResponse:
+        await self._app.loop.submit(CancelRun(RunId(request.run_id)))
+        return pb.CancelRunResponse()
+
+    async def ResumeRun(
+        self, request: pb.ResumeRunRequest, context: Context
+    ) -> pb.ResumeRunResponse:
+        await self._app.loop.submit(ResumeRun(RunId(request.run_id)))
+        return pb.ResumeRunResponse()
+
+    async def DeleteRun(
+        self, request: pb.DeleteRunRequest, context: Context
+    ) -> pb.DeleteRunResponse:
+        await self._app.loop.submit(DeleteRun(RunId(request.run_id)))
+        return pb.DeleteRunResponse()
+
+    async def DownloadState(
+        self, request: pb.DownloadStateRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadStateResponse]:
+        digest = streams.which(self._run(request.run_id), request.which)
+        async for response in streams.download(self._app.blobs, digest, request.offset):
+            yield response
+
+    async def UploadData(
+        self, request_iterator: AsyncIterator[pb.UploadDataRequest], context: Context
+    ) -> AsyncIterator[pb.UploadDataResponse]:
+        async for response in streams.upload(self._app, request_iterator):
+            yield response
+
+    async def TailLogs(
+        self, request: pb.TailLogsRequest, context: Context
+    ) -> AsyncIterator[pb.TailLogsResponse]:
+        run_id = self._run(request.run_id).run_id
+        lines = self._app.logs.tail(run_id, follow=request.follow, is_over=self._app.is_over)
+        async for line in lines:
+            if request.worker_id in ("", line.worker_id):
+                yield pb.TailLogsResponse(
+                    time_s=line.time_s, worker_id=line.worker_id, level=line.level, text=line.text
+                )
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Context
+    ) -> pb.ListWorkersResponse:
+        state = self._app.loop.state
+        workers = sorted(state.workers.values(), key=lambda worker: worker.member.worker_id)
+        silent = self._app.leases.silent_s
+        return pb.ListWorkersResponse(
+            workers=[views.worker_info(state, w, silent(w.member)) for w in workers]
+        )
+
+    # ---- workers ----
+
+    async def RegisterWorker(
+        self, request: pb.RegisterWorkerRequest, context: Context
+    ) -> pb.RegisterWorkerResponse:
+        member = _member(request.worker_id, request.incarnation)
+        await meet(self._app, member, request.address)
+        capability = views.capability(request.capability)
+        await self._app.loop.submit(RegisterWorker(member, request.address, capability))
+        self._app.leases.grant([member])
+        settings = self._app.settings
+        return pb.RegisterWorkerResponse(
+            term=self._app.loop.term,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            lease_ttl_s=settings.worker_ttl_s,
+        )
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
+        member = _member(request.worker_id, request.incarnation)
+        if not self._app.leases.renew(member):
+            raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
+        if request.draining:
+            await self._app.loop.submit(DrainWorker(member))
+        return pb.HeartbeatResponse(term=self._app.loop.term)
+
+    async def Rendezvous(
+        self, request: pb.RendezvousRequest, context: Context
+    ) -> pb.RendezvousResponse:
+        applied = request.applied_step if request.HasField("applied_step") else None
+        arrivals = await streams.rendezvous(
+            self._app,
+            RunId(request.session.run_id),
+            Party(request.session.party),
+            request.fence.membership,
+            request.rank,
+            Arrival(request.endpoint, applied, request.address),
+        )
+        members = [
+            pb.RendezvousMember(endpoint=a.endpoint, applied_step=a.applied_step, address=a.address)
+            for a in arrivals
+        ]
+        return pb.RendezvousResponse(members=members)
+
+    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
+        run_id, party = RunId(request.session.run_id), Party(request.session.party)
+        await look_into(self._app, run_id, party, request.fence.membership, request.reason)
+        return pb.SuspectResponse()
+
+    # ---- shared ----
+
+    def _run(self, run_id: str) -> RunRecord:
+        run = self._app.loop.state.runs.get(RunId(run_id))
+        if run is None:
+            raise NotFoundError(f"run {run_id!r} is not known")
+        return run
+
+    def _info(self, run: RunRecord) -> pb.RunInfo:
+        app = self._app
+        last_wall_s = app.feed.last_wall_s(run.run_id)
+        return views.run_info(app.loop.state, run, app.path_of, last_wall_s)
+
+    def _check_submit(self, request: pb.SubmitRunRequest) -> None:
+        settings = self._app.settings
+        size = len(request.job_json.encode())
+        if size > settings.max_job_bytes:
+            raise LimitError(f"job_json: {size} bytes, the limit is {settings.max_job_bytes}")
+        active = sum(run.ended is None for run in self._app.loop.state.runs.values())
+        if active >= settings.max_active_runs:
+            raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
+        streams.check_inline_data(self._app.blobs, request.job_json)
+
+
+def _member(worker_id: str, incarnation: str) -> Member:
+    if not 1 <= len(incarnation) <= 64:
+        raise InvalidInputError.at("incarnation", f"{incarnation!r} must have 1 to 64 characters")
+    return Member(worker_id=check_worker_id(worker_id), incarnation=Incarnation(incarnation))

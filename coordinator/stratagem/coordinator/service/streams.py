@@ -1,0 +1,106 @@
+"""The coordinator's streams and its barrier: downloads of states, uploads of data, rendezvous."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from stratagem.common.errors import IntegrityError, NotFoundError, UnavailableError
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.tensors.chunks import ChunkWriter
+from stratagem.common.tensors.manifest import Limits, Purpose, from_proto
+from stratagem.common.tensors.safefile import from_file, header_bytes, read_header
+from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
+from stratagem.coordinator.app import App
+from stratagem.coordinator.barrier import Arrival
+from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.core.state import RunRecord, best_commit, retained
+from stratagem.coordinator.service.suspicion import look_into
+from stratagem.v1 import coordinator_pb2 as pb
+
+
+def which(run: RunRecord, name: str) -> Digest:
+    """The digest of the state that a client names: final, best, or a segment's number."""
+    kept = {commit.segment: commit.digest for commit in retained(run)}
+    if name in ("", "final"):
+        if run.commits:
+            return run.commits[-1].digest
+        raise NotFoundError(f"run {run.run_id!r} has committed nothing yet")
+    if name == "best":
+        best = best_commit(run)
+        if best is None:
+            raise NotFoundError(f"run {run.run_id!r} has no best state: set evaluation.best")
+        return best.digest
+    if name.isdigit() and int(name) in kept:
+        return kept[int(name)]
+    known = ", ".join(["final", "best", *map(str, kept)])
+    raise NotFoundError(f"run {run.run_id!r} has no state {name!r}; kept are {known}")
+
+
+async def download(
+    blobs: BlobStore, digest: Digest, offset: int
+) -> AsyncIterator[pb.DownloadStateResponse]:
+    """A blob as a tensor stream; the file is verified before its first byte leaves."""
+    file = await asyncio.to_thread(blobs.open, digest)
+    with file:
+        path = blobs.path(digest)
+        manifest, data_start = await asyncio.to_thread(read_header, path)
+        manifest = replace(manifest, digest=digest)
+        content = from_file(path, data_start, manifest.total_bytes)
+        async for response in serve_get(pb.DownloadStateResponse, manifest, content, offset):
+            yield response
+
+
+async def upload(
+    app: App, requests: AsyncIterator[pb.UploadDataRequest]
+) -> AsyncIterator[pb.UploadDataResponse]:
+    """Store an inline data set under its digest."""
+    header = (await receive_header(requests)).header
+    limits = Limits(max_total_bytes=app.settings.max_state_bytes)
+    manifest = from_proto(header.manifest, limits, Purpose.DATA)
+    if app.blobs.exists(Digest(header.digest)):
+        yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
+        yield pb.UploadDataResponse(committed=True)
+        return
+    prefix = header_bytes(manifest)
+    writer = app.blobs.writer(len(prefix) + manifest.total_bytes)
+    digest = hashlib.sha256(prefix)
+    writer.write(prefix)
+
+    def take(_offset: int, data: bytes) -> None:
+        digest.update(data)
+        writer.write(data)
+
+    async def commit() -> None:
+        if digest.hexdigest() != header.digest:
+            raise IntegrityError(f"the data have the digest {digest.hexdigest()}")
+        await asyncio.to_thread(writer.commit)
+
+    chunks = ChunkWriter(manifest.total_bytes, take)
+    try:
+        async for response in receive_upload(requests, pb.UploadDataResponse, chunks, commit):
+            yield response
+    finally:
+        writer.abort()
+
+
+def check_inline_data(blobs: BlobStore, job_json: str) -> None:
+    """A job may only name data that were uploaded before it."""
+    inline = JobSpec.from_json(job_json).data.inline
+    if inline is not None and not blobs.exists(Digest(inline)):
+        raise NotFoundError(f"data.inline: no data set {inline} was uploaded")
+
+
+async def rendezvous(
+    app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
+) -> tuple[Arrival, ...]:
+    """Wait for the other members; those that stay away are suspected."""
+    try:
+        async with asyncio.timeout(app.settings.rendezvous_timeout_s):
+            return await app.barriers.join(run_id, party, membership, rank, arrival)
+    except TimeoutError:
+        missing = app.barriers.missing(run_id, party, membership)
+        reason = f"members {', '.join(map(str, missing))} stayed away from the rendezvous"
+        await look_into(app, run_id, party, membership, reason)
+        raise UnavailableError(reason) from None

@@ -1,0 +1,62 @@
+"""Tells a dead worker from a broken exchange, by asking the workers themselves."""
+
+import asyncio
+
+import structlog
+
+from stratagem.common.errors import AlreadyExistsError, InvalidInputError, UnavailableError
+from stratagem.common.ids import Party, RunId
+from stratagem.coordinator.app import App
+from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
+from stratagem.coordinator.core.decide import members_of
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.link import WorkerLink
+
+log = structlog.get_logger()
+
+
+async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> bool:
+    """An exchange has failed. Lose the members that do not answer; re-form those that do.
+
+    False when the membership is over already and nothing was to be done.
+    """
+    run = app.loop.state.runs.get(run_id)
+    found = None if run is None or run.ended else members_of(run, party)
+    if found is None or found[0] != membership:
+        return False
+    answered = await asyncio.gather(*(_answers(app, member) for member in found[1]))
+    silent = [m for m, is_there in zip(found[1], answered, strict=True) if not is_there]
+    log.info("exchange failed", run_id=run_id, reason=reason, silent=[m.worker_id for m in silent])
+    for member in silent:
+        await app.loop.submit(LoseWorker(member, f"does not answer ({reason})"))
+    if not silent:
+        await app.loop.submit(ReportTrouble(run_id, party, membership, reason))
+    return True
+
+
+async def meet(app: App, member: Member, address: str) -> None:
+    """Dial a worker back before it is believed: it must answer, under the name it gives.
+
+    Raises AlreadyExistsError when another process of that name lives.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidInputError.at("address", f"{address!r} is not host:port")
+    known = app.loop.state.workers.get(member.worker_id)
+    is_other = known is not None and known.is_alive and known.member != member
+    if known is not None and is_other and await _answers(app, known.member):
+        message = f"worker {member.worker_id!r} lives at {known.address}; choose another name"
+        raise AlreadyExistsError(message)
+    link = WorkerLink(member, address, app.loop.term)
+    try:
+        if not await link.answers(timeout_s=5.0):
+            raise UnavailableError(f"nobody answers at {address} as worker {member.worker_id!r}")
+    finally:
+        await link.close()
+
+
+async def _answers(app: App, member: Member) -> bool:
+    try:
+        return await app.links.to(member, app.loop.state).answers()
+    except UnavailableError:
+        return False

@@ -1,0 +1,147 @@
+"""State as protobuf, for answers. Shows what is; decides nothing."""
+
+from collections.abc import Callable
+
+from stratagem.common.ids import Digest
+from stratagem.common.strategy import describe
+from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.facts import Capability, ErrorRecord
+from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.state import (
+    Commit,
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+    best_commit,
+    retained,
+)
+from stratagem.coordinator.feed import Event, Progress
+from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.table import strategy_of
+from stratagem.v1 import coordinator_pb2, types_pb2
+
+Paths = Callable[[Digest], str]
+"""Where a blob lies, for people; "" when it is not a file here."""
+
+_PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
+
+
+def outlook_of(state: CoordinatorState, run: RunRecord) -> Outlook:
+    """How a run stands."""
+    return strategy_of(run.job).outlook(run.job, run.value, world_of(state))
+
+
+def phase_of(state: CoordinatorState, run: RunRecord) -> RunPhase:
+    """The phase of a run: how it ended, else what its strategy says."""
+    return run.ended or outlook_of(state, run).phase
+
+
+def run_info(
+    state: CoordinatorState, run: RunRecord, paths: Paths, last_wall_s: float
+) -> coordinator_pb2.RunInfo:
+    """One run; last_wall_s is when its newest event happened."""
+    outlook = outlook_of(state, run)
+    return coordinator_pb2.RunInfo(
+        run_id=run.run_id,
+        name=run.job.name,
+        phase=_PHASES[run.ended or outlook.phase],
+        reason=run.reason if run.ended else outlook.reason,
+        strategy_phase="" if run.ended else outlook.strategy_phase,
+        strategy=describe(run.job.strategy),
+        step=outlook.step,
+        num_steps=outlook.num_steps,
+        segment=outlook.segment,
+        num_segments=outlook.num_segments,
+        submitted_at_s=run.submitted_wall_s,
+        ended_at_s=last_wall_s if run.ended else 0.0,
+        commits=[_commit_info(run, commit, paths) for commit in retained(run)],
+        metrics=dict(run.metrics),
+        worker_ids=[] if run.ended else [member.worker_id for member in outlook.members],
+        error=None if run.error is None else _user_error(run.error),
+        job_json=run.job.canonical_json(),
+        event_index=max(run.num_facts - 1, 0),
+        engine=run.engine,
+        reproducible=run.is_reproducible,
+    )
+
+
+def event(item: Event) -> coordinator_pb2.RunEvent:
+    """One event."""
+    return coordinator_pb2.RunEvent(
+        index=item.index,
+        time_s=item.wall_s,
+        kind=type(item.fact).__name__,
+        sentence=sentence(item.fact),
+        payload_json=item.fact.model_dump_json(),
+        phase=_PHASES[item.phase],
+    )
+
+
+def progress(
+    state: CoordinatorState, run: RunRecord, item: Progress
+) -> coordinator_pb2.RunProgress:
+    """The latest progress."""
+    outlook = outlook_of(state, run)
+    return coordinator_pb2.RunProgress(
+        step=max(item.step, outlook.step),
+        num_steps=outlook.num_steps,
+        loss=item.loss,
+        rows_per_s=item.rows_per_s,
+        num_clients_done=outlook.num_clients_done,
+        num_clients=outlook.num_clients,
+        segment=outlook.segment,
+        num_segments=outlook.num_segments,
+        strategy_phase=outlook.strategy_phase,
+    )
+
+
+def worker_info(
+    state: CoordinatorState, worker: WorkerRecord, silent_s: float | None
+) -> coordinator_pb2.WorkerInfo:
+    """One worker."""
+    runs = [
+        run.run_id
+        for run in state.runs.values()
+        if run.ended is None and worker.member in run.touched
+    ]
+    return coordinator_pb2.WorkerInfo(
+        worker_id=worker.member.worker_id,
+        incarnation=worker.member.incarnation,
+        address=worker.address,
+        is_alive=worker.is_alive,
+        silent_s=silent_s or 0.0,
+        capability=types_pb2.Capability(**worker.capability.model_dump()),
+        run_ids=runs,
+        reason=worker.reason,
+    )
+
+
+def capability(proto: types_pb2.Capability) -> Capability:
+    """What a worker says of itself."""
+    return Capability(
+        device=proto.device,
+        device_name=proto.device_name,
+        memory_bytes=proto.memory_bytes,
+        num_threads=proto.num_threads,
+        numerics_fingerprint=proto.numerics_fingerprint,
+        numerics_description=proto.numerics_description,
+        local_data=tuple(proto.local_data),
+        tags=tuple(proto.tags),
+    )
+
+
+def _commit_info(run: RunRecord, commit: Commit, paths: Paths) -> coordinator_pb2.CommitInfo:
+    return coordinator_pb2.CommitInfo(
+        segment=commit.segment,
+        step=commit.step,
+        digest=commit.digest,
+        is_best=commit == best_commit(run),
+        is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
+        metrics=dict(commit.metrics),
+        path=paths(commit.digest),
+    )
+
+
+def _user_error(error: ErrorRecord) -> types_pb2.UserError:
+    return types_pb2.UserError(**error.model_dump())

@@ -1,0 +1,53 @@
+"""Settings of the coordinator process: flags first, then STRATAGEM_COORDINATOR_* variables."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """What an operator can set; every field is also a flag of `stratagem coordinator`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="STRATAGEM_COORDINATOR_",
+        cli_parse_args=True,
+        cli_prog_name="stratagem coordinator",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        extra="forbid",
+    )
+
+    listen: str = Field(
+        default="127.0.0.1:7070", description="host:port to serve on; port 0 picks one"
+    )
+    health_port: int = Field(
+        default=0, ge=0, le=65535, description="port of the health service; 0 picks"
+    )
+    data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
+    ready_file: Path | None = Field(default=None, description="written as JSON once serving")
+    name: str = Field(
+        default="", description="this coordinator's name in the lease; default host:pid"
+    )
+    lease_ttl_s: float = Field(
+        default=10.0, gt=0, description="a silent leader is replaced after this"
+    )
+    heartbeat_interval_s: float = Field(default=2.0, gt=0, description="how often workers beat")
+    worker_ttl_s: float = Field(
+        default=10.0, gt=0, description="a silent worker is lost after this"
+    )
+    rendezvous_timeout_s: float = Field(
+        default=10.0, gt=0, description="wait for members at a barrier"
+    )
+    max_job_bytes: int = Field(default=2**20, gt=0, description="size of a job's JSON")
+    max_state_bytes: int = Field(default=64 * 2**30, gt=0, description="size of one state")
+    max_spool_bytes: int = Field(
+        default=256 * 2**30, gt=0, description="size of all spooled updates"
+    )
+    max_active_runs: int = Field(default=1000, gt=0, description="runs that may be active at once")
+    allow_insecure_network: bool = Field(
+        default=False, description="serve on other than loopback addresses without TLS"
+    )
+    reflection: bool = Field(default=False, description="offer gRPC reflection")
+    log_level: str = Field(default="info", description="debug, info, warning or error")
+    log_json: bool = Field(default=False, description="log JSON lines")

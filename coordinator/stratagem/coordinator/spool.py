@@ -1,0 +1,161 @@
+"""The updates of federated rounds, in files that survive a crash.
+
+    root/<run>/<party>/<round>/<client>.<token>.safetensors   data, whole or on their way
+    root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
+
+Owns names, quota and removal; `upload.py` owns how one update comes in. Knows nothing of rounds
+beyond their number, and does not decide who takes part in them.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from stratagem.common.errors import InvalidInputError, LimitError
+from stratagem.common.ids import Party, RunId, check_run_id
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.blobs.durable import make_folder
+from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
+from stratagem.coordinator.upload import SpoolEntry, SpoolWriter, Upload, noted_offset, remove_files
+
+__all__ = [
+    "Spool",
+    "SpoolEntry",
+    "SpoolKey",
+    "SpoolWriter",
+    "UpdateRejectedError",
+    "check_layout",
+]
+
+_DATA: Final = ".safetensors"
+_ENTRY: Final = ".json"
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolKey:
+    """Whose update it is."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    client: int
+
+
+class Spool:
+    """The updates under one folder, which is made if absent; for any thread."""
+
+    def __init__(self, root: Path, *, quota_bytes: int) -> None:
+        self._root = root
+        self._quota_bytes = quota_bytes
+        self._lock = threading.Lock()
+        self._used: dict[Path, int] = {}
+        root.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
+        for path in root.glob(f"*/*/*/*{_DATA}"):
+            self._used[path] = path.stat().st_size
+
+    def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
+        """A writer for the update that `manifest` announces; `writer.offset` says where to go on.
+
+        An earlier upload of the same key goes on if it was of an equal manifest from the same
+        `source` (the incarnation of a worker: another one may compute other bits); else it starts
+        anew. A writer that is still open on the key is replaced: its commit will fail as stale.
+        Raises LimitError when the quota does not allow the update.
+        """
+        folder = self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        upload = Upload(
+            path=folder / f"{key.client}.{secrets.token_hex(8)}{_DATA}",
+            entry_path=folder / f"{key.client}{_ENTRY}",
+            manifest=manifest,
+            header=header_bytes(manifest),
+            source=source,
+        )
+        for path in self._unfinished(folder, key.client):
+            try:
+                return self._writer(replace(upload, path=path))
+            except BlockingIOError:
+                self._remove(path)
+        return self._writer(upload)
+
+    def likely_offset(self, key: SpoolKey) -> int:
+        """From where to ask for an update before its manifest is known.
+
+        Only the writer, once open, knows for sure; asking from too far on is refused by `write_at`,
+        and is not repeated, since an upload that starts anew forgets what was noted.
+        """
+        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
+
+    def entry(self, key: SpoolKey) -> SpoolEntry | None:
+        """The accepted update of a client, if there is one; also after a restart."""
+        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        return SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
+
+    def entries(self, run_id: RunId, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
+        """All accepted updates of a round, in client order."""
+        folder = self._round_folder(run_id, party, round_num)
+        clients = sorted(int(path.stem) for path in folder.glob(f"*{_ENTRY}"))
+        found = ((client, SpoolEntry.read(folder / f"{client}{_ENTRY}")) for client in clients)
+        return {client: entry for client, entry in found if entry is not None}
+
+    def delete_round(self, run_id: RunId, party: Party, round_num: int) -> None:
+        """Forget a round: accepted updates and unfinished uploads."""
+        self._delete(self._round_folder(run_id, party, round_num))
+
+    def delete_run(self, run_id: RunId) -> None:
+        """Forget all rounds of a run."""
+        self._delete(self._root / check_run_id(run_id))
+
+    def _writer(self, upload: Upload) -> SpoolWriter:
+        self._reserve(upload.path, upload.num_bytes)
+        return SpoolWriter(upload, self._remove)
+
+    def _unfinished(self, folder: Path, client: int) -> Iterator[Path]:
+        """The data files of a client that its entry does not name."""
+        entry = SpoolEntry.read(folder / f"{client}{_ENTRY}")
+        accepted = entry.path if entry is not None else None
+        for path in sorted(folder.glob(f"{client}.*{_DATA}")):
+            if path != accepted:
+                yield path
+
+    def _round_folder(
+        self, run_id: RunId, party: Party, round_num: int, *, make: bool = False
+    ) -> Path:
+        segments = party.split("/") if party else []
+        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+            raise InvalidInputError.at("party", f"{party!r} is no path of names")
+        path = self._root
+        for name in (check_run_id(run_id), ".".join(("root", *segments)), str(int(round_num))):
+            path = path / name
+            if make:
+                make_folder(path)
+        return path
+
+    def _reserve(self, path: Path, num_bytes: int) -> None:
+        with self._lock:
+            used = sum(self._used.values()) - self._used.get(path, 0)
+            if used + num_bytes > self._quota_bytes:
+                raise LimitError(
+                    f"spool: an update of {num_bytes} bytes does not fit, "
+                    f"{used} of {self._quota_bytes} bytes are in use"
+                )
+            self._used[path] = num_bytes
+
+    def _remove(self, path: Path) -> None:
+        remove_files(path)
+        with self._lock:
+            self._used.pop(path, None)
+
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with self._lock:
+            self._used = {p: n for p, n in self._used.items() if folder not in p.parents}

@@ -1,0 +1,288 @@
+"""Federated averaging: clients train on rows that only they have, the coordinator averages.
+
+FedAvg, https://arxiv.org/abs/1602.05629. One round:
+
+    SELECTING    draw the clients of the round from the roster
+    TRAINING     each trains from the global state; its update is pulled into the spool
+    AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
+    (commit)     the new global state is a blob; next round
+
+Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
+for, where its rows lie on one worker). Only a deadline with a quorum leaves anybody out.
+"""
+
+from dataclasses import replace
+
+from stratagem.common.errors import Violation
+from stratagem.common.ids import RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ByCapability, FedAvg
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Base,
+    Build,
+    Effect,
+    EvaluateState,
+    TrainClient,
+)
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    ClientsAssigned,
+    ClientsSelected,
+    Evaluated,
+    Fact,
+    MembersFormed,
+    ModelBuilt,
+    RosterFormed,
+    RoundClosed,
+    RunResumed,
+    SegmentCommitted,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.federated_rounds import (
+    FederatedRun,
+    assign,
+    close,
+    complete,
+    form_roster,
+    new_helper,
+    open_round,
+    spec_of,
+)
+from stratagem.coordinator.strategies.placement import eligible, why_none
+
+
+def check(job: JobSpec) -> list[Violation]:
+    """Refuse the aggregations that have no implementation here."""
+    strategy = spec_of(job)
+    if isinstance(strategy.aggregation, FedAvg):
+        return []
+    name = type(strategy.aggregation).__name__
+    message = f"{name!r} has no implementation here; use FedAvg"
+    return [Violation("strategy.aggregation.method", message)]
+
+
+def init(job: JobSpec) -> FederatedRun:
+    """Nothing placed, nothing built."""
+    del job
+    return FederatedRun()
+
+
+def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+    """The next step of the round that the facts call for."""
+    workers = eligible(job, world, value.fingerprint)
+    if helper := new_helper(job, value, workers):
+        return helper
+    if value.committed is None:
+        return None
+    if not value.roster:
+        return form_roster(job, workers)
+    if value.committed.segment == spec_of(job).rounds:
+        return complete(value)
+    if not value.selected:
+        return open_round(job, value, now_s)
+    if value.accepted:
+        return None
+    return close(job, value, now_s) or assign(job, value, workers)
+
+
+def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold one fact."""
+    del now_s
+    match fact:
+        case MembersFormed():
+            return replace(
+                value,
+                membership=fact.membership,
+                helper=fact.members,
+                fingerprint=fact.fingerprint,
+            )
+        case ModelBuilt():
+            return replace(value, committed=Base(0, 0, fact.digest), round_num=1)
+        case RosterFormed():
+            return replace(value, roster=fact.clients)
+        case SegmentCommitted():
+            return _next_round(job, value, fact)
+        case Evaluated():
+            left = tuple(base for base in value.to_evaluate if base.segment != fact.segment)
+            return replace(value, to_evaluate=left)
+        case RunResumed():
+            return replace(value, helper=(), assigned={})
+        case _:
+            return _in_round(value, fact)
+
+
+def _in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
+    """Fold what happens between the opening of a round and its closing."""
+    match fact:
+        case ClientsSelected():
+            return replace(value, selected=fact.clients, deadline_s=fact.deadline_s)
+        case ClientsAssigned():
+            moved = {a.client for a in fact.assignments}
+            kept = {c: a for c, a in value.assigned.items() if c not in moved}
+            new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
+            return replace(value, membership=fact.membership, assigned={**kept, **new})
+        case UpdateReceived():
+            return replace(value, updates={**value.updates, fact.client: fact})
+        case UpdateRejected():
+            return replace(value, rejected={**value.rejected, fact.client: fact.reason})
+        case RoundClosed():
+            return replace(value, accepted=fact.accepted, deadline_s=None)
+        case _:
+            return value
+
+
+def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
+    """Why a reported fact is stale or late; "" when welcome."""
+    del job
+    match fact:
+        case ModelBuilt():
+            return "" if value.committed is None else "the model is built already"
+        case UpdateReceived() | UpdateRejected():
+            return _is_update_welcome(value, fact.round_num, fact.client)
+        case SegmentCommitted():
+            is_open = bool(value.accepted) and fact.segment == value.round_num
+            return "" if is_open else f"round {value.round_num} is to be committed next"
+        case Evaluated():
+            waits = any(base.segment == fact.segment for base in value.to_evaluate)
+            return "" if waits else f"round {fact.segment} does not wait for an evaluation"
+        case _:
+            return ""
+
+
+def pending(run_id: RunId, job: JobSpec, value: FederatedRun) -> frozenset[Effect]:
+    """The build, the clients still to be trained, the fold, the evaluations."""
+    effects: set[Effect] = set()
+    if value.committed is None:
+        if value.helper:
+            effects.add(Build(run_id, ROOT, value.membership, value.helper[0]))
+        return frozenset(effects)
+    if value.accepted:
+        effects.add(AggregateRound(run_id, ROOT, value.round_num, value.committed, value.accepted))
+    else:
+        effects |= _training(run_id, job, value, value.committed)
+    evaluation = job.evaluation
+    if evaluation and value.helper:
+        effects |= {
+            EvaluateState(run_id, ROOT, 0, base, (evaluation.split,), value.helper[0])
+            for base in value.to_evaluate
+        }
+    return frozenset(effects)
+
+
+def next_deadline(value: FederatedRun) -> float | None:
+    """When the open round closes."""
+    return value.deadline_s
+
+
+def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
+    """How the run stands."""
+    strategy = spec_of(job)
+    phase, strategy_phase, reason = _phase(job, value, world)
+    done = value.committed.segment if value.committed else 0
+    members = {member for member, _ in value.assigned.values()} | set(value.helper)
+    return Outlook(
+        phase=phase,
+        strategy_phase=strategy_phase,
+        reason=reason,
+        step=done,
+        num_steps=strategy.rounds,
+        segment=done,
+        num_segments=strategy.rounds,
+        num_clients_done=len(value.updates) + len(value.rejected),
+        num_clients=len(value.selected),
+        members=tuple(sorted(members, key=lambda m: m.worker_id)),
+    )
+
+
+def _is_update_welcome(value: FederatedRun, round_num: int, client: int) -> str:
+    if round_num != value.round_num or value.accepted:
+        return f"round {round_num} is closed"
+    if client not in value.selected:
+        return f"client {client} was not selected in round {round_num}"
+    if client in value.updates or client in value.rejected:
+        return f"client {client} has answered round {round_num} already"
+    return ""
+
+
+def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
+    base = Base(fact.segment, fact.step, fact.digest)
+    evaluation = job.evaluation
+    rounds = spec_of(job).rounds
+    due = evaluation is not None and (
+        fact.segment % evaluation.every.count == 0 or fact.segment == rounds
+    )
+    return replace(
+        value,
+        committed=base,
+        round_num=fact.segment + 1,
+        selected=(),
+        assigned={},
+        updates={},
+        rejected={},
+        accepted=(),
+        to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
+    )
+
+
+def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> set[Effect]:
+    strategy = spec_of(job)
+    return {
+        TrainClient(
+            run_id=run_id,
+            party=ROOT,
+            membership=value.assigned[client][1],
+            round_num=value.round_num,
+            client=client,
+            num_clients=strategy.num_clients,
+            local_epochs=strategy.options.local_epochs,
+            member=value.assigned[client][0],
+            base=base,
+        )
+        for client in value.selected
+        if client in value.assigned and client not in value.updates and client not in value.rejected
+    }
+
+
+def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+    if value.committed is None and not value.helper:
+        return RunPhase.PLACING, "WAITING", why_none(job, world, value.fingerprint)
+    if value.committed is None:
+        return RunPhase.RUNNING, "BUILDING", ""
+    if not value.roster:
+        return RunPhase.PLACING, "WAITING", _why_no_roster(job, world)
+    if value.accepted:
+        return RunPhase.RUNNING, "AGGREGATING", ""
+    if not value.selected:
+        return RunPhase.RUNNING, "SELECTING", ""
+    answered = len(value.updates) + len(value.rejected)
+    count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    lost = [
+        c
+        for c in value.selected
+        if c not in value.updates
+        and c not in value.rejected
+        and (c not in value.assigned or not world.holds(value.assigned[c][0]))
+    ]
+    if lost:
+        names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
+        return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
+    return RunPhase.RUNNING, "TRAINING", count
+
+
+def _why_no_roster(job: JobSpec, world: World) -> str:
+    strategy = spec_of(job)
+    usable = world.usable()
+    if job.data.worker_local is not None:
+        having = [w for w in usable if job.data.worker_local in w.capability.local_data]
+        return (
+            f"{strategy.num_clients} workers with data {job.data.worker_local!r} are needed, "
+            f"{len(having)} are here"
+        )
+    if isinstance(strategy.client_selection, ByCapability):
+        tags = ", ".join(strategy.client_selection.required_tags)
+        return f"no client has a worker with the tags {tags}"
+    return why_none(job, world, "")

@@ -1,0 +1,217 @@
+"""What a federated round decides, in the order of the round, and the run value that it decides on.
+
+Pure functions of the facts so far and of which workers there are; federated.py asks them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from stratagem.common.ids import WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ByCapability, Federated
+from stratagem.coordinator.core.effects import (
+    Base,
+)
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Accepted,
+    Assignment,
+    ClientBinding,
+    ClientsAssigned,
+    ClientsSelected,
+    Member,
+    MembersFormed,
+    RosterFormed,
+    RoundClosed,
+    RunCompleted,
+    RunFailed,
+    UpdateReceived,
+)
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.selection import select
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedRun:
+    """The global state, the open round, and who does what in it."""
+
+    membership: int = 0
+    helper: tuple[Member, ...] = ()
+    """The worker that builds and evaluates; at most one."""
+    fingerprint: str = ""
+    roster: tuple[ClientBinding, ...] = ()
+    committed: Base | None = None
+    round_num: int = 0
+    """The open round, from 1; 0 until the model is built."""
+    selected: tuple[int, ...] = ()
+    assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
+    """Client -> (worker, membership of the assignment)."""
+    updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    accepted: tuple[Accepted, ...] = ()
+    """Set once the round is closed."""
+    deadline_s: float | None = None
+    to_evaluate: tuple[Base, ...] = ()
+
+
+def spec_of(job: JobSpec) -> Federated:
+    assert isinstance(job.strategy, Federated)
+    return job.strategy
+
+
+def new_helper(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> MembersFormed | None:
+    """Somebody must build at first, and evaluate later."""
+    alive = {worker.member for worker in workers}
+    helper = tuple(member for member in value.helper if member in alive)
+    if not helper and workers:
+        helper = (workers[0].member,)
+    if helper == value.helper:
+        return None
+    fingerprint = value.fingerprint
+    if helper and not fingerprint and job.execution.deterministic:
+        fingerprint = workers[0].capability.numerics_fingerprint
+    reason = f"{helper[0].worker_id} builds and evaluates" if helper else "no worker is left"
+    return MembersFormed(
+        party=ROOT,
+        membership=value.membership + 1,
+        members=helper,
+        reason=reason,
+        fingerprint=fingerprint,
+    )
+
+
+def form_roster(job: JobSpec, workers: list[WorkerRecord]) -> RosterFormed | None:
+    """Bind every client to a worker; None while the workers that it takes are not here."""
+    strategy = spec_of(job)
+    by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
+    if job.data.worker_local is not None:
+        by_name = [w for w in by_name if job.data.worker_local in w.capability.local_data]
+        if len(by_name) < strategy.num_clients:
+            return None
+    if not by_name:
+        return None
+    bindings = tuple(
+        ClientBinding(
+            client=client,
+            worker_id=by_name[client % len(by_name)].member.worker_id,
+            tags=by_name[client % len(by_name)].capability.tags,
+        )
+        for client in range(strategy.num_clients)
+    )
+    if not select(strategy.client_selection, bindings, job.seed, 1):
+        return None
+    return RosterFormed(party=ROOT, clients=bindings)
+
+
+def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
+    strategy = spec_of(job)
+    deadline = strategy.options.round_deadline_s
+    return ClientsSelected(
+        party=ROOT,
+        round_num=value.round_num,
+        clients=select(strategy.client_selection, value.roster, job.seed, value.round_num),
+        deadline_s=None if deadline is None else now_s + deadline,
+    )
+
+
+def assign(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> ClientsAssigned | None:
+    """A live worker for every client that has none: its own, else the one with fewest clients."""
+    alive = {worker.member.worker_id: worker for worker in workers}
+    waiting = [c for c in value.selected if c not in value.updates and c not in value.rejected]
+    current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
+    held = {c: m for c, m in current.items() if _is_alive(alive, m)}
+    load = Counter(member.worker_id for member in held.values())
+    new = []
+    for client in waiting:
+        if client in held:
+            continue
+        worker = _worker_for(job, value.roster[client], alive, load)
+        if worker is not None:
+            load[worker.member.worker_id] += 1
+        elif client not in current:
+            continue
+        new.append(Assignment(client=client, member=worker.member if worker else None))
+    if not new:
+        return None
+    return ClientsAssigned(
+        party=ROOT,
+        round_num=value.round_num,
+        membership=value.membership + 1,
+        assignments=tuple(new),
+    )
+
+
+def _is_alive(alive: Mapping[WorkerId, WorkerRecord], member: Member) -> bool:
+    return member.worker_id in alive and alive[member.worker_id].member == member
+
+
+def _worker_for(
+    job: JobSpec,
+    binding: ClientBinding,
+    alive: Mapping[WorkerId, WorkerRecord],
+    load: Counter[WorkerId],
+) -> WorkerRecord | None:
+    if binding.worker_id in alive:
+        return alive[binding.worker_id]
+    if job.data.worker_local is not None:
+        return None
+    selection = spec_of(job).client_selection
+    required = set(selection.required_tags) if isinstance(selection, ByCapability) else set()
+    fitting = [w for w in alive.values() if required <= set(w.capability.tags)]
+    return min(
+        fitting,
+        key=lambda w: (load[w.member.worker_id], w.member.worker_id),
+        default=None,
+    )
+
+
+def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunFailed | None:
+    """Close the round when all have answered, or its deadline has passed."""
+    num_selected = len(value.selected)
+    num_answered = len(value.updates) + len(value.rejected)
+    is_late = value.deadline_s is not None and now_s >= value.deadline_s
+    if num_answered < num_selected and not is_late:
+        return None
+    count = f"round {value.round_num}: {len(value.updates)} of {num_selected} updates"
+    reason = count + (", deadline passed" if num_answered < num_selected else "")
+    if value.rejected:
+        reason += f", {len(value.rejected)} rejected ({_first_rejection(value)})"
+    if len(value.updates) < _quorum(job, num_selected):
+        return RunFailed(reason=f"{reason}; {_quorum(job, num_selected)} are needed")
+    return RoundClosed(
+        party=ROOT,
+        round_num=value.round_num,
+        accepted=tuple(
+            Accepted(client=c, digest=u.digest, num_samples=u.num_samples)
+            for c, u in sorted(value.updates.items())
+        ),
+        reason=reason,
+        by_policy=num_answered < num_selected,
+    )
+
+
+def _quorum(job: JobSpec, num_selected: int) -> int:
+    quorum = spec_of(job).options.quorum
+    if quorum is None:
+        return 1
+    if isinstance(quorum, int):
+        return min(quorum, num_selected)
+    return max(1, ceil(quorum * num_selected - 1e-9))
+
+
+def _first_rejection(value: FederatedRun) -> str:
+    client = min(value.rejected)
+    return f"client {client}: {value.rejected[client]}"
+
+
+def complete(value: FederatedRun) -> RunCompleted | None:
+    if value.to_evaluate:
+        return None
+    assert value.committed is not None
+    return RunCompleted(reason=f"{value.committed.segment} rounds committed")

@@ -1,0 +1,53 @@
+"""Where a synchronous run is cut into segments: at checkpoints and at evaluations.
+
+A segment is the unit of commitment. Its boundary changes no bits: workers snapshot and go on.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from stratagem.common.job import Every, JobSpec
+
+TRAIN_SPLIT = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Optimizer steps of a run and the periods, in steps, at which something happens."""
+
+    num_steps: int
+    evaluate_every: int | None
+    checkpoint_every: int
+
+    def ends(self) -> tuple[int, ...]:
+        """The step at which each segment ends, ascending; the last one is num_steps."""
+        return _ends(self.num_steps, self.evaluate_every, self.checkpoint_every)
+
+    def evaluates_at(self, step: int) -> bool:
+        """True when the evaluation is due after this step."""
+        if self.evaluate_every is None:
+            return False
+        return step == self.num_steps or step % self.evaluate_every == 0
+
+
+def schedule_of(job: JobSpec, num_train_rows: int) -> Schedule:
+    """The schedule of a job whose training split has this many rows."""
+    steps_per_epoch = max(1, ceil(num_train_rows / job.batch_size))
+
+    def steps_of(every: Every) -> int:
+        return every.count * (steps_per_epoch if every.unit == "epoch" else 1)
+
+    num_steps = job.steps if job.steps is not None else (job.epochs or 0) * steps_per_epoch
+    evaluate_every = steps_of(job.evaluation.every) if job.evaluation else None
+    checkpoint = job.checkpoint.every
+    checkpoint_every = steps_of(checkpoint) if checkpoint else evaluate_every or steps_per_epoch
+    return Schedule(num_steps, evaluate_every, checkpoint_every)
+
+
+@lru_cache(maxsize=256)
+def _ends(num_steps: int, evaluate_every: int | None, checkpoint_every: int) -> tuple[int, ...]:
+    ends = set(range(checkpoint_every, num_steps, checkpoint_every))
+    if evaluate_every is not None:
+        ends.update(range(evaluate_every, num_steps, evaluate_every))
+    return (*sorted(ends), num_steps)

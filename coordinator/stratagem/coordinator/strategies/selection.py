@@ -1,0 +1,32 @@
+"""Which clients take part in a federated round."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from random import Random
+
+from stratagem.common.strategy import All, ByCapability, ClientSelection
+from stratagem.common.strategy import Random as RandomSelection
+from stratagem.coordinator.core.facts import ClientBinding
+
+
+def select(
+    selection: ClientSelection, roster: Sequence[ClientBinding], seed: int, round_num: int
+) -> tuple[int, ...]:
+    """The clients of a round, ascending; drawn from the roster and never from who is alive.
+
+    Random: m = max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by (run
+    seed, round), so that a restarted coordinator draws the same.
+    """
+    match selection:
+        case All():
+            return tuple(binding.client for binding in roster)
+        case RandomSelection(fraction=fraction):
+            count = max(1, math.floor(fraction * len(roster) + 1e-9))
+            key = hashlib.sha256(f"select/{seed}/{round_num}".encode()).digest()
+            drawn = Random(int.from_bytes(key[:8])).sample([b.client for b in roster], count)
+            return tuple(sorted(drawn))
+        case ByCapability(required_tags=required):
+            return tuple(b.client for b in roster if set(required) <= set(b.tags))
+        case _:
+            raise AssertionError(f"unknown client selection {selection!r}")

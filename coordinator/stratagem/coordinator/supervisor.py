@@ -1,0 +1,114 @@
+"""Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
+the set, then cancelled. Effects that need compute slots start when all of them are free.
+
+Level-triggered: what must run is read off the set, never remembered. One of the two places that
+catch every exception, because a failing effect must be reported and tried again.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from stratagem.common.errors import StratagemError
+from stratagem.coordinator.core.effects import Effect, slots
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.gangs import Request, grant
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 5.0
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    def __init__(self, perform: Callable[[Effect], Awaitable[None]]) -> None:
+        self._perform = perform
+        self._tasks: dict[Effect, asyncio.Task[None]] = {}
+        self._waiting: list[Request[Effect, Member]] = []
+        self._yielded: set[Effect] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Effects that wait for compute slots."""
+        return len(self._waiting)
+
+    def reconcile(self, effects: frozenset[Effect]) -> None:
+        """Make what runs equal to what is due."""
+        ended = [effect for effect in self._tasks if effect not in effects]
+        for effect in ended:
+            self._tasks.pop(effect).cancel()
+        self._yielded &= self._tasks.keys()
+        known = {request.key for request in self._waiting}
+        self._waiting = [request for request in self._waiting if request.key in effects]
+        new = [e for e in effects if e not in self._tasks and e not in known]
+        for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
+            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
+        self._start_granted()
+
+    def yield_slots(self, effect: Effect) -> None:
+        """The effect goes on without its slots: what is left of it needs no compute."""
+        if effect in self._tasks:
+            self._yielded.add(effect)
+            self._start_granted()
+
+    async def close(self) -> None:
+        """Cancel everything and wait for it."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        self._waiting.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _enqueue(self, effect: Effect, *, succeeds: bool) -> None:
+        needed = slots(effect)
+        request = Request(effect, needed)
+        if not needed:
+            self._start(effect)
+        elif succeeds:
+            # The same segment with other members keeps its turn.
+            self._waiting.insert(0, request)
+        else:
+            self._waiting.append(request)
+
+    def _start_granted(self) -> None:
+        busy = self._tasks.keys() - self._yielded
+        taken = [slot for effect in busy for slot in slots(effect)]
+        granted = grant(self._waiting, taken)
+        self._waiting = [request for request in self._waiting if request not in granted]
+        for request in granted:
+            self._start(request.key)
+
+    def _start(self, effect: Effect) -> None:
+        name = f"{type(effect).__name__} {effect.run_id}"
+        self._tasks[effect] = asyncio.create_task(self._persist(effect), name=name)
+
+    async def _persist(self, effect: Effect) -> None:
+        delay_s = FIRST_RETRY_S
+        bound = log.bind(run_id=effect.run_id, effect=type(effect).__name__)
+        while True:
+            try:
+                await self._perform(effect)
+            except* StratagemError as group:
+                reasons = "; ".join(str(error) for error in group.exceptions)
+                bound.warning("effect failed, trying again", reason=reasons, delay_s=delay_s)
+            except* Exception:
+                bound.exception("effect raised, trying again", delay_s=delay_s)
+            # What was done has usually taken the effect out of the set, and this task with it.
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+            delay_s = min(2 * delay_s, LAST_RETRY_S)
+
+
+def _is_same_work(new: Effect, old: Effect) -> bool:
+    def work(effect: Effect) -> tuple[object, ...]:
+        segment = getattr(effect, "segment", getattr(effect, "round_num", None))
+        return (
+            type(effect),
+            effect.run_id,
+            effect.party if hasattr(effect, "party") else "",
+            segment,
+        )
+
+    return work(new) == work(old)

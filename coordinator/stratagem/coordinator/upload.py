@@ -1,0 +1,269 @@
+"""One update on its way into the spool: a data file, and a note of how much of it is durable.
+
+Owns resuming: what the note claims is read again and must have the digest that was noted, so a
+resumed upload is as sure as a new one. An upload ends in one rename, of the entry that names its
+data. Knows nothing of the spool around it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from stratagem.common.errors import IntegrityError, StaleError, StratagemError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
+from stratagem.coordinator.update_checks import DataCheck, UpdateRejectedError, check_layout
+
+CHECKPOINT_BYTES: Final = 32 << 20
+"""A power cut costs an upload at most this much."""
+
+_NOTE: Final = ".progress"
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolEntry:
+    """An accepted update: a canonical safetensors file, and what the fold needs to know of it."""
+
+    path: Path
+    digest: Digest
+    num_samples: int
+    data_start: int
+    data_bytes: int
+    crc32c: int
+    """Of the data, for the fold to see whether the disk has kept them."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The entry that `write` left; None when there is none."""
+        try:
+            facts = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        return cls(**facts | {"path": path.with_name(facts["path"])})
+
+    def write(self, path: Path) -> None:
+        """Replace the file durably, in one rename."""
+        temporary = path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self) | {"path": self.path.name}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint("coordinator.spool.before_rename")
+        temporary.replace(path)
+        sync_folder(path.parent)
+        failpoint("coordinator.spool.after_rename")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What is uploaded, where to, and from whom."""
+
+    path: Path
+    """The data file: <client>.<token>.safetensors."""
+    entry_path: Path
+    manifest: Manifest
+    header: bytes
+    """Of the file, made from the manifest."""
+    source: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the complete file."""
+        return len(self.header) + self.manifest.total_bytes
+
+
+class SpoolWriter:
+    """One upload, for one thread at a time. After an error it can be opened again to go on."""
+
+    def __init__(self, upload: Upload, drop: Callable[[Path], None]) -> None:
+        """Go on where the file ends if it is of the same upload, else at 0.
+
+        `drop` removes a data file. Raises BlockingIOError while another writer holds the file.
+        """
+        self._upload = upload
+        self._drop = drop
+        self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
+        self._file = DurableFile(_open_locked(upload.path))
+        self._check = DataCheck(upload.manifest)
+        self._noted_bytes = 0
+        if not self._resume():
+            self._start()
+
+    @property
+    def offset(self) -> int:
+        """The next byte of the data that is wanted; when just opened, all before it is durable."""
+        return self._check.num_bytes
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""
+        view = memoryview(data).cast("B")
+        total_bytes = self._upload.manifest.total_bytes
+        try:
+            if self.offset + len(view) > total_bytes:
+                raise UpdateRejectedError(f"more than the announced {total_bytes} bytes")
+            self._check.see(view)
+        except UpdateRejectedError:
+            self._discard()
+            raise
+        self._file.write(view)
+        if self._file.num_bytes - self._noted_bytes >= CHECKPOINT_BYTES:
+            self._note_progress()
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Append what is new of a piece that begins at `offset`: a sender may start too early.
+
+        Raises IntegrityError when it starts too late.
+        """
+        if offset > self.offset:
+            raise IntegrityError(
+                f"bytes from {offset} on came, those from {self.offset} are wanted"
+            )
+        self.write(memoryview(data).cast("B")[self.offset - offset :])
+
+    def commit(self, expected: Manifest, num_samples: int) -> SpoolEntry:
+        """Accept the update, durably, as one of num_samples.
+
+        Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
+        are missing; StaleError when a later upload of the same client has taken its place.
+        """
+        manifest = self._upload.manifest
+        if self.offset < manifest.total_bytes:
+            raise IntegrityError(f"{self.offset} of {manifest.total_bytes} bytes are here")
+        entry = SpoolEntry(
+            path=self._upload.path,
+            digest=Digest(self._file.sha256.hexdigest()),
+            num_samples=num_samples,
+            data_start=len(self._upload.header),
+            data_bytes=manifest.total_bytes,
+            crc32c=self._check.crc32c,
+        )
+        try:
+            check_layout(manifest, expected)
+            self._check_announced(entry)
+        except UpdateRejectedError:
+            self._discard()
+            raise
+        self._refuse_if_replaced()
+        self._file.sync()
+        before = SpoolEntry.read(self._upload.entry_path)
+        with space_needed():
+            entry.write(self._upload.entry_path)
+        self._note_path.unlink(missing_ok=True)
+        if before is not None:
+            self._drop(before.path)
+        self._file.close()
+        return entry
+
+    def close(self) -> None:
+        """Stop for now, and keep what is here; no error after an end of any kind."""
+        if self._file.descriptor >= 0:
+            with suppress(StratagemError):  # what cannot be noted is sent again
+                self._note_progress()
+            self._file.close()
+
+    @property
+    def _note_path(self) -> Path:
+        return self._upload.path.with_suffix(_NOTE)
+
+    def _start(self) -> None:
+        self._note_path.unlink(missing_ok=True)
+        descriptor = self._file.descriptor
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        self._file = DurableFile(descriptor)
+        self._check = DataCheck(self._upload.manifest)
+        self._noted_bytes = 0
+        self._file.write(self._upload.header)
+
+    def _resume(self) -> bool:
+        """Take up what the note claims; False when it is not of this upload, or not true."""
+        try:
+            note = json.loads(self._note_path.read_text())
+            identity, num_bytes, sha256 = note["identity"], note["num_bytes"], note["sha256"]
+        except (FileNotFoundError, ValueError, KeyError):  # none, or cut by a crash
+            return False
+        if identity != self._identity or num_bytes < len(self._upload.header):
+            return False
+        left = len(self._upload.header)
+
+        def see(piece: memoryview) -> None:
+            nonlocal left
+            self._check.see(piece[left:])
+            left = max(0, left - len(piece))
+
+        try:
+            self._file.resume(num_bytes, see)
+        except UpdateRejectedError:
+            return False  # it was finite when it was noted: the disk is at fault
+        self._noted_bytes = num_bytes
+        return bool(self._file.sha256.hexdigest() == sha256)
+
+    def _note_progress(self) -> None:
+        """Make what is here durable, and note it. The note itself may get lost: it only helps."""
+        self._refuse_if_replaced()
+        self._file.sync()
+        note = {
+            "identity": self._identity,
+            "num_bytes": self._file.num_bytes,
+            "sha256": self._file.sha256.hexdigest(),
+            "offset": self.offset,
+        }
+        temporary = self._note_path.with_suffix(".note")
+        with space_needed():
+            temporary.write_text(json.dumps(note))
+            temporary.replace(self._note_path)
+        self._noted_bytes = self._file.num_bytes
+        failpoint("coordinator.spool.after_checkpoint")
+
+    def _check_announced(self, entry: SpoolEntry) -> None:
+        """What the sender said beside the layout must be true as well."""
+        if entry.num_samples < 1:
+            raise UpdateRejectedError(f"num_samples is {entry.num_samples}, must be at least 1")
+        digest = self._upload.manifest.digest
+        if digest and digest != entry.digest:
+            raise UpdateRejectedError("the bytes do not have the announced digest")
+
+    def _refuse_if_replaced(self) -> None:
+        if os.fstat(self._file.descriptor).st_nlink == 0:
+            raise StaleError("a later upload of the same client has taken the place of this one")
+
+    def _discard(self) -> None:
+        if os.fstat(self._file.descriptor).st_nlink:
+            self._drop(self._upload.path)
+        self._file.close()
+
+
+def noted_offset(path: Path) -> int:
+    """Where the upload into a data file would probably go on; 0 when nothing is noted."""
+    try:
+        return int(json.loads(path.with_suffix(_NOTE).read_text())["offset"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0
+
+
+def remove_files(path: Path) -> None:
+    """Remove a data file and its note."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(_NOTE).unlink(missing_ok=True)
+
+
+def _open_locked(path: Path) -> int:
+    """The lock keeps two writers, of this coordinator or a fenced one, out of one file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,260 @@
+"""State diagrams, observed: the pure core is driven through scenarios, and its journal is replayed.
+
+Owns the scenarios and the arrows that come out of them. An arrow is one journaled fact that moved a
+run from one phase to another, so a diagram cannot show what the code does not do; what it leaves
+out is what no scenario reaches. Knows nothing of pages.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    LoseWorker,
+    Report,
+    ReportTrouble,
+    ResumeRun,
+    Tick,
+)
+from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected, decode
+from stratagem.coordinator.core.pending import pending, pending_of
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.table import strategy_of
+from tests.core.simulation import RUN, Simulation, job, member, register, start
+
+START = "[*]"
+LOCAL: dict[str, object] = {"type": "Local"}
+DATA_PARALLEL: dict[str, object] = {
+    "type": "DataParallel",
+    "num_replicas": 2,
+    "aggregation": {"method": "AllReduce"},
+}
+FEDERATED: dict[str, object] = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 2,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+STRATEGIES = {"local": LOCAL, "data_parallel": DATA_PARALLEL, "federated": FEDERATED}
+NUM_POINTS = 14
+"""Disturbances happen after each of the first so many effects, which is the whole of a run."""
+
+PhaseOf = Callable[[RunPhase | None, Outlook], str]
+
+
+@dataclass
+class Observed:
+    """What was seen of phases: arrows, facts that changed nothing, and what was due."""
+
+    arrows: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    stays: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    effects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+
+def run_phase(ended: RunPhase | None, outlook: Outlook) -> str:
+    """The phase that every client sees."""
+    return ended or outlook.phase
+
+
+def strategy_phase(ended: RunPhase | None, outlook: Outlook) -> str:
+    """The phase inside the strategy; how a run ended is none of them."""
+    return START if ended else outlook.strategy_phase
+
+
+def observe(names: Iterable[str], phase_of: PhaseOf) -> Observed:
+    """Replay the journals of all scenarios of these strategies."""
+    observed = Observed()
+    for name in names:
+        for simulation in _played(name):
+            _replay(simulation, phase_of, observed)
+    return observed
+
+
+@cache
+def _played(name: str) -> tuple[Simulation, ...]:
+    return tuple(_scenarios(STRATEGIES[name]))
+
+
+def _replay(simulation: Simulation, phase_of: PhaseOf, observed: Observed) -> None:
+    state, before = CoordinatorState(), START
+    for run_id, kind, payload, time_s in simulation.journal:
+        state = apply(state, run_id, decode(kind, 1, payload), time_s)
+        run = state.runs.get(RUN)
+        if run is None:
+            continue
+        outlook = strategy_of(run.job).outlook(run.job, run.value, world_of(state))
+        after = phase_of(run.ended, outlook)
+        observed.effects[after] |= {type(effect).__name__ for effect in pending_of(run)}
+        if before != after:
+            observed.arrows[before, after].add(kind)
+        elif run_id != CLUSTER:
+            observed.stays[after].add(kind)
+        before = after
+
+
+# ---- scenarios ----
+
+
+def _scenarios(strategy: dict[str, object]) -> Iterator[Simulation]:
+    federated = strategy["type"] == "Federated"
+    every = "1 round" if federated else "1 epoch"
+    text = job(strategy, evaluation={"split": "test", "every": every, "metrics": ["accuracy"]})
+    for point in range(NUM_POINTS):
+        yield _disturbed(text, point, _lose_one)
+        yield _disturbed(text, point, _lose_all)
+        yield _disturbed(text, point, _stop_and_resume)
+        yield _disturbed(text, point, _user_error)
+        yield _disturbed(text, point, _trouble)
+        yield _disturbed(text, point, _stop_while_lost)
+    yield _late_worker(text)
+    yield _stopped_before_it_began(text)
+    yield _dies_again(text)
+    if federated:
+        yield _rejected(text)
+        yield from map(_deadline, (1, 2))
+        yield _worker_local_lost()
+
+
+def _disturbed(text: str, point: int, disturb: Callable[[Simulation], None]) -> Simulation:
+    simulation = start(text, "a", "b")
+    for _ in range(point):
+        if simulation.queue:
+            simulation.tell(simulation.queue.popleft())
+    disturb(simulation)
+    simulation.run()
+    return simulation
+
+
+def _lose_one(simulation: Simulation) -> None:
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.tell(register("a", start=1))
+
+
+def _lose_all(simulation: Simulation) -> None:
+    simulation.queue.clear()
+    for name in ("a", "b"):
+        simulation.tell(LoseWorker(member(name), "killed"))
+    for name in ("a", "b"):
+        simulation.tell(register(name, start=1))
+
+
+def _stop_and_resume(simulation: Simulation) -> None:
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+
+
+def _stop_while_lost(simulation: Simulation) -> None:
+    simulation.queue.clear()
+    for name in ("a", "b"):
+        simulation.tell(LoseWorker(member(name), "killed"))
+    simulation.tell(CancelRun(RUN))
+
+
+def _user_error(simulation: Simulation) -> None:
+    simulation.tell(Report(RUN, RunFailed(reason="ValueError: no")))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+
+
+def _trouble(simulation: Simulation) -> None:
+    membership = simulation.state.runs[RUN].value.membership
+    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
+
+
+def _late_worker(text: str) -> Simulation:
+    simulation = start(text)
+    simulation.tell(register("a"))
+    simulation.run()
+    return simulation
+
+
+def _stopped_before_it_began(text: str) -> Simulation:
+    simulation = start(text)
+    simulation.tell(CancelRun(RUN))
+    return simulation
+
+
+def _dies_again(text: str) -> Simulation:
+    simulation = start(text, "a")
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    for number in range(1, 4):
+        simulation.tell(register("a", start=number))
+        simulation.queue.clear()
+    return simulation
+
+
+def _rejected(text: str) -> Simulation:
+    simulation = _opened(text)
+    rejected = UpdateRejected(party=ROOT, round_num=1, client=0, reason="not finite")
+    simulation.tell(Report(RUN, rejected))
+    simulation.run()
+    return simulation
+
+
+def _deadline(quorum: int) -> Simulation:
+    """The first client answers, then the deadline passes; one is enough for a quorum of one."""
+    options = {"quorum": quorum, "round_deadline_s": 60.0}
+    simulation = _opened(job({**FEDERATED, "options": options}))
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    simulation.now_s = 61.0
+    simulation.tell(Tick())
+    simulation.run()
+    return simulation
+
+
+def _worker_local_lost() -> Simulation:
+    """Rows that lie on one worker only: its client is waited for."""
+    simulation = start(job(FEDERATED, data={"worker_local": "ward"}))
+    for name in ("a", "b"):
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    simulation.tell(register("b", start=1, local_data=("ward",)))
+    simulation.run()
+    return simulation
+
+
+def _opened(text: str) -> Simulation:
+    """Until clients are being trained."""
+    simulation = start(text, "a", "b")
+    while not any(isinstance(effect, TrainClient) for effect in pending(simulation.state)):
+        simulation.tell(simulation.queue.popleft())
+    return simulation
+
+
+# ---- pictures ----
+
+
+def diagram(observed: Observed) -> str:
+    """A Mermaid state diagram; every label is the list of facts that move a run along the arrow."""
+    lines = ["```mermaid", "stateDiagram-v2"]
+    for (before, after), kinds in sorted(observed.arrows.items()):
+        lines.append(f"    {before} --> {after}: {', '.join(sorted(kinds))}")
+    return "\n".join([*lines, "```"])
+
+
+def phase_table(observed: Observed) -> str:
+    """By phase: the effects that are due in it, and the facts that do not end it."""
+    lines = ["| phase | due | facts that do not end it |", "|---|---|---|"]
+    for phase in sorted(observed.effects.keys() - {START}):
+        due = ", ".join(sorted(observed.effects[phase])) or "nothing"
+        stays = ", ".join(sorted(observed.stays[phase])) or "none"
+        lines.append(f"| {phase} | {due} | {stays} |")
+    return "\n".join(lines)
+
+
+def unseen_phases(observed: Observed) -> list[RunPhase]:
+    """Phases of the protocol that no scenario has led to."""
+    seen = {phase for arrow in observed.arrows for phase in arrow}
+    return [phase for phase in RunPhase if phase not in seen]

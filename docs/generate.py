@@ -1,0 +1,65 @@
+"""Rewrites the generated parts of the documentation: `python docs/generate.py`.
+
+A page holds a pair of markers, `<!-- generated: NAME -->` and `<!-- end -->`; what stands between
+them is made here from the code, and a test fails when it is not current. Owns the markers.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
+
+from docs import processes, tables
+from docs.diagrams import (
+    STRATEGIES,
+    diagram,
+    observe,
+    phase_table,
+    run_phase,
+    strategy_phase,
+    unseen_phases,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKED = re.compile(r"(<!-- generated: ([\w -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@cache
+def parts() -> Mapping[str, str]:
+    """Every generated part by name."""
+    rendered = {**tables.RENDERED, **processes.RENDERED}
+    made = {name: make() for name, make in rendered.items()}
+    runs = observe(STRATEGIES, run_phase)
+    made["run phases"] = diagram(runs)
+    made["run phase table"] = phase_table(runs)
+    made["unseen run phases"] = ", ".join(f"`{phase}`" for phase in unseen_phases(runs)) or "none"
+    for name in STRATEGIES:
+        seen = observe([name], strategy_phase)
+        made[f"phases {name}"] = f"{diagram(seen)}\n\n{phase_table(seen)}"
+    return made
+
+
+def pages() -> list[Path]:
+    """All pages that readers see."""
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def render(text: str) -> str:
+    """The page with its generated parts made anew; KeyError names a marker that is unknown."""
+    return MARKED.sub(lambda found: f"{found[1]}{parts()[found[2]]}\n{found[3]}", text)
+
+
+def main() -> None:
+    """Rewrite the pages that are not current, and name them."""
+    for page in pages():
+        text = page.read_text()
+        if render(text) != text:
+            page.write_text(render(text))
+            print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Tables of the documentation, read off the code: settings of the processes, commands.
+
+Owns how a flag is spelled in words. Knows no page.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import typer.main
+from pydantic_core import PydanticUndefined
+
+from docs.tables import default_text, table, value_text
+from stratagem.client.cli.main import app
+from stratagem.coordinator.settings import Settings
+from stratagem.worker.settings import WorkerSettings
+
+
+def settings(kind: type[Settings] | type[WorkerSettings]) -> str:
+    """Flags and environment variables of a process."""
+    prefix = kind.model_config["env_prefix"]
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, info in kind.model_fields.items():
+            flag = f"`--{name.replace('_', '-')}`"
+            default = "computed" if info.default is PydanticUndefined else default_text(info)
+            default = "**required**" if info.is_required() else default
+            yield (flag, f"`{prefix}{name.upper()}`", default, info.description or "")
+
+    return table(("flag", "variable", "default", "meaning"), rows())
+
+
+def commands() -> str:
+    """Every verb of the command line with its options."""
+    group: Any = typer.main.get_command(app)
+    return "\n\n".join(_command(name, each) for name, each in group.commands.items())
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [each for each in command.params if each.param_type_name == "option"]
+    usage = " ".join(["stratagem", name, *(each.metavar for each in arguments)])
+    parts = [f"### stratagem {name}", f"`{usage}`", command.help or ""]
+    if options:
+        rows = ((_spelled(each), _option_default(each), each.help) for each in options)
+        parts.append(table(("option", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _spelled(option: Any) -> str:
+    value = f" {option.metavar}" if option.metavar else ""
+    variable = f", or `{option.envvar}`" if option.envvar else ""
+    return ", ".join(f"`{each}{value}`" for each in option.opts) + variable
+
+
+def _option_default(option: Any) -> str:
+    default = option.default
+    return "none" if default is None or default == [] else value_text(default)
+
+
+RENDERED: Mapping[str, Callable[[], str]] = {
+    "commands": commands,
+    "settings coordinator": lambda: settings(Settings),
+    "settings worker": lambda: settings(WorkerSettings),
+}
+"""What a marker of this name is filled with."""

@@ -1,0 +1,286 @@
+"""Tables of the documentation, read off the code: job keys, strategies, names of parts.
+
+Owns how a field's type, default and allowed values are said in words. Knows no page.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, ForwardRef, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from stratagem.common.document import MAX_COUNT
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.field_rules import Rule
+from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
+from stratagem.common.job import JobSpec, sections
+from stratagem.common.job.every import Every
+from stratagem.common.job.spec import _MAX_SEED
+from stratagem.common.strategy import Strategy, choices, kinds
+from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.decide import decide
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.worker.losses import _LOSSES
+from stratagem.worker.metrics import _METRICS, FROM_LOSS
+from stratagem.worker.models.graph import MODULES
+from tests.core.simulation import RUN, job
+
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    kind.__name__: kind
+    for kind in (
+        JobSpec,
+        sections.ModelSpec,
+        GraphSpec,
+        NodeSpec,
+        EdgeSpec,
+        SubgraphSpec,
+        sections.DataSpec,
+        sections.LossSpec,
+        sections.OptimizerSpec,
+        sections.ScheduleSpec,
+        sections.EvaluationSpec,
+        sections.CheckpointSpec,
+        sections.ExecutionSpec,
+        sections.PartitionSpec,
+    )
+}
+STRATEGY_OBJECTS: Mapping[str, tuple[type, ...]] = {
+    kind.__name__: (kind, *parts)
+    for kind, *parts in (
+        (kinds.Local,),
+        (kinds.DataParallel, *get_args(choices.GradientAggregation)),
+        (
+            kinds.Federated,
+            *get_args(choices.FederatedAggregation),
+            *get_args(choices.ClientSelection),
+        ),
+    )
+}
+CHECKED_BY = {
+    "_check_name": ("text", "1 to 64 of A–Z, a–z, 0–9, `.`, `_`, `-`; a letter or digit first"),
+    "_check_entrypoint": ("entry point", "`package.module:name`"),
+    "_check_digest": ("digest", "64 hex digits"),
+    "_check_data_path": ("path", "ends in `.safetensors`"),
+    "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
+    "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
+}
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+BIG = {MAX_COUNT, _MAX_SEED}
+"""Bounds that nobody meets; left out."""
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+# ---- the job ----
+
+
+def job_section(name: str) -> str:
+    """The keys of one section of the job file."""
+    fields = SECTIONS[name].model_fields.items()
+    rows = ((f"`{key}`", *_said(info), default_text(info)) for key, info in fields)
+    return table(
+        ("key", "type", "default", "allowed"),
+        ((key, kind, default, allowed) for key, kind, allowed, default in rows),
+    )
+
+
+def _said(info: FieldInfo) -> tuple[str, str]:
+    """(type, allowed) of a field."""
+    return _words(info.annotation, info.metadata)
+
+
+def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
+    if isinstance(annotation, ForwardRef):
+        annotation = SECTIONS[annotation.__forward_arg__]
+    if set(get_args(annotation)) == set(get_args(Strategy)):
+        return "strategy", "see [Strategy](#strategy)"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _words(next(each for each in get_args(annotation) if each is not type(None)))
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        inner = [each for each in annotation.__metadata__ if not isinstance(each, FieldInfo)]
+        bounds = [
+            m for e in annotation.__metadata__ if isinstance(e, FieldInfo) for m in e.metadata
+        ]
+        return _words(get_args(annotation)[0], [*inner, *bounds])
+    for each in metadata:
+        checker = getattr(getattr(each, "func", None), "__name__", "")
+        if checker in CHECKED_BY:
+            return CHECKED_BY[checker]
+    return _plain(annotation, metadata)
+
+
+def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
+    if get_origin(annotation) is Literal:
+        return "text", ", ".join(f"`{each}`" for each in get_args(annotation))
+    if annotation is Every:
+        return "how often", "`1 epoch`, `100 steps`, `2 rounds`"
+    if get_origin(annotation) is list:
+        kind, allowed = _words(get_args(annotation)[0])
+        return f"list of {kind}", allowed
+    if get_origin(annotation) is dict:
+        return "mapping", "keyword arguments"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping", f"see [{annotation.__name__}](#{annotation.__name__.lower()})"
+    return PLAIN_TYPES[annotation], " and ".join(_bounds(metadata))
+
+
+def _bounds(metadata: Any) -> Iterator[str]:
+    for each in metadata:
+        for key, sign in SIGNS.items():
+            bound = getattr(each, key, None)
+            if bound is not None and bound not in BIG:
+                yield f"{sign} {bound}"
+
+
+def default_text(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**required**"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel) or value in ([], {}):
+        return "empty"
+    return value_text(value)
+
+
+def value_text(value: object) -> str:
+    if value is None:
+        return "none"
+    if dataclasses.is_dataclass(value) and not isinstance(value, Every):
+        return f"`{{type: {type(value).__name__}}}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, Enum):
+        return f"`{value.value}`"
+    return f"`{value}`" if str(value) else "empty"
+
+
+# ---- strategies ----
+
+
+def strategy_section(name: str) -> str:
+    """The keys of a strategy object and of the choices inside it."""
+    head = ("object", "key", "type", "default", "allowed")
+    return table(head, (row for kind in STRATEGY_OBJECTS[name] for row in _object_rows(kind)))
+
+
+def _object_rows(kind: Any, prefix: str = "", owner: str = "") -> Iterator[tuple[str, ...]]:
+    fields = dataclasses.fields(kind)
+    if not fields and not prefix:
+        yield (f"`{kind.__name__}`", "no keys", "", "", "")
+    hints = get_type_hints(kind)
+    for field in fields:
+        if field.name == "options":
+            yield from _object_rows(hints["options"], "options.", kind.__name__)
+            continue
+        allowed = field.metadata.get("rule")
+        sort, names = _sort(hints[field.name])
+        default = (
+            "**required**" if field.default is dataclasses.MISSING else value_text(field.default)
+        )
+        text = allowed.text if isinstance(allowed, Rule) else names
+        yield (f"`{owner or kind.__name__}`", f"`{prefix}{field.name}`", sort, default, text)
+
+
+def _sort(hint: Any) -> tuple[str, str]:
+    """(type, the names of the choices if it is one)."""
+    arms = [each for each in get_args(hint) or (hint,) if each not in (type(None), Ellipsis)]
+    if all(dataclasses.is_dataclass(each) for each in arms):
+        return "mapping", "`method`: " + ", ".join(f"`{each.__name__}`" for each in arms)
+    words = " or ".join(PLAIN_TYPES[each] for each in arms)
+    return (f"list of {words}" if get_origin(hint) is tuple else words), ""
+
+
+SAMPLES: tuple[dict[str, Any], ...] = (
+    {"type": "Local"},
+    *(
+        {"type": "DataParallel", "num_replicas": 2, "aggregation": aggregation}
+        for aggregation in (
+            {"method": "AllReduce"},
+            {"method": "ParameterServer"},
+            {"method": "Decentralized", "topology": "ring"},
+        )
+    ),
+    *(
+        {
+            "type": "Federated",
+            "num_clients": 2,
+            "rounds": 2,
+            "aggregation": aggregation,
+            "client_selection": {"method": "All"},
+        }
+        for aggregation in (
+            {"method": "FedAvg"},
+            {"method": "FedProx", "mu": 0.1},
+            {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.001},
+        )
+    ),
+    {
+        "type": "ModelParallel",
+        "partitions": [{"node_ids": ["a"], "target": {"Tag": "gpu"}}],
+        "communication": {"protocol": "Direct"},
+    },
+    {
+        "type": "PopulationBased",
+        "population_size": 2,
+        "generations": 2,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Resample"},
+    },
+    {"type": "Custom", "coordinator": "my-strategy", "config": {}},
+)
+
+
+def what_runs() -> str:
+    """What this coordinator says to a job of each strategy."""
+    return table(("strategy", "at submit"), map(_answer, SAMPLES))
+
+
+def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
+    choice = strategy.get("aggregation") or strategy.get("communication") or {}
+    parts = [strategy["type"], choice.get("method") or choice.get("protocol") or ""]
+    name = f"`{'/'.join(filter(None, parts))}`"
+    try:
+        decide(CoordinatorState(), SubmitRun(RUN, job(strategy), 0.0))
+    except InvalidInputError as error:
+        return name, f"refused: {'; '.join(map(str, error.violations))}"
+    return name, "runs"
+
+
+# ---- names ----
+
+
+def losses() -> str:
+    rows = ((f"`{name}`", _listed(known)) for name, (_, known) in _LOSSES.items())
+    return table(("loss", "keys of `kwargs`"), rows)
+
+
+def metrics() -> str:
+    return _listed([*_METRICS, *FROM_LOSS])
+
+
+def modules() -> str:
+    return _listed(MODULES)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+
+
+RENDERED: Mapping[str, Callable[[], str]] = {
+    "what-runs": what_runs,
+    "losses": losses,
+    "metrics": metrics,
+    "modules": modules,
+    **{f"job {name}": lambda name=name: job_section(name) for name in SECTIONS},  # type: ignore[misc]
+    **{
+        f"strategy {name}": lambda name=name: strategy_section(name)  # type: ignore[misc]
+        for name in STRATEGY_OBJECTS
+    },
+}
+"""What a marker of this name is filled with."""

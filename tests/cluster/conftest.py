@@ -1,0 +1,63 @@
+"""One cluster of real processes for all tests of this folder, and its client."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from tests.cluster.jobs import Gates, gates_in
+
+ROOT = Path(__file__).parents[2]
+PARKABLE_WORKER = Path(__file__).with_name("parkable_worker.py")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def parking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
+    """Close the gate of a worker's name, and it stays away once it has ended."""
+    with gates_in(tmp_path_factory.mktemp("parking")) as gates:
+        yield gates
+
+
+@pytest.fixture(scope="session")
+def exact_cluster(
+    tmp_path_factory: pytest.TempPathFactory, parking: Gates
+) -> Iterator[LocalCluster]:
+    """Four workers; the clients of worker-1 and worker-3 are fast, those of worker-3 also large."""
+    with LocalCluster(
+        workers=4,
+        threads=1,
+        data_dir=tmp_path_factory.mktemp("exact"),
+        import_path=[ROOT],
+        allow=["tests.cluster.userland:*"],
+        programs={
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, str(PARKABLE_WORKER)],
+        },
+        environment={"TEST_PARKING": str(parking.folder)},
+        worker_arguments={
+            "worker-1": ["--tags", "fast"],
+            "worker-3": ["--tags", "fast", "--tags", "large"],
+        },
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def client(exact_cluster: LocalCluster) -> Iterator[Client]:
+    with exact_cluster.client() as client:
+        yield client
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Iterator[Gates]:
+    with gates_in(tmp_path) as gates:
+        yield gates

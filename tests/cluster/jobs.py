@@ -1,0 +1,154 @@
+"""Jobs, their runs on the cluster, and the comparison of bits, for all tests of this folder."""
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from stratagem.client.sync import Client, RunHandle
+from stratagem.client.views import Event, RunStatus
+from stratagem.common.job import JobSpec
+from stratagem.worker.entrypoints import EntryPoints
+
+ALLOWED = EntryPoints(["tests.cluster.userland:*"])
+
+MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
+METHODS = ("AllReduce", "ParameterServer")
+
+
+def user(name: str, **kwargs: Any) -> dict[str, Any]:
+    """An entry point of the user's module."""
+    return {"entrypoint": f"tests.cluster.userland:{name}", "kwargs": kwargs}
+
+
+def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
+    """Ten steps in five segments; `changes` replace whole sections, None leaves one out."""
+    document: dict[str, Any] = {
+        "name": "exact",
+        "model": user(model) if isinstance(model, str) else model,
+        "data": user("classes"),
+        "loss": "cross_entropy",
+        "optimizer": MOMENTUM,
+        "checkpoint": {"every": "2 steps"},
+        "steps": 10,
+        "batch_size": 16,
+        "seed": 3,
+    }
+    document.update(changes)
+    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+
+
+def data_parallel(num_replicas: int, method: str = "AllReduce") -> dict[str, Any]:
+    return {
+        "type": "DataParallel",
+        "num_replicas": num_replicas,
+        "aggregation": {"method": method},
+    }
+
+
+def federated(
+    model: str = "mlp",
+    *,
+    num_clients: int = 4,
+    rounds: int = 3,
+    selection: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> JobSpec:
+    """FedAvg with plain SGD unless changed."""
+    strategy = {
+        "type": "Federated",
+        "num_clients": num_clients,
+        "rounds": rounds,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": selection or {"method": "All"},
+        "options": options or {},
+    }
+    sections = {"optimizer": {"name": "sgd", "lr": 0.1}, **changes}
+    return job(model, steps=None, checkpoint=None, strategy=strategy, **sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a completed run has left."""
+
+    run: RunHandle
+    status: RunStatus
+    events: list[Event]
+    state: dict[str, Tensor]
+
+    def of(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of every commit, in order."""
+        return [event.payload["digest"] for event in self.of("SegmentCommitted")]
+
+
+def events_of(run: RunHandle) -> list[Event]:
+    """All events until the run has ended."""
+    return [item for item in run.watch() if isinstance(item, Event)]
+
+
+def wait_for(run: RunHandle, kind: str, count: int = 1) -> list[Event]:
+    """The events so far, once there are `count` of a kind."""
+    seen: list[Event] = []
+    for item in run.watch():
+        if isinstance(item, Event):
+            seen.append(item)
+            if sum(event.kind == kind for event in seen) == count:
+                return seen
+    raise AssertionError(f"{run.run_id} ended without {count} {kind}: {run.status().reason}")
+
+
+def outcome_of(run: RunHandle) -> Outcome:
+    """Wait for the end, and raise what the caller would see when it is a bad one."""
+    status = run.result().status
+    return Outcome(run, status, events_of(run), run.state_dict())
+
+
+def train(client: Client, spec: JobSpec, **submit: Any) -> Outcome:
+    return outcome_of(client.submit(spec, **submit))
+
+
+def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name
+
+
+class Gates:
+    """Closed until opened; see userland.Gated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held: dict[str, IO[str]] = {}
+
+    def close(self, *names: str) -> None:
+        for name in names:
+            file = (self.folder / name).open("w")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._held[name] = file
+
+    def open(self, *names: str) -> None:
+        """All when none is named."""
+        for name in names or tuple(self._held):
+            self._held.pop(name).close()
+
+
+@contextmanager
+def gates_in(folder: Path) -> Iterator[Gates]:
+    """Whatever happens, nobody is left waiting."""
+    gates = Gates(folder)
+    try:
+        yield gates
+    finally:
+        gates.open()

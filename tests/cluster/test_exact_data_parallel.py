@@ -1,0 +1,132 @@
+"""DataParallel and Local over real processes have the bits of the reference loops."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.client.sync import Client
+from stratagem.client.views import Phase
+from stratagem.common.errors import RunFailedError
+from stratagem.worker.reference import plain_loop, sharded_loop
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    METHODS,
+    MOMENTUM,
+    assert_same_bits,
+    data_parallel,
+    job,
+    train,
+    user,
+)
+
+pytestmark = pytest.mark.cluster
+
+GRAPH = {
+    "graph": {
+        "nodes": [
+            {"id": "wide", "module": "Linear", "kwargs": {"in_features": 12, "out_features": 8}},
+            {"id": "deep", "module": "Linear", "kwargs": {"in_features": 12, "out_features": 8}},
+            {"id": "bend", "module": "Tanh"},
+            {"id": "sum", "module": "Add"},
+            {"id": "drop", "module": "Dropout", "kwargs": {"p": 0.25}},
+            {"id": "head", "module": "Linear", "kwargs": {"in_features": 8, "out_features": 5}},
+        ],
+        "edges": [
+            {"source": "deep", "target": "bend"},
+            {"source": "wide", "target": "sum", "port": 0},
+            {"source": "bend", "target": "sum", "port": 1},
+            {"source": "sum", "target": "drop"},
+            {"source": "drop", "target": "head"},
+        ],
+        "inputs": ["wide", "deep"],
+        "outputs": ["head"],
+    }
+}
+
+# 50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than 3 or 4 replicas.
+# 55 rows: the last one has 7. Batch norm refuses shards of one row: 42 rows, the last has 10.
+CASES: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "adamw clip cosine": {"optimizer": ADAMW, "data": user("classes", num_rows=55)},
+    "dropout": {"model": "dropout_mlp", "optimizer": {"name": "adam", "lr": 0.01}},
+    "batch norm": {"model": "batch_norm_mlp", "data": user("classes", num_rows=42)},
+    "tied and frozen": {"model": "everything", "optimizer": ADAMW},
+    "graph": {"model": GRAPH, "optimizer": MOMENTUM, "data": user("classes", num_rows=55)},
+}
+
+
+MATRIX = [
+    *[("momentum", num_replicas) for num_replicas in (1, 2, 3, 4)],
+    *[("adamw clip cosine", num_replicas) for num_replicas in (2, 3)],
+    *[("dropout", num_replicas) for num_replicas in (2, 4)],
+    *[("batch norm", num_replicas) for num_replicas in (1, 3)],
+    *[("tied and frozen", num_replicas) for num_replicas in (2, 3)],
+    *[("graph", num_replicas) for num_replicas in (3, 4)],
+]
+
+
+@pytest.mark.parametrize(("case", "num_replicas"), MATRIX)
+def test_both_engines_have_the_bits_of_the_sharded_loop(
+    client: Client, case: str, num_replicas: int
+) -> None:
+    runs = {}
+    for method in METHODS:
+        spec = job(**CASES[case], strategy=data_parallel(num_replicas, method))
+        runs[method] = train(client, spec)
+        expected = sharded_loop(spec, ALLOWED, num_replicas)
+        assert_same_bits(runs[method].state, expected.state)
+        assert len(runs[method].digests) == 5
+        assert len(runs[method].of("MembersFormed")[0].payload["members"]) == num_replicas
+        assert runs[method].status.reproducible
+    assert runs["AllReduce"].digests == runs["ParameterServer"].digests
+    losses = [[e.payload["loss"] for e in run.of("SegmentFinished")] for run in runs.values()]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("case", ["momentum", "dropout", "batch norm"])
+def test_local_has_the_bits_of_the_loops(client: Client, case: str) -> None:
+    spec = job(**CASES[case], strategy={"type": "Local"})
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 1).state)
+    if case == "momentum":
+        assert_close(outcome.state, plain_loop(spec, ALLOWED).state, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_steps", "tolerance"), [("Full", 100, 1e-12), ("Single", 10, 1e-6)]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_three_replicas_are_the_plain_loop_up_to_rounding(
+    client: Client, method: str, precision: str, num_steps: int, tolerance: float
+) -> None:
+    spec = job(
+        optimizer=ADAMW,
+        steps=num_steps,
+        checkpoint={"every": "50 steps"},
+        execution={"precision": precision},
+        strategy=data_parallel(3, method),
+    )
+    outcome = train(client, spec)
+    assert_close(outcome.state, plain_loop(spec, ALLOWED).state, tolerance)
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+def test_replicas_that_differ_fail_the_run(client: Client) -> None:
+    run = client.submit(job("Stray", strategy=data_parallel(2)))
+    with pytest.raises(RunFailedError) as caught:
+        run.result()
+    status = run.status()
+    assert status.phase is Phase.FAILED
+    assert status.reason.startswith("the replicas differ after segment 1: worker-")
+    assert status.reason in str(caught.value)
+    assert status.segment == 0
+
+
+def assert_close(left: Mapping[str, Tensor], right: Mapping[str, Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=tolerance)

@@ -1,0 +1,137 @@
+"""Federated averaging over real processes: bits, order of arrival, and who is left out."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.client.sync import Client
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.facts import ClientBinding
+from stratagem.coordinator.strategies.selection import select
+from stratagem.worker.reference import federated_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    Outcome,
+    assert_same_bits,
+    federated,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+
+pytestmark = pytest.mark.cluster
+
+HALF = {"method": "Random", "fraction": 0.5}
+CASES: dict[str, dict[str, Any]] = {
+    "contiguous": {"partition": {"method": "contiguous"}},
+    "by label": {"model": "everything", "partition": {"method": "by_label"}},
+    "dirichlet": {
+        "model": "dropout_mlp",
+        "partition": {"method": "dirichlet", "alpha": 0.5},
+        "options": {"local_epochs": 2},
+    },
+    "batch norm": {"model": "batch_norm_mlp", "batch_size": 25},
+    "more clients than workers": {"num_clients": 7, "selection": HALF, "rounds": 4},
+    "half of four": {"partition": {"method": "by_label"}, "selection": HALF, "rounds": 4},
+}
+
+
+def selected(outcome: Outcome) -> dict[int, list[int]]:
+    """The clients of each round, as the journal has them."""
+    payloads = [event.payload for event in outcome.of("ClientsSelected")]
+    return {each["round_num"]: each["clients"] for each in payloads}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
+    spec = federated(**CASES[case])
+    assert isinstance(spec.strategy, Federated)
+    outcome = train(client, spec)
+    rounds = selected(outcome)
+    roster = [
+        ClientBinding(client=number, worker_id="any", tags=())
+        for number in range(spec.strategy.num_clients)
+    ]
+    drawn = {n: list(select(spec.strategy.client_selection, roster, 3, n)) for n in rounds}
+    assert rounds == drawn
+    expected = federated_loop(spec, ALLOWED, lambda round_num: drawn[round_num])
+    assert_same_bits(outcome.state, expected.state)
+    assert len(outcome.digests) == spec.strategy.rounds
+    assert outcome.status.reproducible
+
+
+def test_order_of_arrival_changes_no_bit(client: Client, gates: Gates) -> None:
+    """Four clients on four workers answer in the order in which the test lets them."""
+    spec = federated(rounds=2, batch_size=64, data=user("gated_clients", folder=str(gates.folder)))
+    orders = {"up": [[0, 1, 2, 3], [0, 1, 2, 3]], "down": [[3, 1, 0, 2], [2, 3, 0, 1]]}
+    outcomes = {}
+    for name, rounds in orders.items():
+        gates.close(*(f"client{c}-{n}" for c in range(4) for n in (1, 2)))
+        run = client.submit(spec)
+        num_updates = 0
+        for round_num, order in enumerate(rounds, start=1):
+            for number in order:
+                gates.open(f"client{number}-{round_num}")
+                num_updates += 1
+                wait_for(run, "UpdateReceived", num_updates)
+        outcomes[name] = outcome_of(run)
+        arrived = [event.payload["client"] for event in outcomes[name].of("UpdateReceived")]
+        assert arrived == [number for order in rounds for number in order]
+    assert outcomes["up"].digests == outcomes["down"].digests
+    assert_same_bits(outcomes["up"].state, federated_loop(spec, ALLOWED).state)
+
+
+def test_client_with_nan_is_rejected_alone(client: Client) -> None:
+    spec = federated("Poisonable", data=user("poisoned", poisoned_client=2), rounds=2)
+    outcome = train(client, spec)
+    rejected = [event.payload for event in outcome.of("UpdateRejected")]
+    assert [(each["round_num"], each["client"]) for each in rejected] == [(1, 2), (2, 2)]
+    assert all("hidden" in each["reason"] for each in rejected)
+    first = outcome.of("RoundClosed")[0].sentence
+    assert first.startswith("round 1 closed: round 1: 3 of 4 updates, 1 rejected (client 2: ")
+    expected = federated_loop(spec, ALLOWED, lambda _: [0, 1, 3])
+    assert_same_bits(outcome.state, expected.state)
+
+
+def test_clients_are_chosen_by_the_tags_of_their_workers(client: Client) -> None:
+    """Client c of 8 lives on worker c % 4; worker-1 and worker-3 are tagged, see conftest."""
+    for tags, chosen in ((["fast"], [1, 3, 5, 7]), (["fast", "large"], [3, 7])):
+        selection = {"method": "ByCapability", "required_tags": tags}
+        spec = federated(num_clients=8, rounds=2, selection=selection)
+        outcome = train(client, spec)
+        assert selected(outcome) == {1: chosen, 2: chosen}
+        expected = federated_loop(spec, ALLOWED, lambda _, chosen=chosen: chosen)  # type: ignore[misc]
+        assert_same_bits(outcome.state, expected.state)
+
+
+def test_deadline_closes_a_round_with_a_quorum(client: Client, gates: Gates) -> None:
+    spec = federated(
+        rounds=1,
+        batch_size=64,
+        data=user("gated_clients", folder=str(gates.folder)),
+        options={"quorum": 0.75, "round_deadline_s": 3.0},
+    )
+    gates.close("client2-1")
+    outcome = train(client, spec)
+    closed = outcome.of("RoundClosed")[0]
+    assert closed.payload["reason"] == "round 1: 3 of 4 updates, deadline passed"
+    assert not outcome.status.reproducible
+    gates.open()
+    assert_same_bits(outcome.state, federated_loop(spec, ALLOWED, lambda _: [0, 1, 3]).state)
+
+
+def test_round_without_its_quorum_fails_the_run(client: Client, gates: Gates) -> None:
+    spec = federated(
+        rounds=1,
+        num_clients=2,
+        batch_size=64,
+        data=user("gated_clients", folder=str(gates.folder)),
+        options={"quorum": 2, "round_deadline_s": 1.0},
+    )
+    gates.close("client0-1", "client1-1")
+    run = client.submit(spec)
+    for _ in run.watch():
+        pass
+    assert run.status().reason == "round 1: 0 of 2 updates, deadline passed; 2 are needed"

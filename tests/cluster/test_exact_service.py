@@ -1,0 +1,161 @@
+"""What a caller sees: errors of the user's code, logs, data of all kinds, runs side by side."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stratagem.client.sync import Client
+from stratagem.client.views import Phase
+from stratagem.common.errors import UserCodeError
+from stratagem.worker.reference import sharded_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    METHODS,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    job,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+from tests.cluster.userland import classes
+
+pytestmark = pytest.mark.cluster
+
+
+def failure_of(client: Client, spec: Any) -> UserCodeError:
+    run = client.submit(spec)
+    with pytest.raises(UserCodeError) as caught:
+        run.result()
+    status = run.status()
+    assert status.phase is Phase.FAILED
+    assert caught.value.worker_id in status.reason
+    return caught.value
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exception_in_the_model_reaches_the_caller(client: Client, method: str) -> None:
+    model = user("Failing", at_call=3)
+    error = failure_of(client, job(model, strategy=data_parallel(2, method)))
+    assert (error.type, error.message) == ("KeyError", "'no such layer'")
+    assert error.activity == "training step 3"
+    assert error.worker_id.startswith("worker-")
+    lines = error.traceback.strip().splitlines()
+    assert "userland.py" in error.traceback
+    assert 'raise KeyError("no such layer")' in error.traceback
+    assert lines[-1] == "KeyError: 'no such layer'"
+    assert "stratagem/worker" not in error.traceback
+
+
+def test_exception_on_a_client(client: Client) -> None:
+    error = failure_of(client, federated(user("Failing", at_call=1)))
+    assert error.type == "KeyError"
+    assert error.activity.startswith("round 1, client ")
+
+
+def test_non_finite_loss_fails_with_its_step(client: Client) -> None:
+    error = failure_of(client, job(user("Exploding", at_call=5), strategy=data_parallel(2)))
+    assert error.message == "non-finite loss at step 5"
+
+
+def test_entry_point_off_the_allow_list_is_refused(client: Client) -> None:
+    error = failure_of(client, job({"entrypoint": "os:getcwd"}))
+    assert error.type.endswith("InvalidInputError")
+    assert '"os:getcwd" is not allowed on this worker' in error.message
+    assert "tests.cluster.userland:*" in error.message
+
+
+def test_print_arrives_in_the_log(client: Client) -> None:
+    run = client.submit(job("Talking", steps=2, strategy=data_parallel(2)))
+    run.result()
+    printed = [line for line in run.logs() if line.level == "PRINT"]
+    assert {line.text for line in printed} == {"the user sees 8 rows"}
+    assert len({line.worker_id for line in printed}) == 2
+    one = printed[0].worker_id
+    assert {line.worker_id for line in run.logs(worker=one)} == {one}
+
+
+def test_two_runs_share_the_workers(client: Client) -> None:
+    """Both want all four workers; the slots of a gang are granted at once, so neither waits."""
+    specs = [job(model, strategy=data_parallel(4)) for model in ("mlp", "dropout_mlp")]
+    specs.append(federated("mlp"))
+    runs = [client.submit(spec) for spec in specs]
+    outcomes = [outcome_of(run) for run in runs]
+    for spec, outcome in zip(specs[:2], outcomes, strict=False):
+        assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 4).state)
+    assert outcomes[2].status.phase is Phase.COMPLETED
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cancelled_and_resumed_run_has_the_bits_of_an_undisturbed_one(
+    client: Client, gates: Gates, method: str
+) -> None:
+    spec = job(
+        "dropout_mlp",
+        data=user("gated", folder=str(gates.folder)),
+        strategy=data_parallel(2, method),
+    )
+    gates.close("batch-6")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 2)  # both replicas stand at the gate before step 6
+    run.cancel()
+    status = run.status()
+    assert status.phase is Phase.CANCELLED
+    assert status.reason == "stopped by request; commit 2 is kept"
+    gates.open()
+    (gates.folder / "batch-6").unlink()
+    run.resume()
+    outcome = outcome_of(run)
+    assert [event.kind for event in outcome.events].count("RunResumed") == 1
+    assert len(outcome.digests) == 5
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
+
+
+def test_data_from_the_caller_and_from_a_file(client: Client, tmp_path: Path) -> None:
+    rows = classes()
+    tensors = {f"{split}.{side}": t for split, xy in rows.items() for side, t in zip("xy", xy)}  # noqa: B905
+    save_file(tensors, tmp_path / "rows.safetensors")
+    spec = job(strategy=data_parallel(2))
+    by_path = job(strategy=data_parallel(2), data={"path": str(tmp_path / "rows.safetensors")})
+    arrays = {split: (x.numpy(), y.numpy()) for split, (x, y) in rows.items()}
+    expected = sharded_loop(spec, ALLOWED, 2).state
+    for outcome in (
+        train(client, spec, data=rows),
+        train(client, spec, data=arrays),
+        train(client, by_path),
+    ):
+        assert_same_bits(outcome.state, expected)
+
+
+def test_evaluation_does_not_depend_on_the_number_of_workers(client: Client) -> None:
+    evaluation = {"split": "test", "every": "4 steps", "metrics": ["accuracy"], "batch_size": 5}
+    evaluation["best"] = "accuracy"
+    seen = []
+    for num_replicas in (1, 2, 3, 4):
+        # One batch per step and no shards: the state is the same for all, up to the sharding.
+        strategy = data_parallel(num_replicas)
+        spec = job(evaluation=evaluation, checkpoint=None, batch_size=4, strategy=strategy)
+        outcome = train(client, spec)
+        assert_metrics(outcome.state, outcome.status.metrics)
+        best = outcome.status.commit("best")
+        assert best is not None
+        accuracies = [e.payload["metrics"]["test.accuracy"] for e in outcome.of("SegmentFinished")]
+        assert best.metrics["test.accuracy"] == max(accuracies)
+        seen.append(accuracies)
+    assert all(each == seen[0] for each in seen)
+
+
+def assert_metrics(state: dict[str, torch.Tensor], metrics: Any) -> None:
+    """The metrics are those of the downloaded model on the whole split."""
+    x, y = classes()["test"]
+    hidden = torch.tanh(x @ state["0.weight"].T + state["0.bias"])
+    output = hidden @ state["2.weight"].T + state["2.bias"]
+    assert metrics["test.accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
+    loss = torch.nn.functional.cross_entropy(output, y)
+    assert metrics["test.loss"] == pytest.approx(float(loss), rel=1e-5)

@@ -1,0 +1,167 @@
+"""What a user would write: models, data and losses that the jobs of these tests name.
+
+Workers import this module as the user's own code. Gated data sets wait inside `take` until the test
+opens a gate (a file lock), so that a test decides who is late without any clock.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NUM_FEATURES, NUM_CLASSES = 12, 5
+
+Rows = tuple[Tensor, Tensor]
+
+
+# ---- models ----
+
+
+def mlp(hidden: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, NUM_CLASSES))
+
+
+def dropout_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, NUM_CLASSES)
+    )
+
+
+def batch_norm_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)
+    )
+
+
+class Everything(nn.Module):
+    """Frozen, unused and tied parameters, and a buffer that the forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.last = nn.Linear(8, NUM_CLASSES)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.mean()
+        hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        return self.last(self.b(torch.relu(self.a(self.frozen(hidden)))))
+
+
+def everything() -> nn.Module:
+    return Everything()
+
+
+class Stray(nn.Module):
+    """Adds the number of its process to a parameter: no two replicas agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.mark = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mark.data += os.getpid()
+        return self.linear(x)
+
+
+class Poisonable(nn.Module):
+    """A row above 1000 turns a parameter that the loss does not see into NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.hidden = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 1000:
+            self.hidden.data[1] = torch.nan
+        return self.linear(x.clamp(-10, 10))
+
+
+class Failing(nn.Module):
+    def __init__(self, at_call: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.num_calls, self.at_call = 0, at_call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.at_call:
+            raise KeyError("no such layer")
+        return self.linear(x)
+
+
+class Exploding(Failing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.linear(x) * (torch.inf if self.num_calls == self.at_call else 1.0)
+
+
+class Talking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(f"the user sees {len(x)} rows")
+        return self.linear(x)
+
+
+# ---- data ----
+
+
+def rows_of(num_rows: int, seed: int = 5) -> Rows:
+    x = torch.randn(num_rows, NUM_FEATURES, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :NUM_CLASSES].argmax(1)
+
+
+def classes(num_rows: int = 50, num_test_rows: int = 23) -> dict[str, Rows]:
+    return {"train": rows_of(num_rows), "test": rows_of(num_test_rows, seed=6)}
+
+
+def poisoned(
+    client_id: int = 0, num_clients: int = 1, poisoned_client: int = -1
+) -> dict[str, Rows]:
+    x, y = rows_of(48)
+    x, y = x[client_id::num_clients].clone(), y[client_id::num_clients]
+    if client_id == poisoned_client:
+        x[0, 0] = 2000.0
+    return {"train": (x, y)}
+
+
+class Gated:
+    """Rows whose n-th batch waits for the gate `<name>-<n>` of a folder, where there is one."""
+
+    def __init__(self, rows: Rows, folder: str, name: str) -> None:
+        self.x, self.y = rows
+        self.folder, self.name = Path(folder), name
+        self.num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: Tensor) -> Rows:
+        self.num_taken += 1
+        gate = self.folder / f"{self.name}-{self.num_taken}"
+        if gate.exists():
+            with gate.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        return self.x[indices], self.y[indices]
+
+
+def gated(folder: str, num_rows: int = 48) -> dict[str, Any]:
+    return {"train": Gated(rows_of(num_rows), folder, "batch"), "test": rows_of(23, seed=6)}
+
+
+def gated_clients(folder: str, client_id: int = 0, num_clients: int = 1) -> dict[str, Any]:
+    x, y = rows_of(46)
+    own = x[client_id::num_clients], y[client_id::num_clients]
+    return {"train": Gated(own, folder, f"client{client_id}")}

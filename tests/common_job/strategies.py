@@ -1,0 +1,120 @@
+"""Hypothesis strategies for training strategies, and the example documents of the shared form."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from stratagem.common import strategy as s
+
+_counts = st.integers(1, 2**64 - 1)
+_texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+_shares = st.floats(0, 1, exclude_min=True)
+_below_1 = st.floats(0, 1, exclude_max=True)
+_not_negative = st.floats(0, allow_infinity=False, allow_nan=False).map(abs)
+_positive = st.floats(0, exclude_min=True, allow_infinity=False)
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+_topologies = st.sampled_from(
+    ["ring", "complete", "star", "torus", "torus:2x3", "hypercube", "exponential", "random:3"]
+)
+_targets = st.builds(s.Tag, _texts) | st.builds(s.WorkerIdTarget, _texts)
+
+
+@st.composite
+def _data_parallel(draw: st.DrawFn) -> s.DataParallel:
+    num_replicas = draw(_counts)
+    aggregation = draw(
+        st.just(s.AllReduce())
+        | st.just(s.ParameterServer())
+        | st.builds(s.Decentralized, _topologies)
+    )
+    min_replicas = draw(st.just(1) | st.integers(1, num_replicas))
+    return s.DataParallel(num_replicas, aggregation, s.DataParallelOptions(min_replicas))
+
+
+@st.composite
+def _federated(draw: st.DrawFn) -> s.Federated:
+    num_clients = draw(_counts)
+    aggregation = draw(
+        st.just(s.FedAvg())
+        | st.builds(s.FedProx, _not_negative)
+        | st.builds(s.FedYogi, _below_1, _below_1, _positive)
+    )
+    quorum = draw(st.none() | _shares | st.integers(1, num_clients))
+    options = s.FederatedOptions(
+        local_epochs=draw(_counts),
+        quorum=quorum,
+        round_deadline_s=None if quorum is None else draw(st.none() | _positive),
+        server_learning_rate=draw(_positive) if isinstance(aggregation, s.FedYogi) else 0.01,
+    )
+    selection = draw(
+        st.just(s.All())
+        | st.builds(s.Random, _shares)
+        | st.builds(s.ByCapability, st.lists(_texts, max_size=3).map(tuple))
+    )
+    return s.Federated(num_clients, draw(_counts), aggregation, selection, options)
+
+
+training_strategies: st.SearchStrategy[s.Strategy] = st.one_of(
+    st.just(s.Local()),
+    _data_parallel(),
+    _federated(),
+    st.builds(
+        s.ModelParallel,
+        st.lists(
+            st.builds(
+                s.Partition, st.lists(_texts, min_size=1, max_size=3).map(tuple), target=_targets
+            ),
+            min_size=1,
+            max_size=3,
+        ).map(tuple),
+        st.just(s.DataStore()) | st.just(s.Direct()) | st.builds(s.Pipeline, _counts),
+    ),
+    st.builds(
+        s.PopulationBased,
+        _counts,
+        _counts,
+        st.builds(s.Truncation, _shares) | st.builds(s.Binary, _not_negative),
+        st.builds(s.Perturbation, st.floats(0, 1)) | st.just(s.Resample()),
+    ),
+    st.builds(s.Custom, _texts, json_values),
+)
+
+EXAMPLES: tuple[str, ...] = (
+    '{"type":"Local"}',
+    '{"type":"DataParallel","num_replicas":3,"aggregation":{"method":"AllReduce"}}',
+    '{"type":"DataParallel","num_replicas":16,"aggregation":{"method":"ParameterServer"}}',
+    '{"type":"DataParallel","num_replicas":6,"aggregation":{"method":"Decentralized","topolog'
+    'y":"hypercube"}}',
+    '{"type":"ModelParallel","partitions":[{"node_ids":["tok","enc"],"target":{"Tag":"a100"}}'
+    ',{"node_ids":["dec"],"target":{"WorkerId":"worker-3"}}],"communication":{"protocol":"Pip'
+    'eline","micro_batch_size":32}}',
+    '{"type":"ModelParallel","partitions":[{"node_ids":["tok"],"target":{"Tag":"cpu"}},{"node'
+    '_ids":["enc","dec"],"target":{"Tag":"a100"}}],"communication":{"protocol":"DataStore"}}',
+    '{"type":"ModelParallel","partitions":[{"node_ids":["all"],"target":{"WorkerId":"w0"}}],"'
+    'communication":{"protocol":"Direct"}}',
+    '{"type":"Federated","num_clients":12,"rounds":4,"aggregation":{"method":"FedAvg"},"clien'
+    't_selection":{"method":"Random","fraction":0.25}}',
+    '{"type":"Federated","num_clients":8,"rounds":20,"aggregation":{"method":"FedProx","mu":0'
+    '.05},"client_selection":{"method":"All"}}',
+    '{"type":"Federated","num_clients":40,"rounds":100,"aggregation":{"method":"FedYogi","bet'
+    'a1":0.9,"beta2":0.99,"tau":0.001},"client_selection":{"method":"ByCapability","required_'
+    'tags":["cuda","site-b"]}}',
+    '{"type":"PopulationBased","population_size":12,"generations":30,"exploit":{"method":"Tru'
+    'ncation","fraction":0.25},"explore":{"method":"Perturbation","factor":0.1}}',
+    '{"type":"PopulationBased","population_size":9,"generations":5,"exploit":{"method":"Binar'
+    'y","threshold":0.02},"explore":{"method":"Resample"}}',
+    '{"type":"Custom","coordinator":"elastic","config":{"min":2,"max":8,"policy":null}}',
+)

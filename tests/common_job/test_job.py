@@ -1,0 +1,288 @@
+"""The job: what it says, what is refused, and that its canonical text gives it back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import (
+    DataSpec,
+    EvaluationSpec,
+    Every,
+    ExecutionSpec,
+    JobSpec,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PartitionSpec,
+    ScheduleSpec,
+)
+from stratagem.common.strategy import AllReduce, DataParallel, Federated, Local, parse_strategy
+from tests.common_job.strategies import EXAMPLES, json_values, training_strategies
+
+pytestmark = pytest.mark.core
+
+MINIMAL: dict[str, Any] = {
+    "name": "digits",
+    "model": {"entrypoint": "examples.digits:build_model"},
+    "data": {"entrypoint": "examples.digits:load"},
+    "loss": "cross_entropy",
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "epochs": 5,
+    "batch_size": 64,
+}
+FEDERATED: dict[str, Any] = {
+    "type": "Federated",
+    "num_clients": 4,
+    "rounds": 3,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+FEDERATED_JOB: dict[str, Any] = {**MINIMAL, "epochs": None, "strategy": FEDERATED}
+
+
+def wrong(document: object) -> list[str]:
+    with pytest.raises(InvalidInputError) as caught:
+        JobSpec.parse(document)
+    assert "pydantic" not in str(caught.value)
+    return [str(each) for each in caught.value.violations]
+
+
+def test_defaults() -> None:
+    job = JobSpec.parse(MINIMAL)
+    assert (job.seed, job.retention, job.steps) == (0, 2, None)
+    assert (job.strategy, job.evaluation, job.partition) == (Local(), None, None)
+    assert job.execution == ExecutionSpec(precision="Single", deterministic=True)
+    assert job.checkpoint.every is None
+
+
+def test_everything_that_can_be_said_is_kept() -> None:
+    job = JobSpec.parse(
+        {
+            **MINIMAL,
+            "model": {"entrypoint": "pkg.mod:Cls.build", "kwargs": {"b": None, "a": [1, 2.0]}},
+            "data": {"path": "some/data.safetensors"},
+            "loss": {"name": "mse", "kwargs": {"reduction": "mean"}},
+            "optimizer": {
+                "name": "adam",
+                "lr": 1,
+                "betas": [0.9, 0.99],
+                "kwargs": {"weight_decay": 0.1},
+                "schedule": "cosine",
+                "clip_norm": 1.0,
+            },
+            "evaluation": {"every": "100 steps", "metrics": ["accuracy"], "best": "loss"},
+            "checkpoint": {"every": "1 epochs"},
+            "strategy": {**json.loads(EXAMPLES[1]), "options": {"min_replicas": 2}},
+            "execution": {"precision": "Full"},
+        }
+    )
+    assert job.optimizer.kwargs == {"betas": [0.9, 0.99], "weight_decay": 0.1}
+    assert job.optimizer.schedule == ScheduleSpec(name="cosine")
+    assert job.evaluation is not None
+    assert job.evaluation.every == Every(100, "step")
+    assert job.checkpoint.every == Every(1, "epoch")
+    assert job.model.kwargs == {"a": [1, 2.0], "b": None}
+    text = job.canonical_json()
+    assert JobSpec.from_json(text) == job
+    assert JobSpec.from_json(text).canonical_json() == text
+    assert '"strategy":{"type":"DataParallel","num_replicas":3,"aggregation":' in text
+
+
+def test_equal_jobs_have_equal_text() -> None:
+    one = JobSpec.parse({**MINIMAL, "optimizer": {"name": "sgd", "lr": 1, "b": 1, "a": 2}})
+    two = JobSpec.parse(
+        {**MINIMAL, "optimizer": {"kwargs": {"a": 2, "b": 1}, "lr": 1.0, "name": "sgd"}, "seed": 0}
+    )
+    assert one == two
+    assert one.canonical_json() == two.canonical_json()
+
+
+def test_the_canonical_text_is_pinned() -> None:
+    assert JobSpec.parse(MINIMAL).canonical_json() == (
+        '{"name":"digits","model":{"entrypoint":"examples.digits:build_model","kwargs":{}},'
+        '"data":{"entrypoint":"examples.digits:load","kwargs":{}},'
+        '"loss":{"name":"cross_entropy","kwargs":{}},'
+        '"optimizer":{"name":"sgd","lr":0.1,"kwargs":{}},"checkpoint":{},"epochs":5,'
+        '"batch_size":64,"seed":0,"strategy":{"type":"Local"},'
+        '"execution":{"precision":"Single","deterministic":true},"retention":2}'
+    )
+
+
+@given(training_strategies, st.dictionaries(st.text("abc", min_size=1), json_values))
+def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) -> None:
+    job = JobSpec(
+        name="any",
+        model=ModelSpec(entrypoint="m:f", kwargs=kwargs),
+        data=DataSpec(inline="0" * 64),
+        loss=LossSpec(entrypoint="m:loss"),
+        optimizer=OptimizerSpec(name="sgd", lr=0.5, kwargs=kwargs),
+        steps=None if isinstance(strategy, Federated) else 7,
+        batch_size=8,
+        strategy=strategy,
+    )
+    assert JobSpec.from_json(job.canonical_json()) == job
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_strategy_makes_a_job(example: str) -> None:
+    strategy = json.loads(example)
+    job = JobSpec.parse(
+        {**(FEDERATED_JOB if "rounds" in strategy else MINIMAL)} | {"strategy": strategy}
+    )
+    assert job.strategy == parse_strategy(example)
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    document = {
+        **MINIMAL,
+        "name": "two words",
+        "epoch": 3,
+        "batch_size": 0,
+        "seed": 1.0,
+        "model": {"entrypoint": "no colon", "kwarg": {}},
+        "data": {"path": "data.pkl"},
+        "optimizer": {"lr": "fast", "schedule": {"name": "cosin"}},
+        "strategy": {**json.loads(EXAMPLES[1]), "aggregation": {"method": "AllReduse"}},
+        "execution": {"precision": "Half", "deterministic": 1},
+    }
+    assert sorted(wrong(document)) == sorted(
+        [
+            "name: 'two words' is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-', a letter or digit "
+            "first",
+            "epoch: unknown key; did you mean epochs?",
+            "batch_size: 0 is not allowed; must be >= 1",
+            "seed: 1.0 is not a whole number",
+            "model.entrypoint: 'no colon' is not of the form package.module:name",
+            "model.kwarg: unknown key; did you mean kwargs?",
+            "data.path: 'data.pkl' is not a .safetensors file; other formats can run code",
+            "optimizer.name: missing",
+            "optimizer.lr: 'fast' is not a number",
+            "optimizer.schedule.name: 'cosin' is not one of constant, linear, cosine, step; "
+            "did you mean cosine?",
+            "strategy.aggregation.method: 'AllReduse' is not one of AllReduce, ParameterServer, "
+            "Decentralized; did you mean AllReduce?",
+            "execution.precision: 'Half' is not one of Full, Single",
+            "execution.deterministic: 1 is not true or false",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batch_size": True}, "batch_size: True is not a whole number"),
+        ({"batch_size": "64"}, "batch_size: '64' is not a whole number"),
+        ({"seed": -1}, "seed: -1 is not allowed; must be >= 0"),
+        ({"retention": 0}, "retention: 0 is not allowed; must be >= 1"),
+        ({"epochs": 2**63}, "epochs: 9223372036854775808 is not allowed; must be <= "),
+        ({"name": "a" * 65}, "name: "),
+        ({"name": "../etc"}, "name: "),
+        ({"model": {}}, "model: needs exactly one of entrypoint, graph; has none"),
+        ({"model": 3}, "model: 3 is not a mapping"),
+        ({"data": {"path": "a.safetensors", "kwargs": {"a": 1}}}, "data.kwargs: has a meaning"),
+        ({"data": {"inline": "abc"}}, "data.inline: 'abc' is not a SHA-256 digest"),
+        ({"loss": {"name": "a", "entrypoint": "b:c"}}, "loss: needs exactly one of name, entryp"),
+        ({"loss": "a:b:c"}, "loss.entrypoint: 'a:b:c' is not of the form package.module:name"),
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping"),
+        ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer.lr: 0 is not allowed; must be > 0"),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "kwargs": {"lr": 2}}},
+            "optimizer.kwargs.lr: is not a keyword of torch's here",
+        ),
+        ({"optimizer": {"name": "sgd", "lr": 1, "params": 2}}, "optimizer.params: come from the"),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "nesterov": True, "kwargs": {"nesterov": 1}}},
+            "optimizer.nesterov: is also in kwargs",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "schedule": "step"}},
+            "optimizer.schedule.step_size_steps: missing; the step schedule needs it",
+        ),
+        ({"evaluation": {"every": "often"}}, "evaluation.every: 'often' is not like 1 epoch"),
+        ({"evaluation": {"every": "0 steps"}}, "evaluation.every: '0 steps' is not like"),
+        ({"evaluation": {"best": "f1"}}, "evaluation.best: 'f1' is not measured; one of loss"),
+        ({"evaluation": {"metrics": ["a", "a"]}}, "evaluation.metrics[1]: 'a' is in the list al"),
+        ({"evaluation": {"metrics": "accuracy"}}, "evaluation.metrics: 'accuracy' is not a list"),
+        ({"strategy": "Local"}, "strategy: 'Local' is not a mapping such as {type: Local}"),
+        ({"epochs": None}, "epochs: missing; Local needs epochs or steps"),
+        ({"steps": 3}, "steps: epochs is set already; only one of the two may be"),
+        ({"strategy": FEDERATED}, "epochs: has no meaning under Federated"),
+        ({"partition": {"method": "contiguous"}}, "partition: belongs to Federated only; the"),
+        ({"data": {"worker_local": "scans"}}, "data.worker_local: belongs to Federated only"),
+        ({"evaluation": {"every": "1 round"}}, "evaluation.every: '1 round' is not allowed; Loc"),
+        ({"checkpoint": {"every": "2 rounds"}}, "checkpoint.every: '2 rounds' is not allowed"),
+    ],
+)
+def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
+    assert wrong({**MINIMAL, **changes})[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"evaluation": {"every": "1 epoch"}}, "evaluation.every: '1 epoch' is not allowed; Fed"),
+        ({"checkpoint": {"every": "9 steps"}}, "checkpoint.every: '9 steps' is not allowed; Fed"),
+        ({"steps": 3}, "steps: has no meaning under Federated"),
+        ({"partition": {"method": "dirichlet", "alpha": 0}}, "partition.alpha: 0 is not allowed"),
+        ({"partition": {"method": "contiguous", "alpha": 1}}, "partition.alpha: belongs to"),
+        (
+            {"partition": {"method": "dirichlet", "labels_per_client": 2}},
+            "partition.labels_per_client: belongs to method by_label only",
+        ),
+        (
+            {"data": {"worker_local": "scans"}, "partition": {"method": "contiguous"}},
+            "partition: worker_local data is divided by where it lies",
+        ),
+    ],
+)
+def test_federated_jobs_count_in_rounds(changes: dict[str, Any], expected: str) -> None:
+    assert wrong({**FEDERATED_JOB, **changes})[0].startswith(expected)
+
+
+def test_evaluation_is_once_per_epoch_or_round() -> None:
+    for document, expected in ((MINIMAL, "1 epoch"), (FEDERATED_JOB, "1 round")):
+        job = JobSpec.parse({**document, "evaluation": {"metrics": ["accuracy"]}})
+        assert job.evaluation is not None
+        assert str(job.evaluation.every) == expected
+        assert JobSpec.from_json(job.canonical_json()) == job
+
+
+def test_a_job_made_in_code_is_checked_in_our_words() -> None:
+    with pytest.raises(InvalidInputError, match=r"^lr: -1 is not allowed; must be > 0$"):
+        OptimizerSpec(name="sgd", lr=-1)
+    with pytest.raises(InvalidInputError, match="strategy"):
+        JobSpec(**MINIMAL, strategy="DataParallel")
+    job = JobSpec(
+        name="digits",
+        model=ModelSpec(entrypoint="examples.digits:build_model"),
+        data=DataSpec(entrypoint="examples.digits:load"),
+        loss="cross_entropy",
+        optimizer=OptimizerSpec(name="sgd", lr=0.1, momentum=0.9),
+        evaluation=EvaluationSpec(metrics=["accuracy"]),
+        epochs=1,
+        batch_size=4,
+        strategy=DataParallel(2, AllReduce()),
+    )
+    assert job.optimizer.kwargs == {"momentum": 0.9}
+    with pytest.raises(ValidationError, match="frozen"):
+        job.seed = 3
+
+
+def test_from_json_refuses_what_is_not_a_job() -> None:
+    for text in ("", "3", "[]", '{"name":"a","name":"b"}'):
+        with pytest.raises(InvalidInputError):
+            JobSpec.from_json(text)
+
+
+def test_partition_of_a_federated_job() -> None:
+    document = {**FEDERATED_JOB, "partition": {"method": "by_label", "labels_per_client": 2}}
+    assert JobSpec.parse(document).partition == PartitionSpec(
+        method="by_label", labels_per_client=2
+    )

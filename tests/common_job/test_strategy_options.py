@@ -1,0 +1,50 @@
+"""The one strict key of a strategy: `options`, where our extras stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stratagem.common import strategy as s
+from stratagem.common.strategy import dump_strategy, parse_strategy
+from tests.common_job.test_strategy_json import DATA_PARALLEL, FEDERATED, wrong
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    ("document", "options", "expected"),
+    [
+        (
+            DATA_PARALLEL,
+            {"min_replica": 1},
+            "strategy.options.min_replica: unknown key; did you mean min_replicas?",
+        ),
+        ({"type": "Local"}, {"a": 1}, "strategy.options.a: unknown key; known: none"),
+        (DATA_PARALLEL, None, "strategy.options: None is not an object"),
+        (DATA_PARALLEL, {"min_replicas": 0}, "strategy.options.min_replicas: 0 is not allowed"),
+        (DATA_PARALLEL, {"min_replicas": 3}, "strategy.options.min_replicas: 3 is more than num_"),
+        (FEDERATED, {"quorum": 0}, "strategy.options.quorum: 0 is not allowed; must be a count"),
+        (FEDERATED, {"quorum": 1.5}, "strategy.options.quorum: 1.5 is not allowed; must be a"),
+        (FEDERATED, {"quorum": True}, "strategy.options.quorum: True is not a number"),
+        (FEDERATED, {"quorum": 5}, "strategy.options.quorum: 5 is more than num_clients, 4"),
+        (FEDERATED, {"round_deadline_s": 3}, "strategy.options.quorum: missing; round_deadline_s"),
+        (FEDERATED, {"local_epochs": 1.0}, "strategy.options.local_epochs: 1.0 is not a whole"),
+        (
+            FEDERATED,
+            {"server_learning_rate": 0.1},
+            "strategy.options.server_learning_rate: FedAvg has no server optimizer",
+        ),
+    ],
+)
+def test_options_are_strict(document: dict[str, Any], options: object, expected: str) -> None:
+    assert wrong(document | {"options": options})[0].startswith(expected)
+
+
+def test_options_are_written_only_when_they_say_something() -> None:
+    assert "options" not in dump_strategy(s.DataParallel(2, s.AllReduce()))
+    kept = parse_strategy(FEDERATED | {"options": {"quorum": 1.0, "local_epochs": 1}})
+    assert dump_strategy(kept)["options"] == {"quorum": 1.0}
+    assert isinstance(kept, s.Federated)
+    assert isinstance(kept.options.quorum, float)  # a share of one, not a count of one

@@ -1,0 +1,269 @@
+"""The parts of the coordinator's shell that need an event loop but no worker."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.errors import StaleError
+from stratagem.common.ids import Incarnation, Party, RunId, WorkerId
+from stratagem.coordinator.barrier import Arrival, Barriers
+from stratagem.coordinator.core.effects import (
+    Base,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+    RunSegment,
+)
+from stratagem.coordinator.core.facts import Member, RunReleased
+from stratagem.coordinator.core.gangs import Request, grant
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.feed import Event, Feed, Progress
+from stratagem.coordinator.leases import Leases
+from stratagem.coordinator.run_logs import Line, RunLogs
+from stratagem.coordinator.supervisor import Supervisor
+
+RUN = RunId("run-1")
+ROOT = Party("")
+
+
+def member(name: str) -> Member:
+    return Member(worker_id=WorkerId(name), incarnation=Incarnation(name))
+
+
+def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunSegment:
+    return RunSegment(
+        run_id=RunId(run),
+        party=ROOT,
+        membership=membership,
+        segment=number,
+        to_step=10,
+        base=Base(0, 0, "d"),
+        members=tuple(member(name) for name in names),
+        num_shards=2,
+        by_parameter_server=False,
+        evaluate=(),
+    )
+
+
+# ---- gangs ----
+
+
+def test_gangs_start_whole_or_not_at_all() -> None:
+    requests = [Request("r1", frozenset("ab")), Request("r2", frozenset("c"))]
+    assert [r.key for r in grant(requests, "b")] == ["r2"]
+    assert [r.key for r in grant(requests, "")] == ["r1", "r2"]
+
+
+def test_waiting_gang_reserves_what_it_needs() -> None:
+    requests = [Request("wide", frozenset("ab")), Request("late", frozenset("a"))]
+    assert grant(requests, "b") == ()
+
+
+def test_gang_without_slots_is_never_held_up() -> None:
+    assert [r.key for r in grant([Request("free", frozenset[str]())], "abc")] == ["free"]
+
+
+# ---- supervisor ----
+
+
+class Performed:
+    """Effects that were started and not cancelled."""
+
+    def __init__(self) -> None:
+        self.running: set[Effect] = set()
+        self.changed = asyncio.Event()
+
+    async def __call__(self, effect: Effect) -> None:
+        self.running.add(effect)
+        self.changed.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running.discard(effect)
+            self.changed.set()
+
+    async def until(self, expected: set[Effect]) -> None:
+        async with asyncio.timeout(5):
+            while self.running != expected:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
+    performed = Performed()
+    supervisor = Supervisor(performed)
+    first, second = segment("x", "a", "b"), segment("y", "b", "c")
+    supervisor.reconcile(frozenset({first}))
+    supervisor.reconcile(frozenset({first, second}))
+    await performed.until({first})
+    assert supervisor.num_waiting == 1
+    supervisor.reconcile(frozenset({second}))
+    await performed.until({second})
+    await supervisor.close()
+    assert performed.running == set()
+
+
+async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
+    performed = Performed()
+    supervisor = Supervisor(performed)
+    before, rival = segment("x", "a", "b"), segment("y", "a")
+    supervisor.reconcile(frozenset({before}))
+    supervisor.reconcile(frozenset({before, rival}))
+    after = segment("x", "a", membership=2)
+    supervisor.reconcile(frozenset({after, rival}))
+    await performed.until({after})
+    await supervisor.close()
+
+
+async def test_effect_that_yields_its_slots_lets_the_next_one_start() -> None:
+    performed = Performed()
+    supervisor = Supervisor(performed)
+    first, second = segment("x", "a"), segment("y", "a")
+    supervisor.reconcile(frozenset({first, second}))
+    await performed.until({first})
+    supervisor.yield_slots(first)
+    await performed.until({first, second})
+    await supervisor.close()
+
+
+async def test_failing_effect_is_tried_again() -> None:
+    attempts: list[Effect] = []
+    done = asyncio.Event()
+
+    async def fail_twice(effect: Effect) -> None:
+        attempts.append(effect)
+        if len(attempts) < 3:
+            raise StaleError("not yet")
+        done.set()
+
+    supervisor = Supervisor(fail_twice)
+    effect = CommitSegment(RUN, ROOT, 1, 10, 1, (member("a"),))
+    supervisor.reconcile(frozenset({effect}))
+    async with asyncio.timeout(5):
+        await done.wait()
+    await supervisor.close()
+    assert attempts == [effect] * 3
+
+
+def test_effects_that_need_no_compute_have_no_slots() -> None:
+    from stratagem.coordinator.core.effects import slots
+
+    assert slots(CommitSegment(RUN, ROOT, 1, 10, 1, (member("a"),))) == frozenset()
+    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, "d"), ("test",), member("a"))
+    assert slots(evaluate) == {member("a")}
+
+
+# ---- barrier ----
+
+
+async def test_barrier_answers_everybody_in_order_of_rank() -> None:
+    barriers = Barriers(lambda run, party: (3, 2))
+    arrivals = [Arrival(b"zero", 5, "h:0"), Arrival(b"one", None, "h:1")]
+    answers = await asyncio.gather(
+        barriers.join(RUN, ROOT, 3, 1, arrivals[1]),
+        barriers.join(RUN, ROOT, 3, 0, arrivals[0]),
+    )
+    assert answers == [tuple(arrivals), tuple(arrivals)]
+
+
+async def test_barrier_of_another_membership_is_stale_also_while_waiting() -> None:
+    current = [(3, 2)]
+    barriers = Barriers(lambda run, party: current[0])
+    with pytest.raises(StaleError, match="membership 2 is not the current one"):
+        await barriers.join(RUN, ROOT, 2, 0, Arrival(b"", 0, ""))
+    waiting = asyncio.create_task(barriers.join(RUN, ROOT, 3, 0, Arrival(b"", 0, "")))
+    await asyncio.sleep(0)
+    assert barriers.missing(RUN, ROOT, 3) == (1,)
+    current[0] = (4, 1)
+    barriers.drop_stale()
+    with pytest.raises(StaleError):
+        await waiting
+
+
+async def test_member_that_calls_again_is_counted_once() -> None:
+    barriers = Barriers(lambda run, party: (1, 2))
+    lost = asyncio.create_task(barriers.join(RUN, ROOT, 1, 0, Arrival(b"old", 0, "")))
+    await asyncio.sleep(0)
+    lost.cancel()
+    again = asyncio.create_task(barriers.join(RUN, ROOT, 1, 0, Arrival(b"new", 0, "")))
+    await asyncio.sleep(0)
+    answer = await barriers.join(RUN, ROOT, 1, 1, Arrival(b"one", 0, ""))
+    assert [a.endpoint for a in answer] == [b"new", b"one"]
+    assert await again == answer
+
+
+# ---- leases ----
+
+
+async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
+    now = [0.0]
+    lost: list[tuple[Member, str]] = []
+    told = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append((who, reason))
+        told.set()
+
+    leases = Leases(10.0, lambda: now[0], lose)
+    leases.grant([member("a"), member("b")])
+    now[0] = 6.0
+    assert leases.renew(member("b"))
+    now[0] = 10.0
+    watching = asyncio.create_task(leases.expire())
+    async with asyncio.timeout(5):
+        await told.wait()
+    watching.cancel()
+    assert lost == [(member("a"), "no heartbeat for 10 s")]
+    assert not leases.renew(member("a"))
+    assert leases.silent_s(member("b")) == 4.0
+
+
+# ---- feed and logs ----
+
+
+async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -> None:
+    feed = Feed()
+    fact = RunReleased()
+    for index in range(3):
+        event = Event(index, float(index), fact, RunPhase.RUNNING)
+        feed.add_event(RUN, event, is_last=False)
+    seen: list[Event | Progress] = []
+
+    async def watch() -> None:
+        async for item in feed.watch(RUN, 1):
+            seen.append(item)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    progress = Progress(5, 0.5, 100.0, "solo")
+    feed.set_progress(RUN, progress)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    last = Event(3, 3.0, fact, RunPhase.COMPLETED)
+    feed.add_event(RUN, last, is_last=True)
+    async with asyncio.timeout(5):
+        await watching
+    indices = [item.index for item in seen if isinstance(item, Event)]
+    assert indices == [1, 2, 3]
+    assert progress in seen
+
+
+async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:
+    logs = RunLogs(tmp_path)
+    over = [False]
+    logs.add(RUN, Line(1.0, "", "INFO", "first"))
+    texts: list[str] = []
+
+    async def follow() -> None:
+        async for line in logs.tail(RUN, follow=True, is_over=lambda run: over[0]):
+            texts.append(line.text)
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0)
+    logs.add(RUN, Line(2.0, "w", "PRINT", "second"))
+    over[0] = True
+    logs.close_run(RUN)
+    async with asyncio.timeout(5):
+        await following
+    assert texts == ["first", "second"]

@@ -1,0 +1,211 @@
+"""A cluster in which everything that is asked for happens, to test the pure core without one."""
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+
+from stratagem.common.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.commands import (
+    Command,
+    Entry,
+    Refusal,
+    RegisterWorker,
+    Report,
+    SubmitRun,
+)
+from stratagem.coordinator.core.decide import decide, settle
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Build,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+    Release,
+    RunSegment,
+    TrainClient,
+)
+from stratagem.coordinator.core.facts import (
+    Capability,
+    Evaluated,
+    Fact,
+    Member,
+    ModelBuilt,
+    RunReleased,
+    SegmentCommitted,
+    SegmentFinished,
+    UpdateReceived,
+    decode,
+    encode,
+)
+from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.state import CoordinatorState
+
+RUN = RunId("run-1")
+ROWS = {"train": 100, "test": 20}
+
+
+def digest(name: str) -> Digest:
+    return Digest(name.encode().hex().ljust(64, "0")[:64])
+
+
+def job(strategy: dict[str, object], **changes: object) -> str:
+    """A small job as JSON: 100 rows, batches of 10, two epochs."""
+    document: dict[str, object] = {
+        "name": "test",
+        "model": {"entrypoint": "m:f"},
+        "data": {"entrypoint": "m:d"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch_size": 10,
+        "strategy": strategy,
+    }
+    if strategy["type"] != "Federated":
+        document["epochs"] = 2
+    document.update(changes)
+    return json.dumps(document)
+
+
+def member(name: str, start: int = 0) -> Member:
+    return Member(worker_id=WorkerId(name), incarnation=Incarnation(f"{name}-{start}"))
+
+
+def register(name: str, start: int = 0, **capability: object) -> RegisterWorker:
+    return RegisterWorker(
+        member(name, start),
+        f"127.0.0.1:{5000 + start}",
+        Capability(numerics_fingerprint="same", **capability),
+    )
+
+
+@dataclass
+class Simulation:
+    """The journal, the state that it folds to, and what is under way."""
+
+    state: CoordinatorState = field(default_factory=CoordinatorState)
+    journal: list[tuple[RunId, str, str, float]] = field(default_factory=list)
+    queue: deque[Command] = field(default_factory=deque)
+    seen: set[Effect] = field(default_factory=set)
+    now_s: float = 0.0
+
+    def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
+        """Decide, journal and apply one command, and start what it made due."""
+        decision = decide(self.state, command)
+        if isinstance(decision, Refusal):
+            return decision
+        for entry in decision:
+            self._add(entry)
+        for entry in settle(self.state, self.now_s):
+            self._add(entry)
+        self._start()
+        return decision
+
+    def run(self, limit: int = 10_000) -> None:
+        """Let everything happen that is under way."""
+        for _ in range(limit):
+            if not self.queue:
+                return
+            self.tell(self.queue.popleft())
+        raise AssertionError("the simulation does not end")
+
+    def crash(self) -> None:
+        """Forget all but the journal."""
+        self.state = CoordinatorState()
+        self.queue.clear()
+        self.seen.clear()
+        for run_id, kind, payload, time_s in self.journal:
+            self.state = apply(self.state, run_id, decode(kind, 1, payload), time_s)
+        self._start()
+
+    def facts(self, kind: type) -> list[Fact]:
+        """All journaled facts of a kind."""
+        name = kind.__name__
+        return [decode(k, 1, payload) for _, k, payload, _ in self.journal if k == name]
+
+    def _add(self, entry: Entry) -> None:
+        kind, payload = encode(entry.fact)
+        self.journal.append((entry.run_id, kind, payload, self.now_s))
+        self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)
+
+    def _start(self) -> None:
+        due = pending(self.state)
+        for effect in sorted(due - self.seen, key=repr):
+            self.queue.extend(Report(effect.run_id, fact) for fact in do(effect))
+        self.seen = set(due)
+
+
+def do(effect: Effect) -> list[Fact]:
+    """The fact that an effect ends with when nothing goes wrong."""
+    match effect:
+        case Build():
+            return [
+                ModelBuilt(
+                    party=effect.party,
+                    digest=digest("built"),
+                    size_bytes=1,
+                    num_rows=ROWS,
+                    num_parameters=7,
+                    layout_digest="x",
+                )
+            ]
+        case RunSegment():
+            return [
+                SegmentFinished(
+                    party=effect.party,
+                    segment=effect.segment,
+                    step=effect.to_step,
+                    membership=effect.membership,
+                    loss=1.0 / effect.segment,
+                    num_rows=1,
+                    seconds=1.0,
+                    engine="solo",
+                    metrics={"test.accuracy": effect.to_step / 1000} if effect.evaluate else {},
+                )
+            ]
+        case CommitSegment():
+            return [
+                SegmentCommitted(
+                    party=effect.party,
+                    segment=effect.segment,
+                    step=effect.step,
+                    digest=digest(f"segment{effect.segment}"),
+                    size_bytes=1,
+                    metrics={},
+                )
+            ]
+        case TrainClient():
+            return [
+                UpdateReceived(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    client=effect.client,
+                    digest=digest(f"update{effect.round_num}/{effect.client}"),
+                    num_samples=10 + effect.client,
+                    loss=0.5,
+                    seconds=1.0,
+                )
+            ]
+        case AggregateRound():
+            return [
+                SegmentCommitted(
+                    party=effect.party,
+                    segment=effect.round_num,
+                    step=effect.round_num,
+                    digest=digest(f"round{effect.round_num}"),
+                    size_bytes=1,
+                    metrics={},
+                )
+            ]
+        case EvaluateState():
+            return [Evaluated(party="", segment=effect.base.segment, metrics={"test.loss": 0.1})]
+        case Release():
+            return [RunReleased()]
+
+
+def start(job_json: str, *workers: str) -> Simulation:
+    """A simulation with workers and one submitted run."""
+    simulation = Simulation()
+    for name in workers:
+        simulation.tell(register(name))
+    simulation.tell(SubmitRun(RUN, job_json, 0.0))
+    return simulation

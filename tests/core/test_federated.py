@@ -1,0 +1,174 @@
+"""Federated rounds in the pure core: selection, assignment, quorum, deadline, late results."""
+
+import pytest
+
+from stratagem.common.strategy import All, ByCapability, Random
+from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, Tick
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import (
+    ClientBinding,
+    ClientsAssigned,
+    ClientsSelected,
+    RosterFormed,
+    RoundClosed,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.pending import next_deadline, pending
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.strategies.selection import select
+from tests.core.simulation import RUN, Simulation, do, job, member, register, start
+from tests.core.test_runs import FEDERATED, phase, reason
+
+pytestmark = pytest.mark.core
+
+ROSTER = tuple(
+    ClientBinding(client=c, worker_id="w", tags=("gpu",) if c % 2 else ()) for c in range(10)
+)
+
+
+def trained(simulation: Simulation) -> list[TrainClient]:
+    due = [e for e in pending(simulation.state) if isinstance(e, TrainClient)]
+    return sorted(due, key=lambda e: e.client)
+
+
+def opened(strategy: dict[str, object], *workers: str, **changes: object) -> Simulation:
+    """A federated run whose first round is open and in which nobody has answered."""
+    simulation = start(job(strategy, **changes), *workers)
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    return simulation
+
+
+def test_selection_is_seeded_by_round_and_drawn_from_the_roster() -> None:
+    assert select(All(), ROSTER, 0, 1) == tuple(range(10))
+    drawn = [select(Random(0.3), ROSTER, 7, r) for r in range(20)]
+    assert all(len(set(clients)) == 3 and list(clients) == sorted(clients) for clients in drawn)
+    assert len(set(drawn)) > 5
+    assert drawn == [select(Random(0.3), ROSTER, 7, r) for r in range(20)]
+    assert len(select(Random(0.01), ROSTER, 0, 1)) == 1
+    assert len(select(Random(0.7), ROSTER, 0, 1)) == 7
+    assert select(ByCapability(("gpu",)), ROSTER, 0, 1) == (1, 3, 5, 7, 9)
+    assert select(ByCapability(()), ROSTER, 0, 1) == tuple(range(10))
+
+
+def test_clients_are_spread_over_the_workers_and_moved_when_one_is_lost() -> None:
+    simulation = opened(FEDERATED, "a", "b")
+    assert [(e.client, e.member.worker_id) for e in trained(simulation)] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "a"),
+        (3, "b"),
+    ]
+    kept = {e.client: e for e in trained(simulation)}
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    moved = {e.client: e for e in trained(simulation)}
+    assert moved[0] == kept[0]
+    assert {e.member.worker_id for e in moved.values()} == {"a"}
+    assert moved[1].membership > kept[1].membership
+    assert phase(simulation) is RunPhase.RUNNING
+
+
+def test_worker_local_clients_wait_for_their_worker() -> None:
+    simulation = start(job({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
+    simulation.tell(register("a", local_data=("ward",)))
+    simulation.tell(register("b"))
+    simulation.run()
+    assert phase(simulation) is RunPhase.PLACING
+    assert reason(simulation) == "2 workers with data 'ward' are needed, 1 are here"
+    simulation.tell(register("c", local_data=("ward",)))
+    (roster,) = simulation.facts(RosterFormed)
+    assert [binding.worker_id for binding in roster.clients] == ["a", "c"]
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("c"), "killed"))
+    assert [e.member.worker_id for e in trained(simulation)] == ["a"]
+    assert "without a worker: client 1 (c)" in reason(simulation)
+    simulation.tell(register("c", start=1, local_data=("ward",)))
+    assert [e.member for e in trained(simulation)] == [member("a"), member("c", 1)]
+
+
+def test_by_capability_waits_for_the_tags() -> None:
+    strategy = {
+        **FEDERATED,
+        "client_selection": {"method": "ByCapability", "required_tags": ["gpu"]},
+    }
+    simulation = start(job(strategy), "a")
+    simulation.run()
+    assert reason(simulation) == "no client has a worker with the tags gpu"
+    simulation.tell(register("g", tags=("gpu", "big")))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert all(
+        {a.member.worker_id for a in fact.assignments} == {"g"}
+        for fact in simulation.facts(ClientsAssigned)
+    )
+
+
+def test_deadline_with_quorum_leaves_the_late_out_and_says_so() -> None:
+    strategy = {**FEDERATED, "options": {"quorum": 0.5, "round_deadline_s": 60.0}}
+    simulation = opened(strategy, "a", "b")
+    effects = trained(simulation)
+    for effect in effects[:2]:
+        simulation.tell(Report(RUN, do(effect)[0]))
+    assert next_deadline(simulation.state) == 60.0
+    simulation.now_s = 59.9
+    simulation.tell(Tick())
+    assert not simulation.facts(RoundClosed)
+    simulation.now_s = 60.0
+    simulation.tell(Tick())
+    (closed,) = simulation.facts(RoundClosed)
+    assert closed.reason == "round 1: 2 of 4 updates, deadline passed"
+    assert [a.client for a in closed.accepted] == [0, 1]
+    assert not simulation.state.runs[RUN].is_reproducible
+    late = simulation.tell(Report(RUN, do(effects[3])[0]))
+    assert isinstance(late, Refusal)
+    assert late.reason == "round 1 is closed"
+
+
+def test_deadline_without_quorum_fails_with_the_count() -> None:
+    strategy = {**FEDERATED, "options": {"quorum": 3, "round_deadline_s": 60.0}}
+    simulation = opened(strategy, "a")
+    simulation.tell(Report(RUN, do(trained(simulation)[0])[0]))
+    simulation.now_s = 61.0
+    simulation.tell(Tick())
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "round 1: 1 of 4 updates, deadline passed; 3 are needed"
+
+
+def test_rejected_client_is_left_out_alone() -> None:
+    simulation = opened(FEDERATED, "a")
+    first, *others = trained(simulation)
+    rejected = UpdateRejected(party="", round_num=1, client=first.client, reason="not finite")
+    simulation.tell(Report(RUN, rejected))
+    for effect in others:
+        simulation.tell(Report(RUN, do(effect)[0]))
+    (closed,) = simulation.facts(RoundClosed)
+    assert [a.client for a in closed.accepted] == [1, 2, 3]
+    assert closed.reason == "round 1: 3 of 4 updates, 1 rejected (client 0: not finite)"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_accepted_updates_stand_in_client_order(order: tuple[int, ...]) -> None:
+    simulation = opened(FEDERATED, "a", "b")
+    effects = trained(simulation)
+    for client in order:
+        simulation.tell(Report(RUN, do(effects[client])[0]))
+    (closed,) = simulation.facts(RoundClosed)
+    assert [a.client for a in closed.accepted] == [0, 1, 2, 3]
+    assert [a.num_samples for a in closed.accepted] == [10, 11, 12, 13]
+
+
+def test_second_answer_of_a_client_is_refused() -> None:
+    simulation = opened(FEDERATED, "a")
+    fact = do(trained(simulation)[0])[0]
+    simulation.tell(Report(RUN, fact))
+    again = simulation.tell(Report(RUN, fact))
+    assert isinstance(again, Refusal)
+    assert again.reason == "client 0 has answered round 1 already"
+
+
+def test_random_rounds_select_from_the_roster() -> None:
+    strategy = {**FEDERATED, "client_selection": {"method": "Random", "fraction": 0.5}}
+    simulation = start(job(strategy), "a", "b")
+    simulation.run()
+    assert [len(fact.clients) for fact in simulation.facts(ClientsSelected)] == [2, 2, 2]

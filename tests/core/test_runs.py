@@ -1,0 +1,288 @@
+"""The life of runs in the pure core: placement, segments, loss, crash, stop, resume."""
+
+import pytest
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DeleteRun,
+    DrainWorker,
+    LoseWorker,
+    Refusal,
+    RefusalKind,
+    ReportTrouble,
+    ResumeRun,
+    SubmitRun,
+)
+from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.effects import CommitSegment, RunSegment
+from stratagem.coordinator.core.facts import (
+    MembersFormed,
+    RunCompleted,
+    SegmentCommitted,
+)
+from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.state import RunPhase, best_commit, retained
+from stratagem.coordinator.strategies.table import strategy_of
+from tests.core.simulation import RUN, Simulation, digest, job, member, register, start
+
+pytestmark = pytest.mark.core
+
+LOCAL = {"type": "Local"}
+DATA_PARALLEL = {
+    "type": "DataParallel",
+    "num_replicas": 3,
+    "aggregation": {"method": "AllReduce"},
+}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 4,
+    "rounds": 3,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+EVALUATION = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "best": "accuracy"}
+STRATEGIES = [LOCAL, DATA_PARALLEL, FEDERATED]
+
+
+def phase(simulation: Simulation) -> RunPhase:
+    run = simulation.state.runs[RUN]
+    if run.ended:
+        return run.ended
+    return strategy_of(run.job).outlook(run.job, run.value, world_of(simulation.state)).phase
+
+
+def reason(simulation: Simulation) -> str:
+    run = simulation.state.runs[RUN]
+    return strategy_of(run.job).outlook(run.job, run.value, world_of(simulation.state)).reason
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_run_completes_and_commits_every_segment_once(strategy: dict[str, object]) -> None:
+    simulation = start(job(strategy), "a", "b")
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    segments = [fact.segment for fact in simulation.facts(SegmentCommitted)]
+    assert segments == list(range(1, len(segments) + 1))
+    assert simulation.state.runs[RUN].is_released
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_crash_after_any_command_ends_with_the_same_commits(strategy: dict[str, object]) -> None:
+    undisturbed = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+    undisturbed.run()
+    expected = undisturbed.facts(SegmentCommitted)
+    assert expected
+    for crash_after in range(1, 40):
+        simulation = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+        for _ in range(crash_after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.crash()
+        simulation.run()
+        assert simulation.facts(SegmentCommitted) == expected
+        assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def EVALUATION_OF(strategy: dict[str, object]) -> dict[str, object]:
+    every = "1 round" if strategy["type"] == "Federated" else "1 epoch"
+    return {**EVALUATION, "every": every}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_loss_of_a_worker_at_any_point_ends_with_the_same_commits(
+    strategy: dict[str, object],
+) -> None:
+    undisturbed = start(job(strategy), "a", "b")
+    undisturbed.run()
+    expected = undisturbed.facts(SegmentCommitted)
+    for lose_after in range(12):
+        simulation = start(job(strategy), "a", "b")
+        for _ in range(lose_after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.tell(LoseWorker(member("a"), "killed"))
+        simulation.run()
+        simulation.tell(register("a", start=1))
+        simulation.run()
+        assert simulation.facts(SegmentCommitted) == expected
+        assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_survivors_keep_the_open_segment_and_a_joiner_enters_it() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b", "c")
+    simulation.queue.popleft()
+    simulation.seen.clear()
+    simulation.crash()
+    simulation.tell(simulation.queue.popleft())
+    (before,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    (after,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    assert after.segment == before.segment
+    assert after.membership == before.membership + 1
+    assert after.members == (member("a"), member("c"))
+    simulation.tell(register("b", start=1))
+    (joined,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    assert joined.members == (member("a"), member("c"), member("b", 1))
+    assert phase(simulation) is RunPhase.RECOVERING
+
+
+def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None:
+    simulation = start(job(LOCAL), "a")
+    build, *_ = simulation.queue
+    simulation.tell(build)
+    first = simulation.queue.pop()
+    simulation.tell(first)
+    due = pending(simulation.state)
+    assert {type(effect) for effect in due} == {CommitSegment, RunSegment}
+    (segment,) = [effect for effect in due if isinstance(effect, RunSegment)]
+    assert segment.segment == 2
+
+
+def test_run_waits_with_the_reason_and_starts_when_a_worker_comes() -> None:
+    simulation = start(job(LOCAL))
+    assert phase(simulation) is RunPhase.PLACING
+    assert reason(simulation) == "waiting for 1 of 1 workers: no worker has registered yet"
+    simulation.tell(register("a"))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_lost_only_worker_returns_the_run_to_its_last_commit() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert "no worker is available: a (killed)" in reason(simulation)
+    assert not [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+
+
+def test_min_replicas_are_waited_for() -> None:
+    strategy = {**DATA_PARALLEL, "options": {"min_replicas": 2}}
+    simulation = start(job(strategy), "a")
+    assert phase(simulation) is RunPhase.PLACING
+    simulation.tell(register("b"))
+    (formed,) = simulation.facts(MembersFormed)
+    assert [m.worker_id for m in formed.members] == ["a", "b"]
+
+
+def test_workers_of_other_numerics_are_not_mixed_in() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    odd = register("c")
+    odd = type(odd)(
+        odd.member, odd.address, odd.capability.model_copy(update={"numerics_fingerprint": "other"})
+    )
+    simulation.tell(odd)
+    members = [fact.members for fact in simulation.facts(MembersFormed)][-1]
+    assert member("c") not in members
+
+
+def test_trouble_reforms_the_same_members_once() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    membership = simulation.state.runs[RUN].value.membership
+    simulation.tell(ReportTrouble(RUN, "", membership, "socket closed"))
+    simulation.tell(ReportTrouble(RUN, "", membership, "socket closed"))
+    value = simulation.state.runs[RUN].value
+    assert value.membership == membership + 1
+    assert value.members == (member("a"), member("b"))
+
+
+def test_stale_segment_report_is_refused_and_changes_nothing() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    stale = simulation.queue.popleft()
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    before = simulation.state
+    refusal = simulation.tell(stale)
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind is RefusalKind.STALE
+    assert simulation.state is before
+
+
+def test_three_process_deaths_in_one_segment_fail_the_run() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for start_number in range(1, 4):
+        simulation.tell(register("a", start=start_number))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "segment 1 has ended 3 worker processes"
+
+
+def test_draining_worker_gets_nothing_new() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(DrainWorker(member("a")))
+    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
+
+
+def test_cancel_resume_delete() -> None:
+    simulation = start(job(LOCAL), "a")
+    for _ in range(3):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    assert phase(simulation) is RunPhase.CANCELLED
+    busy = simulation.tell(ResumeRun(RUN))
+    assert isinstance(busy, Refusal)
+    assert simulation.tell(CancelRun(RUN)) == ()
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    assert phase(simulation) in (RunPhase.RUNNING, RunPhase.RECOVERING)
+    active = simulation.tell(DeleteRun(RUN))
+    assert isinstance(active, Refusal)
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert isinstance(simulation.tell(ResumeRun(RUN)), Refusal)
+    simulation.tell(DeleteRun(RUN))
+    assert RUN not in simulation.state.runs
+    assert live_blobs(simulation.state) == frozenset()
+
+
+def test_submitting_twice_is_harmless_and_another_job_is_refused() -> None:
+    simulation = start(job(LOCAL), "a")
+    assert simulation.tell(SubmitRun(RUN, job(LOCAL), 5.0)) == ()
+    refusal = simulation.tell(SubmitRun(RUN, job(LOCAL, seed=1), 5.0))
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind is RefusalKind.CONFLICT
+
+
+def test_what_cannot_run_here_is_refused_at_submit() -> None:
+    simulation = Simulation()
+    gossip = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
+    with pytest.raises(InvalidInputError, match=r"strategy\.aggregation\.method"):
+        simulation.tell(SubmitRun(RUN, job(gossip), 0.0))
+    custom = {"type": "Custom", "coordinator": "mine", "config": None}
+    with pytest.raises(InvalidInputError, match=r"registered are DataParallel, Federated, Local"):
+        simulation.tell(SubmitRun(RUN, job(custom), 0.0))
+    wide = {**DATA_PARALLEL, "num_replicas": 11}
+    with pytest.raises(InvalidInputError, match="must be <= batch_size"):
+        simulation.tell(SubmitRun(RUN, job(wide), 0.0))
+
+
+def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:
+    simulation = start(job(LOCAL, evaluation=EVALUATION, epochs=5), "a")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert [commit.segment for commit in run.commits] == [0, 1, 2, 3, 4, 5]
+    assert [commit.segment for commit in retained(run)] == [4, 5]
+    best = best_commit(run)
+    assert best is None or best.segment in (4, 5)
+    assert digest("segment5") in live_blobs(simulation.state)
+
+
+def test_completed_reason_is_a_sentence() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.run()
+    (completed,) = simulation.facts(RunCompleted)
+    assert completed.reason == "20 steps committed"
+
+
+def test_workers_of_an_earlier_cluster_give_way_to_the_one_that_lives() -> None:
+    simulation = start(job(LOCAL), "a", "b")
+    placed = simulation.facts(MembersFormed)[-1].members
+    assert placed == (member("a"),)
+    simulation.tell(register("a", start=1))
+    assert simulation.facts(MembersFormed)[-1].members == (member("a", 1),)
+    simulation.tell(LoseWorker(member("b"), "connection refused"))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED

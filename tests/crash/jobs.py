@@ -1,0 +1,67 @@
+"""The jobs that the crash tests run, one per strategy, small and with several segments."""
+
+from typing import Any
+
+Job = dict[str, Any]
+
+USERLAND = "tests.crash.userland"
+
+
+def job(strategy: Job, *, model: str = "build", every: int = 2, **kwargs: Any) -> Job:
+    """12 steps of momentum SGD (or a few rounds), committed and evaluated every few of them."""
+    is_federated = strategy["type"] == "Federated"
+    document: Job = {
+        "name": "crash",
+        "model": {"entrypoint": f"{USERLAND}:{model}", "kwargs": kwargs},
+        "data": {"entrypoint": f"{USERLAND}:load"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "batch_size": 8,
+        "seed": 3,
+        "strategy": strategy,
+        "retention": 8,
+    }
+    unit = "rounds" if is_federated else "steps"
+    period = 1 if is_federated else every
+    document["evaluation"] = {
+        "split": "test",
+        "every": f"{period} {unit}",
+        "metrics": ["accuracy"],
+    }
+    if not is_federated:
+        document["steps"] = 12
+    return document
+
+
+def data_parallel(method: str, num_replicas: int = 4, **options: int) -> Job:
+    return {
+        "type": "DataParallel",
+        "num_replicas": num_replicas,
+        "aggregation": {"method": method},
+        "options": options,
+    }
+
+
+def federated(num_clients: int = 3, rounds: int = 3) -> Job:
+    return {
+        "type": "Federated",
+        "num_clients": num_clients,
+        "rounds": rounds,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    }
+
+
+LOCAL: Job = {"type": "Local"}
+ALL_REDUCE = data_parallel("AllReduce")
+PARAMETER_SERVER = data_parallel("ParameterServer")
+FED_AVG = federated()
+
+JOBS: dict[str, Job] = {
+    "Local": job(LOCAL),
+    "AllReduce": job(ALL_REDUCE),
+    "ParameterServer": job(PARAMETER_SERVER),
+    "FedAvg": job(FED_AVG),
+    # 10 million weights: more than one piece of the spool.
+    "FedAvg-large": job(federated(rounds=1), model="build_large", width=1_000_000),
+}

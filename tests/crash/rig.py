@@ -1,0 +1,164 @@
+"""A long-lived cluster of real processes, and what the crash tests do to it.
+
+A run's `Outcome` is all that must not depend on crashes: the digest of every committed state, and
+the metrics that were journaled with it.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client, RunHandle
+from stratagem.client.views import Event, Phase, RunStatus
+from tests.crash.jobs import JOBS, Job
+
+ROOT = Path(__file__).parents[2]
+NUM_WORKERS = 3
+KILLED_BY_FAILPOINT = 137
+TAIL_CHARS = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What every run of one job must agree on, by segment."""
+
+    digests: Mapping[int, str]
+    metrics: Mapping[int, Mapping[str, float]]
+
+
+@dataclass(slots=True)
+class Rig:
+    cluster: LocalCluster
+    client: Client
+    _undisturbed: dict[str, Outcome] = field(default_factory=dict)
+
+    # ---- runs ----
+
+    def undisturbed(self, name: str) -> Outcome:
+        """The outcome of a job of JOBS when nothing happens to it."""
+        if name not in self._undisturbed:
+            self.settle()
+            self._undisturbed[name] = self.outcome(JOBS[name])
+        return self._undisturbed[name]
+
+    def outcome(self, job: Job) -> Outcome:
+        """Run a job to its end."""
+        with self.running(job) as run:
+            return outcome_of(run)
+
+    @contextmanager
+    def running(self, job: Job) -> Iterator[RunHandle]:
+        """A submitted run; one that the block leaves unfinished is stopped."""
+        run = self.client.submit(job)
+        try:
+            yield run
+        finally:
+            if not run.status().phase.is_final:
+                run.cancel()
+
+    # ---- faults ----
+
+    @contextmanager
+    def armed(self, process: str, failpoint: str, num_passed: int = 0) -> Iterator[None]:
+        """The process dies at the failpoint inside the block, and is back at its end."""
+        file = self.cluster.failpoint_file(process, failpoint)
+        num_starts = self.cluster.processes[process].num_starts
+        file.write_text(str(num_passed))
+        try:
+            yield
+            self.cluster.wait_restarted(process, num_starts)
+            assert not file.exists(), f"{process} has passed {failpoint} too seldom"
+            assert self.cluster.processes[process].last_exit == KILLED_BY_FAILPOINT
+        finally:
+            file.unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """Wait until every process serves and the coordinator knows all of them as they are now."""
+        self.cluster.wait_ready()
+        until(lambda: self.registered() == self.incarnations(), "all workers are registered")
+
+    def incarnations(self) -> dict[str, str]:
+        """What the workers call their present start."""
+        return {name: self._fact(name, "incarnation") for name in self.cluster.worker_names}
+
+    def registered(self) -> dict[str, str]:
+        """The workers that the coordinator holds for alive."""
+        workers = self.client.workers()
+        return {each.worker_id: each.incarnation for each in workers if each.is_alive}
+
+    def logs(self) -> list[tuple[str, str]]:
+        """The end of every process's log, for a report of failure."""
+        names = ["coordinator", *self.cluster.worker_names]
+        return [(name, self.cluster.log_tail(name)[-TAIL_CHARS:]) for name in names]
+
+    def _fact(self, process: str, name: str) -> str:
+        facts = json.loads((self.cluster.folder / "ready" / process).read_text())
+        return str(facts[name])
+
+
+def outcome_of(run: RunHandle) -> Outcome:
+    """Wait for the end of a run, which must be a completion."""
+    digests: dict[int, str] = {}
+    metrics: dict[int, Mapping[str, float]] = {}
+    for event in events_of(run):
+        payload = event.payload
+        match event.kind:
+            case "ModelBuilt":
+                digests[0] = payload["digest"]
+            case "SegmentCommitted":
+                digests[payload["segment"]] = payload["digest"]
+                metrics[payload["segment"]] = payload["metrics"]
+            case "Evaluated":
+                metrics[payload["segment"]] = payload["metrics"]
+    run.result()
+    return Outcome(digests, metrics)
+
+
+def events_of(run: RunHandle) -> Iterator[Event]:
+    """The journaled events of a run until its end."""
+    return (item for item in run.watch() if isinstance(item, Event))
+
+
+def await_event(
+    run: RunHandle, kind: str, is_it: Callable[[Event], bool] = lambda _: True
+) -> Event:
+    """Watch a run until an event comes."""
+    for event in events_of(run):
+        if event.kind == kind and is_it(event):
+            return event
+    raise AssertionError(f"{run.run_id} ended without {kind}: {run.status().reason}")
+
+
+def await_step(run: RunHandle, step: int) -> None:
+    """Watch a run until it reports a step as applied."""
+    for item in run.watch():
+        if not isinstance(item, Event) and item.step >= step:
+            return
+    raise AssertionError(f"{run.run_id} ended before step {step}: {run.status().reason}")
+
+
+def await_status(run: RunHandle, is_it: Callable[[RunStatus], bool], what: str) -> RunStatus:
+    """Look at a run's status until it is as described."""
+    found: list[RunStatus] = []
+
+    def look() -> bool:
+        found.append(run.status())
+        assert found[-1].phase is not Phase.FAILED, found[-1].reason
+        return is_it(found[-1])
+
+    until(look, what)
+    return found[-1]
+
+
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """For what no stream of events tells: ask again until it is so."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        pause.wait(0.05)

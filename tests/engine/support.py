@@ -1,0 +1,60 @@
+"""Builders that the engine's tests share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import assign_shards
+from stratagem.worker.engine import Trainer, build_trainer
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.exchange import Exchange, solo_exchange
+
+CPU = torch.device("cpu")
+ALLOWED = EntryPoints(["tests.engine.userland:*", "examples.digits:*"])
+
+
+def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
+    """A small job; `changes` replace whole sections."""
+    named = {"entrypoint": f"tests.engine.userland:{model}"}
+    document: dict[str, Any] = {
+        "name": "test",
+        "model": named if isinstance(model, str) else model,
+        "data": {"entrypoint": "tests.engine.userland:classes"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "steps": 10,
+        "batch_size": 16,
+        "seed": 3,
+    }
+    document.update(changes)
+    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+
+
+def trainer_of(spec: JobSpec, *, fresh: bool = True) -> Trainer:
+    return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh)
+
+
+def solo(trainer: Trainer, num_shards: int) -> Exchange:
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    return solo_exchange(buckets, num_shards)
+
+
+def train(trainer: Trainer, num_shards: int, num_steps: int) -> list[float]:
+    """The losses of some steps with one member that owns all shards."""
+    exchange = solo(trainer, num_shards)
+    owned = assign_shards(num_shards, 1)[0]
+    return [trainer.train_step(exchange, owned, num_shards).loss for _ in range(num_steps)]
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name
+
+
+def model_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}

@@ -1,0 +1,70 @@
+"""The allow list, and how errors of the user's code look."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.errors import ConflictError, InvalidInputError, UserCodeError
+from stratagem.worker.entrypoints import EntryPoints, user_code
+
+HERE = "tests.engine.userland"
+
+
+def test_allowed_names_resolve() -> None:
+    assert EntryPoints([f"{HERE}:*"]).resolve(f"{HERE}:mlp").__name__ == "mlp"
+    assert EntryPoints([f"{HERE}:mlp"]).resolve(f"{HERE}:mlp")(hidden=4) is not None
+    assert EntryPoints(["tests.*"]).resolve(f"{HERE}:Everything").__name__ == "Everything"
+
+
+def test_refused_before_import(tmp_path: Path) -> None:
+    (tmp_path / "harmful_module.py").write_text("raise SystemError('imported')")
+    entrypoints = EntryPoints(["good:*"], [tmp_path])
+    with pytest.raises(InvalidInputError, match="which allows: good:") as caught:
+        entrypoints.resolve("harmful_module:build", "model.entrypoint")
+    assert "harmful_module" not in sys.modules
+    assert caught.value.violations[0].field == "model.entrypoint"
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"{HERE}:borrowed_module.join", "reaches through a module"),
+        (f"{HERE}:borrowed_module", "cannot be called"),
+        (f"{HERE}:borrowed", "is really posix:getcwd"),
+        (f"{HERE}:mlp.__globals__", "private"),
+        (f"{HERE}:mlp.__class__", "private"),
+        (f"{HERE}:NUM_CLASSES", "cannot be called"),
+        (f"{HERE}:nothing", 'no attribute "nothing"'),
+        (f"{HERE}:nn.Linear", "reaches through a module"),
+        (f"{HERE}:checkpoint", "is really torch"),
+        ("tests.engine.userland", "form"),
+        ("../userland:mlp", "form"),
+        (f"{HERE}:mlp()", "form"),
+        ("os:system", "is not allowed"),
+        ("tests.engine.missing:build", 'no module "tests.engine.missing"'),
+    ],
+)
+def test_attacks_and_mistakes_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(InvalidInputError, match=reason):
+        EntryPoints(["tests.engine.*"]).resolve(name)
+
+
+def test_import_that_raises_is_an_error_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "broken_import.py").write_text("import json\nimport no_such_package_at_all\n")
+    with pytest.raises(UserCodeError, match="no_such_package_at_all") as caught:
+        EntryPoints(["broken_import:*"], [tmp_path]).resolve("broken_import:build")
+    assert caught.value.activity == "importing broken_import"
+    assert "broken_import.py" in caught.value.traceback
+    assert "entrypoints.py" not in caught.value.traceback
+    sys.path.remove(str(tmp_path))
+
+
+def test_user_code_translates_exactly_once() -> None:
+    with pytest.raises(UserCodeError) as caught, user_code("outer"), user_code("inner"):
+        sys.exit(3)
+    assert (caught.value.type, caught.value.message) == ("SystemExit", "3")
+    assert caught.value.activity == "inner"
+    with pytest.raises(ConflictError), user_code("ours passes"):
+        raise ConflictError("ours")

@@ -1,0 +1,209 @@
+"""What a user would write: models, data, losses and metrics that job files of the tests name."""
+
+import os.path as borrowed_module
+from os import getcwd as borrowed
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+NUM_FEATURES, NUM_CLASSES = 12, 5
+
+__all__ = ["borrowed", "borrowed_module"]
+
+
+def mlp(hidden: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, NUM_CLASSES))
+
+
+def dropout_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, NUM_CLASSES)
+    )
+
+
+def batch_norm_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)
+    )
+
+
+class Everything(nn.Module):
+    """Frozen, unused and tied parameters, noise of its own, constant buffers with infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.last = nn.Linear(8, NUM_CLASSES)
+        self.register_buffer("mask", torch.full((8,), -torch.inf).clamp(max=0.0))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scratch", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.mean()
+        hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        hidden = self.frozen(hidden) * self.scratch + self.mask.exp()
+        return self.last(self.b(torch.relu(self.a(hidden))))
+
+
+def everything() -> nn.Module:
+    return Everything()
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.checkpointed = checkpointed
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.linear(self.drop(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.body(x)
+
+
+def deep(checkpointed: bool) -> nn.Module:
+    shared = Block(checkpointed)
+    return nn.Sequential(shared, shared, nn.Linear(NUM_FEATURES, NUM_CLASSES))
+
+
+class HiddenTable(nn.Module):
+    """Keeps a tensor that is no part of its state: it cannot be built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.table = torch.linspace(0.5, 1.5, NUM_FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.table)
+
+
+def reads_values() -> nn.Module:
+    model = mlp()
+    assert float(next(model.parameters()).detach().abs().sum()) > 0
+    return model
+
+
+class LastOfSequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 8, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(len(x), 4, 3))[0][:, -1])
+
+
+class BigBuffer(nn.Module):
+    def __init__(self, change: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.change = change
+        self.register_buffer("table", torch.zeros(1 << 19))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change:
+            self.table += 1
+        return self.linear(x)
+
+
+def broken_model() -> nn.Module:
+    raise KeyError("no such layer")
+
+
+def exploding_mlp() -> nn.Module:
+    model = mlp()
+    model.register_forward_hook(lambda *_: None)
+    return nn.Sequential(model, Explode())
+
+
+class Explode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * torch.inf if int(self.calls) == 3 else x
+
+
+def classes(num_rows: int = 50, num_test_rows: int = 23) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+
+    def split(rows: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, NUM_FEATURES, generator=generator)
+        return x, x[:, :NUM_CLASSES].argmax(1)
+
+    return {"train": split(num_rows), "test": split(num_test_rows)}
+
+
+class Noisy:
+    """A data set of the user's class, with augmentation and nested tensors."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.x, self.y = classes(num_rows)["train"]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        rows = self.x[indices]
+        return rows + 0.1 * torch.randn(rows.shape), self.y[indices]
+
+
+def noisy(num_rows: int = 30) -> dict[str, Any]:
+    return {"train": Noisy(num_rows)}
+
+
+def per_client(client_id: int, num_clients: int) -> dict[str, Any]:
+    x, y = classes(40)["train"]
+    return {"train": (x[client_id::num_clients], y[client_id::num_clients])}
+
+
+def empty_for_client_1(client_id: int = 0, num_clients: int = 1) -> dict[str, Any]:
+    x, y = classes(10)["train"]
+    return {"train": (x[:0], y[:0]) if client_id == 1 else (x, y)}
+
+
+def tokens(num_rows: int = 20) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randint(0, 11, (num_rows, 6), generator=generator)
+    y = x.roll(-1, 1)
+    y[torch.rand(y.shape, generator=generator) < 0.4] = -100
+    return {"train": (x, y)}
+
+
+def token_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
+
+
+def half_squared(output: Tensor, target: Tensor, scale: float = 0.5) -> Tensor:
+    return scale * nn.functional.cross_entropy(output, target) ** 2
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    rows = len(target) * 3
+    return nn.functional.cross_entropy(output, target), rows
+
+
+def one_per_row(output: Tensor, target: Tensor) -> Tensor:
+    return output - target
+
+
+def broken_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise ValueError("labels are upside down")
+
+
+def confidence(output: Tensor, target: Tensor) -> float:
+    return output.softmax(1).amax(1).mean().item()

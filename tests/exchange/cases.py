@@ -1,0 +1,81 @@
+"""Gradients with known values, what their sum must be, and one step of a member."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.shards import Node, tree_sum
+from stratagem.worker.exchange import Exchange, GradientBuckets, schedule
+
+torch.set_num_threads(1)
+
+ODD = (0, 1, 7, 1_000_003, 64, 300_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    num_shards: int
+    num_live: int
+    sizes: tuple[int, ...] = ODD
+    dtype: torch.dtype = torch.float32
+    num_extras: int = 3
+    divisor: float | None = None
+    piece_bytes: int = schedule.PIECE_BYTES
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def gradient(self, shard: int, index: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * shard + index)
+        return torch.randn(self.sizes[index], generator=generator).to(self.dtype)
+
+    def extras(self, shard: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * shard + 99)
+        return torch.randn(self.num_extras, generator=generator, dtype=torch.float64)
+
+    def expected(self, step: int) -> list[bytes]:
+        """Every gradient and the extras, added in one process."""
+
+        def total(value: Callable[[int], Tensor]) -> Tensor:
+            leaves = {Node(s, s + 1): value(s) for s in range(self.num_live)}
+            return tree_sum(leaves, self.num_live, lambda a, b: a + b)
+
+        sums = [
+            total(lambda s, i=i: self.gradient(s, i, step).to(self.wide))
+            for i in range(len(self.sizes))
+        ]
+        sums = [(s if self.divisor is None else s / self.divisor).to(self.dtype) for s in sums]
+        return [raw(t) for t in [*sums, total(lambda s: self.extras(s, step))]]
+
+    def make_buckets(self) -> tuple[list[nn.Parameter], GradientBuckets]:
+        params = [nn.Parameter(torch.ones(n, dtype=self.dtype)) for n in self.sizes]
+        named = [(f"p{i}", p) for i, p in enumerate(params)]
+        return params, GradientBuckets(named, num_extras=self.num_extras)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> None:
+    """All of a step but its end."""
+    exchange.begin_step(step, exchange.party.owned, case.num_live, divisor=case.divisor)
+    for shard in exchange.party.owned:
+        if shard < case.num_live:
+            exchange.begin_shard(shard)
+            terms = [(p * case.gradient(shard, i, step)).sum() for i, p in enumerate(params)]
+            torch.stack(terms).sum().backward()
+            exchange.end_shard(shard, case.extras(shard, step))
+
+
+def one_step(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> list[bytes]:
+    compute(exchange, params, case, step)
+    extras = exchange.finish()
+    grads = []
+    for p in params:
+        assert p.grad is not None
+        grads.append(raw(p.grad))
+    return [*grads, raw(extras)]

@@ -1,0 +1,169 @@
+"""Real processes over gloo: the sum's bits, whoever computes which shards."""
+
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.errors import StaleError
+from stratagem.worker.exchange import Exchange, ExchangeError, mesh_exchange, schedule
+from stratagem.worker.mesh import form_gloo
+from tests.exchange.cases import Case, one_step
+from tests.exchange.party import Member, introduce, party, rendezvous_over
+
+NUM_STEPS = 3
+
+
+def form(
+    pipe: Connection, rank: int, size: int, buckets: Any, case: Case, deadline_s: float
+) -> Exchange:
+    schedule.PIECE_BYTES = case.piece_bytes
+    link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), 10.0)
+    return mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
+
+
+def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
+    params, buckets = case.make_buckets()
+    exchange = form(pipe, rank, size, buckets, case, 30.0)
+    for step in range(NUM_STEPS):
+        if one_step(exchange, params, case, step) != case.expected(step):
+            pipe.send(f"step {step} differs on member {rank}")
+            return
+    exchange.close()
+    pipe.send("equal")
+    pipe.recv()
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (1, Case(3, 3)),
+        (2, Case(2, 2)),
+        (2, Case(2, 2, dtype=torch.float64)),
+        (2, Case(2, 2, dtype=torch.bfloat16)),
+        (2, Case(5, 5)),
+        (2, Case(3, 3, dtype=torch.bfloat16, divisor=7.0)),
+        (3, Case(3, 3, divisor=3.0)),
+        (2, Case(5, 2, dtype=torch.float64)),
+        (2, Case(2, 2, sizes=(8_000_000,), num_extras=0)),
+        (2, Case(2, 2, piece_bytes=1 << 18)),
+        (3, Case(4, 4, piece_bytes=1 << 18)),
+        (3, Case(4, 4)),
+        (3, Case(3, 2)),
+        (3, Case(4, 1, dtype=torch.bfloat16)),
+        (3, Case(3, 3, num_extras=40_001)),
+        (4, Case(4, 4)),
+        (4, Case(6, 3)),
+    ],
+    ids=lambda value: (
+        str(value)
+        if isinstance(value, int)
+        else f"{value.num_live}of{value.num_shards}-{value.dtype}-{len(value.sizes)}"
+    ),
+)
+def test_every_member_holds_the_bits_of_the_single_process_sum(size: int, case: Case) -> None:
+    with party(sum_some_steps, size, case) as members:
+        introduce(members)
+        assert [member.receive() for member in members] == ["equal"] * size
+
+
+def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline_s: float) -> None:
+    """Member of one group after the other; each order is (rank, size, step, what to do)."""
+    params, buckets = case.make_buckets()
+    while (order := pipe.recv()) is not None:
+        rank, size, step, deed = order
+        exchange = form(pipe, rank, size, buckets, case, deadline_s)
+        cut_at_s: list[float] = []
+
+        def cut(exchange: Exchange = exchange, cut_at_s: list[float] = cut_at_s) -> None:
+            cut_at_s.append(time.monotonic())
+            exchange.cut()
+
+        try:
+            if deed == "linger":
+                exchange.begin_step(step, exchange.party.owned, case.num_live)
+                pipe.send("inside")
+                pipe.recv()  # until killed
+            if deed == "cut":
+                threading.Timer(0.2, cut).start()
+            pipe.send(one_step(exchange, params, case, step) == case.expected(step))
+        except ExchangeError as error:
+            lag_s = time.monotonic() - cut_at_s[-1] if deed == "cut" else 0.0
+            pipe.send(str(error) if lag_s < 0.2 else f"slow: {lag_s}")
+        exchange.close()
+        names = sorted(thread.name for thread in threading.enumerate())
+        pipe.send([name for name in names if name in ("exchange", "gloo-watch")])
+
+
+def order(members: list[Member], step: int, deeds: list[str]) -> None:
+    for rank, (member, deed) in enumerate(zip(members, deeds, strict=True)):
+        member.pipe.send((rank, len(members), step, deed))
+    introduce(members)
+
+
+def answers(members: list[Member]) -> list[Any]:
+    """What each says about its step; afterwards its exchange is closed and its thread gone."""
+    told = [member.receive() for member in members]
+    assert all(member.receive() == [] for member in members)
+    return told
+
+
+CASE = Case(4, 4)
+
+
+def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits() -> None:
+    with party(follow_orders, 3, CASE, 30.0) as members:
+        order(members, 1, ["sum"] * 3)
+        assert answers(members) == [True] * 3
+        order(members, 2, ["sum", "sum", "linger"])
+        assert members[2].receive() == "inside"
+        members[2].kill()
+        killed = time.monotonic()
+        survivors = members[:2]
+        for member in survivors:
+            assert "member" in member.receive()
+            assert time.monotonic() - killed < 1.0
+        assert all(member.receive() == [] for member in survivors)
+        order(survivors, 2, ["sum"] * 2)
+        assert answers(survivors) == [True] * 2
+        assert time.monotonic() - killed < 3.0
+
+
+def test_a_frozen_peer_is_given_up_at_the_deadline() -> None:
+    with party(follow_orders, 3, CASE, 0.5) as members:
+        order(members, 1, ["sum", "sum", "linger"])
+        assert members[2].receive() == "inside"
+        members[2].freeze()
+        frozen = time.monotonic()
+        told = answers(members[:2])
+        assert all("member" in words for words in told), told
+        assert 0.3 < time.monotonic() - frozen < 3.0
+        order(members[:2], 1, ["sum"] * 2)
+        assert answers(members[:2]) == [True] * 2
+
+
+def test_a_cut_ends_a_blocked_finish_here_and_at_the_peers() -> None:
+    with party(follow_orders, 3, CASE, 30.0) as members:
+        order(members, 1, ["cut", "sum", "linger"])
+        assert members[2].receive() == "inside"
+        begun = time.monotonic()
+        told = answers(members[:2])
+        assert "cut" in told[0]
+        assert "member" in told[1]
+        assert time.monotonic() - begun < 2.0
+
+
+def test_a_refused_rendezvous_is_raised_and_an_absent_peer_fails_the_forming() -> None:
+    addresses: list[bytes] = []
+
+    def refuse(address: bytes) -> list[bytes]:
+        addresses.append(address)
+        raise StaleError("membership 3 is over")
+
+    with pytest.raises(StaleError, match="membership 3"):
+        form_gloo(0, 2, "127.0.0.1", refuse, 5.0)
+    with pytest.raises(ExchangeError, match="cannot form a group of 2"):
+        form_gloo(1, 2, "127.0.0.1", lambda address: [addresses[0], address], 1.0)

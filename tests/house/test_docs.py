@@ -1,0 +1,96 @@
+"""What the documentation says about the code is true, as far as a machine can tell."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.generate import MARKED, ROOT, pages, render
+from stratagem.common.job import load_job
+
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
+TOP_FOLDERS = ("common", "coordinator", "worker", "client", "protos", "tests", "docs", "examples")
+REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(TOP_FOLDERS)}|benchmarks|deploy)/[\w./*-]*")
+
+
+@pytest.fixture(params=PAGES, name="page")
+def _page(request: pytest.FixtureRequest) -> Path:
+    return PAGES[request.param]
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def blocks(page: Path, language: str, mark: str = "") -> Iterator[str]:
+    for found in FENCE.finditer(page.read_text()):
+        if found[1] == language and mark in ["", *found[2].split()]:
+            yield found[3]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to headings."""
+    titles = (title.lower().replace("`", "") for title in HEADING.findall(prose(page)))
+    return {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in titles}
+
+
+def test_generated_parts_are_current(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<!-- generated:") == text.count("<!-- end -->") == len(MARKED.findall(text))
+    assert render(text) == text, f"{page}: run `python docs/generate.py`"
+
+
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page}: {link}"
+
+
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    for code in INLINE_CODE.findall(prose(page)):
+        if REPOSITORY_PATH.fullmatch(code):
+            assert any(ROOT.glob(code.rstrip("/"))), f"{page}: {code}"
+
+
+def test_python_blocks_compile(page: Path) -> None:
+    for source in blocks(page, "python"):
+        compile(source, str(page), "exec")
+
+
+def test_runnable_jobs_are_valid(page: Path, tmp_path: Path) -> None:
+    for number, source in enumerate(blocks(page, "yaml", "runnable")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(source)
+        load_job(path)
+
+
+def test_examples_are_valid_jobs() -> None:
+    paths = sorted((ROOT / "examples").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        load_job(path)
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, queue = set[Path](), [ROOT / "README.md"]
+    while queue:
+        page = queue.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in LINK.findall(prose(page)):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target.exists():
+                queue.append(target)
+    assert not set(PAGES.values()) - reached

@@ -1,0 +1,227 @@
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
+from stratagem.common.ids import Digest
+from stratagem.coordinator.blobs import BlobStore
+from tests.store.programs import run
+from tests.store.updates import flip_bit
+
+CONTENT = bytes(range(256)) * 1000
+WRITE = """
+from stratagem.common.errors import UnavailableError
+from stratagem.coordinator.blobs import BlobStore
+store = BlobStore(Path(sys.argv[1]))
+def put(content):
+    writer = store.writer(len(content))
+    writer.write(content)
+    return writer.commit()
+"""
+
+
+def digest_of(content: bytes) -> Digest:
+    return Digest(hashlib.sha256(content).hexdigest())
+
+
+def put(store: BlobStore, content: bytes) -> Digest:
+    writer = store.writer(len(content))
+    view = memoryview(content)
+    for start in range(0, len(view), 1000):
+        writer.write(view[start : start + 1000])
+    return writer.commit()
+
+
+def read(store: BlobStore, digest: Digest) -> bytes:
+    with store.open(digest) as file:
+        return file.read()
+
+
+def temporary(root: Path) -> list[Path]:
+    return list((root / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("content", [CONTENT, b"", b"x" * (9 << 20)])
+def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: bytes) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    digest = put(store, content)
+    assert digest == digest_of(content)
+    path = tmp_path / "blobs" / digest[:2] / f"{digest}.safetensors"
+    assert store.path(digest) == path
+    assert store.exists(digest)
+    assert path.stat().st_mode & 0o077 == 0
+    assert read(store, digest) == content
+    assert read(BlobStore(tmp_path / "blobs"), digest) == content
+    assert put(store, content) == digest
+    assert not temporary(tmp_path / "blobs")
+
+
+def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    assert not store.exists(digest_of(b""))
+    for act in (store.open, store.path):
+        with pytest.raises(NotFoundError, match="not in the store"):
+            act(digest_of(b""))
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_a_name_that_is_no_digest_never_reaches_the_disk(tmp_path: Path, name: str) -> None:
+    store = BlobStore(tmp_path)
+    for act in (store.open, store.path, store.exists):
+        with pytest.raises(InvalidInputError, match="digest"):
+            act(Digest(name))
+
+
+@pytest.mark.parametrize("at", [0, 5000, len(CONTENT) - 1])
+def test_a_flipped_bit_is_found_at_the_first_read(tmp_path: Path, at: int) -> None:
+    digest = put(BlobStore(tmp_path), CONTENT)
+    flip_bit(BlobStore(tmp_path).path(digest), at)
+    with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
+        BlobStore(tmp_path).open(digest)
+
+
+def test_a_later_change_of_a_verified_file_is_found_and_writing_again_heals(
+    tmp_path: Path,
+) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, CONTENT)
+    read(store, digest)
+    with store.path(digest).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(IntegrityError, match="damaged"):
+        store.open(digest)
+    put(store, CONTENT)
+    assert read(store, digest) == CONTENT
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    digest = put(store, CONTENT)
+    path = store.path(digest)
+    secret = tmp_path / "secret"
+    path.rename(secret)
+    path.symlink_to(secret)
+    with pytest.raises(NotFoundError):
+        store.open(digest)
+    path.unlink()
+    path.parent.rename(tmp_path / "elsewhere")
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    secret.rename(tmp_path / "elsewhere" / path.name)
+    assert not store.exists(digest)
+    with pytest.raises(NotFoundError):
+        store.open(digest)
+    with pytest.raises(FileExistsError):
+        put(store, CONTENT)
+
+
+def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
+    tmp_path: Path,
+) -> None:
+    store = BlobStore(tmp_path)
+    writer = store.writer(3)
+    with pytest.raises(IntegrityError, match="more than the announced 3 bytes"):
+        writer.write(b"four")
+    writer = store.writer(3)
+    writer.write(b"tw")
+    with pytest.raises(IntegrityError, match="2 of the announced 3 bytes"):
+        writer.commit()
+    writer = store.writer(3)
+    writer.write(b"abc")
+    writer.abort()
+    writer.abort()
+    assert not temporary(tmp_path)
+    assert not store.exists(digest_of(b"abc"))
+
+
+def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(
+    tmp_path: Path,
+) -> None:
+    now_s = 50.0
+    old = put(BlobStore(tmp_path), b"of an earlier process")
+    store = BlobStore(tmp_path, monotonic=lambda: now_s)
+    live, fresh = put(store, b"live"), put(store, b"fresh")
+    unfinished = store.writer(10)
+    with store.open(old) as reader:
+        assert store.collect({live}, grace_s=60) == [old]
+        assert reader.read() == b"of an earlier process"
+    now_s += 61
+    assert store.collect({live, old}, grace_s=60) == [fresh]
+    assert (store.exists(live), store.exists(fresh)) == (True, False)
+    unfinished.write(b"0123456789")
+    assert store.exists(unfinished.commit())
+
+
+def test_a_new_store_removes_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
+    writing = BlobStore(tmp_path).writer(3)
+    run(WRITE + "store.writer(4).write(b'left'); os._exit(0)", tmp_path)
+    assert len(temporary(tmp_path)) == 2
+    BlobStore(tmp_path)
+    assert len(temporary(tmp_path)) == 1
+    writing.write(b"abc")
+    assert writing.commit() == digest_of(b"abc")
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "is_there"),
+    [("coordinator.blobs.before_rename", False), ("coordinator.blobs.after_rename", True)],
+)
+def test_a_crash_at_the_rename_leaves_all_or_nothing(
+    tmp_path: Path, failpoint: str, is_there: bool
+) -> None:
+    (tmp_path / failpoint).touch()
+    root = tmp_path / "blobs"
+    assert run(WRITE + "put(b'content')", root, failpoints=tmp_path)[0] == 137
+    store = BlobStore(root)
+    assert store.exists(digest_of(b"content")) == is_there
+    assert not temporary(root)
+    assert read(store, put(store, b"content")) == b"content"
+
+
+def test_a_full_disk_is_an_error_that_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+try:
+    put(bytes(300_000))
+except UnavailableError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+assert not os.listdir(Path(sys.argv[1]) / "tmp")
+print(put(bytes(300_000)))
+"""
+    _, out = run(WRITE + code, tmp_path)
+    assert out.splitlines()[0].startswith("the coordinator's disk is full")
+    assert out.splitlines()[1] == digest_of(bytes(300_000))
+
+
+def test_a_disk_that_takes_little_at_a_time_gets_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    store = BlobStore(tmp_path)
+    digest = put(store, CONTENT[:3000])
+    assert read(store, digest) == CONTENT[:3000]
+
+
+def test_a_disk_that_fails_to_sync_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlobStore(tmp_path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="input/output"):
+            put(store, CONTENT)
+    assert not store.exists(digest_of(CONTENT))
+    assert not temporary(tmp_path)

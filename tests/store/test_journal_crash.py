@@ -1,0 +1,124 @@
+"""The journal under kill -9, SIGSTOP and its failpoints."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stratagem.coordinator.journal import Holder, Journal
+from tests.store.programs import run, start
+
+APPEND_ONE = """
+from stratagem.coordinator.journal import Holder, Journal, Record
+log = Journal.open(Path(sys.argv[1]))
+term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
+log.append(term, [Record("a", 0, "K", 1, "{}", 0.0, 0.0)])
+log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1, "{}", 0.0, 0.0)])
+"""
+
+LEADER = """
+from stratagem.coordinator.journal import FencedError, Holder, Journal, Record
+log = Journal.open(Path(sys.argv[1]))
+term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
+print("leads", flush=True)
+for seq, action in enumerate(sys.stdin):
+    try:
+        if action == "append\\n":
+            log.append(term, [Record("a", seq, "K", 1, "{}", 0.0, 0.0)])
+        else:
+            log.renew(term)
+        print("done", flush=True)
+    except FencedError as error:
+        print(error, flush=True)
+"""
+
+# Forks, so that 20 rounds need not import everything 20 times.
+KILLED_UNDER_LOAD = """
+import json, random, time
+from stratagem.coordinator.journal import Holder, Journal, Record
+
+def write_for_ever(path, pipe):
+    log = Journal.open(path)
+    term = log.take_lead(Holder.of_this_process(), ttl_s=60).term
+    seq = sum(1 for _ in log.replay())
+    while True:
+        size = 1 + seq % 3
+        rows = [Record("a", seq + i, "K", 1, "x" * 300, 0.0, 0.0) for i in range(size)]
+        log.append(term, rows)
+        seq += size
+        os.write(pipe, b"%d\\n" % (seq - 1))
+
+random.seed(1)
+acknowledged = []
+for _ in range(20):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        write_for_ever(Path(sys.argv[1]), writing)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        for _ in range(random.randint(1, 60)):
+            last = lines.readline()
+        os.kill(pid, signal.SIGKILL)
+        last = (lines.read().split() or [last])[-1]
+    os.waitpid(pid, 0)
+    acknowledged.append(int(last))
+print(json.dumps(acknowledged))
+"""
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "num_events"),
+    [("coordinator.journal.before_commit", 1), ("coordinator.journal.after_commit", 3)],
+)
+def test_a_crash_at_a_commit_leaves_all_or_nothing(
+    tmp_path: Path, failpoint: str, num_events: int
+) -> None:
+    (tmp_path / failpoint).write_text("1")
+    status, _ = run(APPEND_ONE, tmp_path / "journal.db", failpoints=tmp_path)
+    assert status == 137
+    log = Journal.open(tmp_path / "journal.db")
+    assert [each.record.seq for each in log.replay()] == list(range(num_events))
+    assert log.take_lead(Holder.of_this_process(), ttl_s=60).term == 2
+    log.close()
+
+
+def test_twenty_kills_under_load_lose_no_acknowledged_event(tmp_path: Path) -> None:
+    _, out = run(KILLED_UNDER_LOAD, tmp_path / "journal.db")
+    acknowledged = json.loads(out)
+    log = Journal.open(tmp_path / "journal.db")
+    seqs = [each.record.seq for each in log.replay()]
+    assert seqs == list(range(len(seqs)))
+    assert len(acknowledged) == 20
+    assert acknowledged == sorted(set(acknowledged))
+    assert seqs[-1] >= acknowledged[-1]
+    log.close()
+
+
+def test_a_frozen_leader_finds_itself_fenced(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    with start(LEADER, path) as frozen:
+        assert frozen.stdin is not None
+        assert frozen.stdout is not None
+
+        def ask(action: str) -> str:
+            assert frozen.stdin is not None
+            assert frozen.stdout is not None
+            print(action, file=frozen.stdin, flush=True)
+            return frozen.stdout.readline().strip()
+
+        assert frozen.stdout.readline() == "leads\n"
+        assert ask("append") == "done"
+        os.kill(frozen.pid, signal.SIGSTOP)
+        log = Journal.open(path)
+        lead = log.take_lead(Holder.of_this_process(), ttl_s=0.2)
+        assert lead.term == 2
+        os.kill(frozen.pid, signal.SIGCONT)
+        assert ask("append") == "term 1 no longer leads: term 2 does"
+        assert ask("renew") == "term 1 no longer leads: term 2 does"
+        log.renew(lead.term)
+        assert [each.record.seq for each in log.replay()] == [0]
+        log.close()
+        frozen.stdin.close()

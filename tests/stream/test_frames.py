@@ -1,0 +1,77 @@
+"""Framed chunks are the messages that protobuf makes, byte for byte, in both directions."""
+
+from __future__ import annotations
+
+import google_crc32c
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.common.tensors.frames import ChunkFrame, crc32c, frame, reading_frames
+from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
+
+CARRIERS = (
+    worker_pb2.GetStateResponse,
+    worker_pb2.SetStateRequest,
+    worker_pb2.GetGradientsResponse,
+    worker_pb2.ApplyGradientsRequest,
+    coordinator_pb2.DownloadStateResponse,
+    coordinator_pb2.UploadDataRequest,
+    peer_pb2.SendRequest,
+)
+OFFSETS = st.one_of(st.just(0), st.integers(1, 300), st.integers(0, 2**63 - 1))
+SIZES = st.one_of(st.integers(1, 300), st.integers(4080, 4200), st.just(2**20))
+read = reading_frames(worker_pb2.SetStateRequest.FromString)
+
+
+@given(OFFSETS, SIZES, st.sampled_from(CARRIERS))
+def test_a_frame_is_what_protobuf_writes_and_reads(offset: int, size: int, carrier: type) -> None:
+    data = (b"%d" % size * size)[:size]
+    message = carrier()
+    message.chunk.offset, message.chunk.data = offset, data
+    message.chunk.crc32c = google_crc32c.value(data)
+    raw = frame(offset, memoryview(data))
+    assert raw == message.SerializeToString()
+    received = reading_frames(carrier.FromString)(raw)
+    assert isinstance(received, ChunkFrame) == (len(raw) >= 4096)
+    assert received.WhichOneof("message") == "chunk"
+    assert (received.chunk.offset, bytes(received.chunk.data)) == (offset, data)
+    assert received.chunk.crc32c == crc32c(memoryview(data))
+    assert received.HasField("chunk")
+    assert not received.HasField("header" if hasattr(carrier, "header") else "manifest")
+
+
+PADDING = worker_pb2.SetStateRequest()
+PADDING.chunk.data = b"x" * 5000
+PADDING.chunk.crc32c = 7
+RAW = PADDING.SerializeToString()
+
+
+@given(st.integers(0, len(RAW) - 1), st.integers(0, 255), st.sampled_from(["set", "cut", "insert"]))
+def test_a_damaged_frame_means_what_protobuf_says(at: int, byte: int, how: str) -> None:
+    at = at % 12 if at % 2 else len(RAW) - 1 - at % 12  # where the structure is
+    change = {
+        "set": RAW[:at] + bytes([byte]) + RAW[at + 1 :],
+        "cut": RAW[:at] + RAW[at + 1 :],
+        "insert": RAW[:at] + bytes([byte]) + RAW[at:],
+    }[how]
+    try:
+        expected = worker_pb2.SetStateRequest.FromString(change)
+    except DecodeError:
+        expected = None
+    try:
+        received = read(change)
+    except DecodeError:
+        received = None
+    if expected is None or not isinstance(received, ChunkFrame):
+        assert received == expected
+        return
+    assert expected.WhichOneof("message") == "chunk"
+    assert received.offset == expected.chunk.offset
+    assert received.data == expected.chunk.data
+    assert received.crc32c == expected.chunk.crc32c
+
+
+def test_other_messages_are_left_alone() -> None:
+    for kind in (worker_pb2.ExecuteRequest, worker_pb2.DescribeRequest, peer_pb2.PeerHeader):
+        assert reading_frames(kind.FromString) == kind.FromString

@@ -1,0 +1,101 @@
+"""The gRPC link between real processes: the reducer's bits over it, and a member that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.v1 import peer_pb2_grpc
+from stratagem.worker.exchange import ExchangeError, mesh_exchange
+from stratagem.worker.mesh.grpc import GrpcLink, form_grpc
+from stratagem.worker.peer import Group, PeerHub, PeerServicer
+from tests.exchange.cases import Case, one_step
+from tests.exchange.party import introduce, party, rendezvous_over
+
+NUM_STEPS = 3
+
+
+@contextmanager
+def hub_in_a_thread() -> Iterator[PeerHub]:
+    """A served hub, as a worker process has one, on an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> PeerHub:
+        server = make_server()
+        hub = PeerHub(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
+        await server.start()
+        hub_servers.append(server)
+        return hub
+
+    hub_servers: list[object] = []
+    try:
+        hub = asyncio.run_coroutine_threadsafe(start(), loop).result()
+        yield hub
+        asyncio.run_coroutine_threadsafe(hub.stop(), loop).result()
+    finally:
+        for server in hub_servers:
+            asyncio.run_coroutine_threadsafe(server.stop(1.0), loop).result()  # type: ignore[attr-defined]
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def form(hub: PeerHub, pipe: Connection, rank: int, size: int) -> GrpcLink:
+    return form_grpc(hub, Group("run", "", 1, 1, rank, size), rendezvous_over(pipe), 10.0)
+
+
+def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
+    with hub_in_a_thread() as hub:
+        params, buckets = case.make_buckets()
+        exchange = mesh_exchange(buckets, form(hub, pipe, rank, size), case.num_shards)
+        words = "equal"
+        for step in range(NUM_STEPS):
+            if one_step(exchange, params, case, step) != case.expected(step):
+                words = f"step {step} differs on member {rank}"
+        exchange.close()
+        pipe.send(words)
+        pipe.recv()
+
+
+@pytest.mark.parametrize(("size", "case"), [(2, Case(5, 5)), (3, Case(4, 3, dtype=torch.bfloat16))])
+def test_the_reducer_gives_the_same_bits_over_grpc(size: int, case: Case) -> None:
+    with party(sum_some_steps, size, case) as members:
+        introduce(members)
+        assert [member.receive() for member in members] == ["equal"] * size
+
+
+def wait_for_the_next(pipe: Connection, rank: int, size: int) -> None:
+    with hub_in_a_thread() as hub:
+        link = form(hub, pipe, rank, size)
+        pipe.send("formed")
+        work = link.recv((rank + 1) % size, 1, torch.empty(10))
+        try:
+            work.wait(30.0)
+        except ExchangeError as error:
+            pipe.send((time.monotonic(), str(error)))
+        link.cut()
+        pipe.recv()
+
+
+def test_a_killed_member_is_seen_at_once() -> None:
+    with party(wait_for_the_next, 3) as members:
+        introduce(members)
+        assert [member.receive() for member in members] == ["formed"] * 3
+        killed_at_s = time.monotonic()
+        members[0].kill()
+        for member, where in ((members[2], "member 0"), (members[1], "member 2")):
+            seen_at_s, words = member.receive()  # 2 waits for 0; 1 waits for 2, who then cuts
+            assert where in words
+            assert seen_at_s - killed_at_s < 5.0
+            print(f"{where} seen after {(seen_at_s - killed_at_s) * 1000:.0f} ms: {words}")

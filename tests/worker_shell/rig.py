@@ -1,0 +1,160 @@
+"""A coordinator that does what it is told, and real worker processes that talk to it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.v1 import coordinator_pb2 as cpb
+from stratagem.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
+from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Barrier:
+    arrivals: dict[int, cpb.RendezvousRequest] = field(default_factory=dict)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeCoordinator(CoordinatorServiceServicer):
+    """Minimal: every membership has as many members as `sizes` says."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, cpb.RegisterWorkerRequest] = {}
+        self.num_registered: dict[str, int] = defaultdict(int)
+        self.heartbeats: list[cpb.HeartbeatRequest] = []
+        self.suspects: list[cpb.SuspectRequest] = []
+        self.known = True
+        self.sizes: dict[tuple[str, int], int] = {}
+        self.barriers: dict[tuple[str, int], Barrier] = defaultdict(Barrier)
+        self.changed = asyncio.Condition()
+
+    async def wait(self, condition: Any) -> None:
+        async with asyncio.timeout(60), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def _note(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def RegisterWorker(self, request: Any, context: Any) -> cpb.RegisterWorkerResponse:
+        self.registered[request.worker_id] = request
+        self.num_registered[request.worker_id] += 1
+        self.known = True
+        await self._note()
+        return cpb.RegisterWorkerResponse(term=1, heartbeat_interval_s=0.05, lease_ttl_s=5.0)
+
+    async def Heartbeat(self, request: Any, context: Any) -> cpb.HeartbeatResponse:
+        self.heartbeats.append(request)
+        await self._note()
+        if not self.known:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
+        return cpb.HeartbeatResponse(term=1)
+
+    async def Rendezvous(self, request: Any, context: Any) -> cpb.RendezvousResponse:
+        key = (request.session.run_id, request.fence.membership)
+        if key not in self.sizes:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale membership")
+        barrier = self.barriers[key]
+        barrier.arrivals[request.rank] = request
+        await self._note()
+        if len(barrier.arrivals) == self.sizes[key]:
+            barrier.full.set()
+        await barrier.full.wait()
+        return cpb.RendezvousResponse(
+            members=[
+                cpb.RendezvousMember(
+                    endpoint=each.endpoint,
+                    address=each.address,
+                    applied_step=each.applied_step if each.HasField("applied_step") else None,
+                )
+                for _, each in sorted(barrier.arrivals.items())
+            ]
+        )
+
+    async def Suspect(self, request: Any, context: Any) -> cpb.SuspectResponse:
+        self.suspects.append(request)
+        await self._note()
+        return cpb.SuspectResponse()
+
+
+@dataclass
+class Worker:
+    name: str
+    process: asyncio.subprocess.Process
+    address: str
+    incarnation: str
+    ready: Mapping[str, Any]
+    channel: grpc.aio.Channel
+    stub: Any
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@dataclass
+class Rig:
+    coordinator: FakeCoordinator
+    address: str
+    directory: Path
+    workers: list[Worker] = field(default_factory=list)
+
+    async def start(self, name: str, *flags: str, **variables: str) -> Worker:
+        ready = self.directory / f"{name}.ready"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "stratagem.worker", "--coordinator", self.address),
+            *("--name", name, "--threads", "1", "--ready-file", str(ready)),
+            *("--allow", "tests.worker_shell.userland:*", "--import-path", str(ROOT)),
+            *flags,
+            env={**os.environ, **variables},
+        )
+        count = self.coordinator.num_registered[name]
+        await self.coordinator.wait(lambda: self.coordinator.num_registered[name] > count)
+        facts = json.loads(ready.read_text())
+        channel = open_channel(facts["address"])
+        worker = Worker(
+            name=name,
+            process=process,
+            address=facts["address"],
+            incarnation=facts["incarnation"],
+            ready=facts,
+            channel=channel,
+            stub=WorkerServiceStub(channel),
+        )
+        self.workers.append(worker)
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def open_rig(directory: Path) -> AsyncIterator[Rig]:
+    server = make_server()
+    coordinator = FakeCoordinator()
+    add_CoordinatorServiceServicer_to_server(coordinator, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    rig = Rig(coordinator, f"127.0.0.1:{port}", directory)
+    try:
+        yield rig
+    finally:
+        for worker in rig.workers:
+            await worker.stop()
+        await server.stop(None)

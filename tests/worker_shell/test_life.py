@@ -1,0 +1,75 @@
+"""How a worker process makes itself known, and how it ends."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stratagem.common.rpc.channel import open_channel
+from tests.worker_shell import userland
+from tests.worker_shell.gate import Gate
+from tests.worker_shell.rig import Rig, Worker
+from tests.worker_shell.saying import Plan, attend, base_of, build_request, job, refusal
+
+pytestmark = pytest.mark.cluster
+
+
+async def test_the_worker_registers_beats_and_registers_again(rig: Rig, w0: Worker) -> None:
+    coordinator = rig.coordinator
+    told = coordinator.registered["w0"]
+    assert (told.address, told.incarnation) == (w0.address, w0.incarnation)
+    assert list(told.capability.tags) == ["a", "b"]
+    assert told.capability.num_threads == 1
+    assert told.capability.numerics_fingerprint
+    count = coordinator.num_registered["w0"]
+    coordinator.known = False
+    await coordinator.wait(lambda: coordinator.num_registered["w0"] > count)
+    assert coordinator.registered["w0"].incarnation == w0.incarnation
+    async with open_channel(w0.ready["health_address"]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_sigterm_drains(own_rig: Rig, tmp_path: Path) -> None:
+    worker = await own_rig.start("d")
+    gate = Gate(tmp_path)
+    run_id, spec = "drain", job("gated", gate.kwargs)
+    base = await base_of(worker, run_id, spec)
+    plan = Plan(run_id, spec, base, num_shards=1)
+    attending = asyncio.create_task(attend(worker, plan.request([worker], 0), base))
+    await gate.arrived()
+    worker.process.send_signal(signal.SIGTERM)
+    beats = own_rig.coordinator.heartbeats
+    await own_rig.coordinator.wait(lambda: beats and beats[-1].draining)
+    refused = await refusal(worker.stub.Execute(build_request("new", spec)))
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
+    gate.open()
+    await gate.leave()
+    assert (await attending).result.interrupted.reason == "drained"
+    assert await worker.process.wait() == 0
+
+
+async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    run_id, spec = "drain-pair", job("gated", gate.kwargs)
+    a, b = await asyncio.gather(own_rig.start("a", **{userland.NO_GATE: "yes"}), own_rig.start("b"))
+    own_rig.coordinator.sizes[run_id, 1] = 2
+    base = await base_of(a, run_id, spec)
+    plan = Plan(run_id, spec, base)
+    staying = asyncio.create_task(attend(a, plan.request([a, b], 0), base))
+    leaving = asyncio.create_task(attend(b, plan.request([a, b], 1), base))
+    await gate.arrived()
+    b.process.send_signal(signal.SIGTERM)
+    beats = own_rig.coordinator.heartbeats
+    await own_rig.coordinator.wait(lambda: beats and beats[-1].draining)
+    gate.open()
+    await gate.leave()
+    assert (await leaving).result.interrupted.reason == "drained"
+    assert await b.process.wait() == 0
+    said = await attend(a, plan.request([a], 0, membership=2))
+    assert (said.result.train.step, said.result.train.num_redone_steps) == (10, 0)
+    assert (await staying).result.train.step == 10

@@ -1,0 +1,127 @@
+"""Makes this worker known to the coordinator and keeps its lease alive.
+
+Owns registration and heartbeats, on a channel of their own so that no tensor stream can hold them
+up. A coordinator that is away is waited for; training goes on meanwhile. Knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+
+from stratagem.common.rpc.channel import open_channel
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 10.0
+
+
+def retry_delay_s(attempt: int) -> float:
+    """Exponential backoff with jitter, so that workers do not come back all at once."""
+    ceiling = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16))
+    return float(ceiling * random.uniform(0.5, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is, as the coordinator gets to know it."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    capability: types_pb2.Capability
+
+
+@dataclass(slots=True)
+class Agent:
+    """One per process; `run` is a task that ends by cancellation only."""
+
+    coordinator: str
+    identity: Identity
+    see_term: Callable[[int], None]
+    is_registered: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_draining: bool = False
+    _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Register, then beat; register again whenever the coordinator has forgotten us."""
+        async with open_channel(self.coordinator, own_connection=True) as channel:
+            stub = CoordinatorServiceStub(channel)
+            while True:
+                answer = await self._register(stub)
+                self.see_term(answer.term)
+                self.is_registered.set()
+                await self._beat(stub, answer.heartbeat_interval_s)
+                self.is_registered.clear()
+
+    def drain(self) -> None:
+        """Say so in every heartbeat from now on, the first one at once."""
+        self._is_draining = True
+        self._beat_now.set()
+
+    async def _register(self, stub: CoordinatorServiceAsyncStub) -> pb.RegisterWorkerResponse:
+        request = pb.RegisterWorkerRequest(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            address=self.identity.address,
+            capability=self.identity.capability,
+        )
+        attempt = 0
+        while True:
+            try:
+                answer = await stub.RegisterWorker(request, timeout=CALL_TIMEOUT_S)
+                log.info("registered", coordinator=self.coordinator, term=answer.term)
+                return answer
+            except grpc.aio.AioRpcError as error:
+                _report(attempt, "cannot register", error)
+            await asyncio.sleep(retry_delay_s(attempt))
+            attempt += 1
+
+    async def _beat(self, stub: CoordinatorServiceAsyncStub, interval_s: float) -> None:
+        """Beat until the coordinator answers that it does not know this incarnation."""
+        num_failed = 0
+        while True:
+            request = pb.HeartbeatRequest(
+                worker_id=self.identity.worker_id,
+                incarnation=self.identity.incarnation,
+                draining=self._is_draining,
+            )
+            try:
+                answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
+                self.see_term(answer.term)
+                num_failed = 0
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    log.info("the coordinator does not know this worker; registering again")
+                    return
+                _report(num_failed, "heartbeat failed", error)
+                num_failed += 1
+            await self._pause(interval_s)
+
+    async def _pause(self, interval_s: float) -> None:
+        self._beat_now.clear()
+        try:
+            async with asyncio.timeout(interval_s):
+                await self._beat_now.wait()
+        except TimeoutError:
+            return
+
+
+def _report(num_before: int, what: str, error: grpc.aio.AioRpcError) -> None:
+    """The first failure of a row as a warning, the others quietly."""
+    level = log.debug if num_before else log.warning
+    level(what, code=error.code().name, details=error.details())

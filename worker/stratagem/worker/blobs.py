@@ -1,0 +1,218 @@
+"""Blobs that the coordinator has brought: committed states and inline data, named by digest.
+
+Owns what is kept of each run (all data, the newest two states), where it lies (memory, or a file
+above a limit), and uploads that are not complete yet, which a later call may continue. A blob is
+visible once all its bytes are here and its digest is right. Lives on the event loop. Knows nothing
+of sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from torch import Tensor
+
+from stratagem.common.errors import ConflictError, IntegrityError
+from stratagem.common.tensors.chunks import ChunkWriter, Sink
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.safefile import header_bytes
+from stratagem.common.tensors.torch_codec import allocate, load_file
+
+NUM_STATES_PER_RUN: Final = 2
+
+Tensors = Mapping[str, Tensor]
+
+
+class Blob(Protocol):
+    """One complete, verified blob. `load` gives tensors that the caller must not change."""
+
+    @property
+    def purpose(self) -> Purpose: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    def load(self) -> tuple[Tensors, Mapping[str, str]]: ...
+    def drop(self) -> None: ...
+
+
+class _Place(Protocol):
+    """Where the bytes of an upload go."""
+
+    @property
+    def sink(self) -> Sink: ...
+    def finish(self) -> Blob: ...
+    def drop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    manifest: Manifest
+    tensors: Tensors
+
+    @property
+    def purpose(self) -> Purpose:
+        return self.manifest.purpose
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.manifest.total_bytes
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        return self.tensors, self.manifest.metadata
+
+    def drop(self) -> None:
+        """The tensors go with the last reference to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    path: Path
+    purpose: Purpose
+    memory_bytes: int = 0
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        tensors, manifest = load_file(self.path)
+        return tensors, manifest.metadata
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class _MemoryPlace:
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.sink, self._finish = allocate(manifest)
+
+    def finish(self) -> Blob:
+        return _InMemory(self._manifest, self._finish())
+
+    def drop(self) -> None:
+        """Nothing lies anywhere else."""
+
+
+class _FilePlace:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._purpose = manifest.purpose
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(header_bytes(manifest))
+
+    def sink(self, _offset: int, data: bytes) -> None:
+        self._file.write(data)
+
+    def finish(self) -> Blob:
+        self._file.close()
+        return _OnDisk(self._path, self._purpose)
+
+    def drop(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Upload:
+    """One blob on its way in. Survives the stream that carried its first part."""
+
+    def __init__(self, digest: str, manifest: Manifest, place: _Place) -> None:
+        self.digest = digest
+        self.manifest = manifest
+        self.is_open = False
+        self._place = place
+        self._hash = hashlib.sha256(header_bytes(manifest))
+        self.writer = ChunkWriter(manifest.total_bytes, self._take)
+
+    def finish(self) -> Blob:
+        """The verified blob; IntegrityError when the bytes are not those that the digest names."""
+        self.writer.finish()
+        if self._hash.hexdigest() != self.digest:
+            raise IntegrityError(f"blob {self.digest}: its bytes have another digest")
+        return self._place.finish()
+
+    def drop(self) -> None:
+        self._place.drop()
+
+    def _take(self, offset: int, data: bytes) -> None:
+        self._place.sink(offset, data)
+        self._hash.update(data)
+
+
+class BlobCache:
+    """The blobs of all runs of this worker."""
+
+    def __init__(self, data_dir: Path | None, max_memory_bytes: int) -> None:
+        self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
+        self._max_memory_bytes = max_memory_bytes
+        self._runs: dict[str, OrderedDict[str, Blob]] = {}
+        self._uploads: dict[tuple[str, str], Upload] = {}
+        self._changed = asyncio.Event()
+
+    def find(self, run_id: str, digest: str) -> Blob | None:
+        blobs = self._runs.get(run_id, OrderedDict())
+        if digest in blobs:
+            blobs.move_to_end(digest)
+        return blobs.get(digest)
+
+    async def get(self, run_id: str, digest: str) -> Blob:
+        """The blob, as soon as it has arrived."""
+        while (found := self.find(run_id, digest)) is None:
+            await self._changed.wait()
+        return found
+
+    def open_upload(self, run_id: str, digest: str, manifest: Manifest) -> Upload:
+        """The upload of this blob, new or where it broke off; the caller ends `is_open`."""
+        upload = self._uploads.get((run_id, digest))
+        if upload is not None and upload.is_open:
+            raise ConflictError(f"another stream uploads blob {digest}")
+        if upload is None or upload.manifest != manifest:
+            if upload is not None:
+                upload.drop()
+            upload = Upload(digest, manifest, self._place(run_id, digest, manifest))
+            self._uploads[run_id, digest] = upload
+        upload.is_open = True
+        return upload
+
+    def commit(self, run_id: str, upload: Upload) -> None:
+        """Make a complete upload a blob; IntegrityError, and the bytes gone, when it is wrong."""
+        self._uploads.pop((run_id, upload.digest), None)
+        try:
+            blob = upload.finish()
+        except IntegrityError:
+            upload.drop()
+            raise
+        self._keep(run_id, upload.digest, blob)
+
+    def drop_run(self, run_id: str) -> None:
+        for blob in self._runs.pop(run_id, {}).values():
+            blob.drop()
+        for key in [key for key in self._uploads if key[0] == run_id]:
+            self._uploads.pop(key).drop()
+
+    def clear(self) -> None:
+        for run_id in {*self._runs, *(run_id for run_id, _ in self._uploads)}:
+            self.drop_run(run_id)
+        if self._directory is not None and self._directory.exists():
+            for directory in self._directory.iterdir():
+                directory.rmdir()
+            self._directory.rmdir()
+
+    def _place(self, run_id: str, digest: str, manifest: Manifest) -> _Place:
+        used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
+        used += sum(upload.manifest.total_bytes for upload in self._uploads.values())
+        if self._directory is None or used + manifest.total_bytes <= self._max_memory_bytes:
+            return _MemoryPlace(manifest)
+        return _FilePlace(self._directory / run_id / digest, manifest)
+
+    def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
+        blobs = self._runs.setdefault(run_id, OrderedDict())
+        blobs[digest] = blob
+        states = [each for each, held in blobs.items() if held.purpose is not Purpose.DATA]
+        for oldest in states[:-NUM_STATES_PER_RUN]:
+            blobs.pop(oldest).drop()
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,202 @@
+"""How the event loop steers a plan that runs in the torch thread, and how the plan waits.
+
+Owns the current view of the party, the wish to abort or drain, and the exchange that must be cut
+when one of them changes. The loop side writes, the torch side reads and waits; a wait ends early
+when the ground under it moves: with Interrupt (aborted, drained) or Moved (a newer view).
+Knows nothing of engines, sessions or messages beyond the view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+T = TypeVar("T")
+
+ABORTED: Final = "aborted"
+DRAINED: Final = "drained"
+
+
+class Interrupt(Exception):
+    """The plan ends here, without an error; `reason` is ABORTED or DRAINED."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Moved(Exception):
+    """The view that the plan works with is no longer the current one."""
+
+
+class Parked(Exception):
+    """The plan can go on only under a view newer than `membership`.
+
+    Until there is one, the torch thread is free for other plans.
+    """
+
+    def __init__(self, membership: int) -> None:
+        self.membership = membership
+        super().__init__(membership)
+
+
+class Cuttable(Protocol):
+    """What a blocked torch thread may hang in; cut(), from any thread, makes it raise."""
+
+    def cut(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One member of a party, and the logical shards it computes."""
+
+    worker_id: str
+    address: str
+    shards: range
+
+
+@dataclass(frozen=True, slots=True)
+class PartyView:
+    """A party at one membership, as one of its members sees it."""
+
+    term: int
+    membership: int
+    rank: int
+    members: tuple[Peer, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def me(self) -> Peer:
+        return self.members[self.rank]
+
+
+class Control:
+    """One per execution. Methods say which side may call them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, view: PartyView) -> None:
+        self._loop = loop
+        self._view = view
+        self._interrupt: str | None = None
+        self._is_draining = False
+        self._changed = asyncio.Event()
+        self._cut_lock = threading.Lock()
+        self._held: tuple[Cuttable, int] | None = None
+
+    # ---- loop side ----
+
+    def set_view(self, view: PartyView) -> None:
+        """Give the plan a newer view; what it exchanges under an older one is cut."""
+        self._view = view
+        self._cut()
+        self._wake()
+
+    def interrupt(self, reason: str) -> None:
+        """End the plan at the next chance, now if it is waiting or exchanging."""
+        self._interrupt = self._interrupt or reason
+        self._cut()
+        self._wake()
+
+    def reset(self) -> None:
+        """The plan is about to run again."""
+        self._interrupt = None
+
+    def drain(self) -> None:
+        """Let the plan finish the step it is in, then end it; a plan that waits ends now."""
+        self._is_draining = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- either side ----
+
+    @property
+    def view(self) -> PartyView:
+        return self._view
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def is_ending(self) -> bool:
+        """The plan was told to end: now, or after its present step."""
+        return self._is_draining or self._interrupt is not None
+
+    def check(self) -> None:
+        """Raise Interrupt when the plan was told to end now."""
+        if self._interrupt is not None:
+            raise Interrupt(self._interrupt)
+
+    # ---- torch side ----
+
+    def hold(self, exchange: Cuttable, membership: int) -> None:
+        """From now on a newer view, or an interrupt, cuts this exchange."""
+        with self._cut_lock:
+            self._held = (exchange, membership)
+        if self._view.membership > membership or self._interrupt is not None:
+            exchange.cut()
+
+    def let_go(self) -> None:
+        """The exchange is no longer in use."""
+        with self._cut_lock:
+            self._held = None
+
+    def wait(self, work: Coroutine[Any, Any, T], membership: int | None = None) -> T:
+        """Run a coroutine on the loop and block for its result.
+
+        Raises Interrupt when the plan is to end meanwhile, and, where a membership is given,
+        Moved when the view is of another one.
+        """
+        return asyncio.run_coroutine_threadsafe(self._race(work, membership), self._loop).result()
+
+    def view_after(self, membership: int) -> PartyView:
+        """The view of a higher membership; raises Parked while there is none."""
+        self._stand(None)
+        if self._view.membership <= membership:
+            raise Parked(membership)
+        return self._view
+
+    def _cut(self) -> None:
+        with self._cut_lock:
+            held = self._held
+        if held is None:
+            return
+        exchange, membership = held
+        if self._view.membership > membership or self._interrupt is not None:
+            exchange.cut()
+
+    async def _race(self, work: Coroutine[Any, Any, T], membership: int | None) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._stand(membership)
+                await _first(task, self._changed)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _stand(self, membership: int | None) -> None:
+        self.check()
+        if self._is_draining:
+            raise Interrupt(DRAINED)
+        if membership is not None and self._view.membership != membership:
+            raise Moved
+
+
+async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:
+    """Wait for whichever comes first."""
+    waiter = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)

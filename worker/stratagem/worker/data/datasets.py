@@ -1,0 +1,133 @@
+"""What a data set is to us, and how rows get from it into a computation.
+
+Owns gathering: rows are always copied into storage that torch allocated, never views, because the
+bits of a matrix product depend on the alignment of its operands. Must not know where a data set
+came from or which rows are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.worker.entrypoints import user_code
+
+# torch aligns its own CPU allocations to this many bytes.
+_ALIGNMENT_BYTES: Final = 64
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Rows by number. `take` gets int64 indices on the CPU and answers (x, y)."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDataset:
+    """Tensors, or tuples and dicts of them, whose first dimension counts rows. y may be None."""
+
+    x: Any
+    y: Any
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, indices)
+
+        return map_tensors(self.x, rows), map_tensors(self.y, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The rows of another data set that belong to one federated client."""
+
+    base: Dataset
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        return self.base.take(self.rows.index_select(0, indices))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nesting of tuples, lists and dicts with every tensor (or array) changed."""
+    match value:
+        case Tensor():
+            return change(value)
+        case np.ndarray():
+            return change(torch.from_numpy(value))
+        case tuple() | list():
+            return type(value)(map_tensors(each, change) for each in value)
+        case Mapping():
+            return {key: map_tensors(each, change) for key, each in value.items()}
+        case None:
+            return None
+        case _:
+            kind = type(value).__name__
+            raise InvalidInputError.at(
+                "data", f"holds a {kind}; tensors and tuples, lists and dicts of them are allowed"
+            )
+
+
+def as_dataset(value: object, split: str) -> Dataset:
+    """A data set as it came from the user or a file, checked."""
+    if isinstance(value, tuple) and len(value) in (1, 2):
+        return tensor_dataset(value[0], value[1] if len(value) == 2 else None, split)
+    if isinstance(value, Dataset):
+        return value
+    raise InvalidInputError.at(
+        f"data.{split}",
+        f"is a {type(value).__name__}; allowed are a tuple (x, y) of tensors and an object with "
+        "len() and take(indices) -> (x, y)",
+    )
+
+
+def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
+    """A data set of whole tensors; all of them must have the same number of rows."""
+    lengths: set[int] = set()
+
+    def check(tensor: Tensor) -> Tensor:
+        lengths.add(tensor.shape[0] if tensor.dim() else -1)
+        return tensor
+
+    x, y = map_tensors(x, check), map_tensors(y, check)
+    if len(lengths) != 1 or -1 in lengths:
+        raise InvalidInputError.at(
+            f"data.{split}", f"tensors must have the same number of rows, not {sorted(lengths)}"
+        )
+    return TensorDataset(x, y, lengths.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Takes rows out of data sets, as floats of one dtype on one device."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, dataset: Dataset, indices: Tensor, activity: str) -> tuple[Any, Any]:
+        """(x, y) of these rows, in storage of their own."""
+        with user_code(activity):
+            pair = dataset.take(indices)
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise TypeError(f"take() must return (x, y), not a {type(pair).__name__}")
+        return map_tensors(pair[0], self._place), map_tensors(pair[1], self._place)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        placed = tensor.detach().to(self.device, dtype).contiguous()
+        return placed.clone() if placed.data_ptr() % _ALIGNMENT_BYTES else placed

@@ -1,0 +1,19 @@
+"""The training engine of a worker: steps, evaluation, client rounds, state.
+
+`build_trainer` and `run_client_round` are what the rest of the worker uses.
+"""
+
+from stratagem.worker.engine.build import build_trainer
+from stratagem.worker.engine.client_round import ClientRound, ClientRunner, run_client_round
+from stratagem.worker.engine.evaluate import Part
+from stratagem.worker.engine.trainer import StepReport, Trainer
+
+__all__ = [
+    "ClientRound",
+    "ClientRunner",
+    "Part",
+    "StepReport",
+    "Trainer",
+    "build_trainer",
+    "run_client_round",
+]

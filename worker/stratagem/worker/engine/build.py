@@ -1,0 +1,47 @@
+"""Puts a trainer together from a job: model, data, loss, metrics.
+
+The only place that knows all of them by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.engine.trainer import Setup, Trainer
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.losses import make_loss
+from stratagem.worker.metrics import make_metrics
+from stratagem.worker.models.build import build_model, float_dtype
+
+_EVALUATION_BATCH_SIZE = 256
+
+
+def build_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    *,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None = None,
+) -> Trainer:
+    """fresh: the model is initialised from the seed; otherwise load_state must come first."""
+    data = load_data(job, entrypoints, sources or DataSources())
+    model = build_model(job, entrypoints, device=device, fresh=fresh)
+    loss = make_loss(job.loss, entrypoints)
+    gather = Gather(float_dtype(job), device)
+    randomness = KeyedRandomness(model, device)
+    evaluation = job.evaluation
+    evaluator = Evaluator(
+        model=model,
+        randomness=randomness,
+        gather=gather,
+        loss=loss,
+        metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
+        batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
+    )
+    return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness))

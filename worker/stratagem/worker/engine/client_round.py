@@ -1,0 +1,163 @@
+"""One round of one federated client: local epochs over the client's own rows.
+
+Clients are stateless: each round starts from the global state with a fresh optimizer, and its
+sample order and random numbers depend on (seed, client, round) only, so a round that is done again
+gives the same update. Rounds count from 1. Must not know the coordinator or other clients' data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated, FedProx
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.order import epoch_order
+from stratagem.worker.data.sources import Client, DataSources, load_data
+from stratagem.worker.engine import state
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.entrypoints import EntryPoints, user_code
+from stratagem.worker.losses import make_loss
+from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+
+# Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
+_CLIENT_STRIDE = 0x9E3779B97F4A7C15
+_SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRound:
+    """A client's update: the model after its local training, weighted by its rows."""
+
+    tensors: Mapping[str, Tensor]
+    num_samples: int
+    loss: float
+    num_steps: int
+
+
+def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
+    """The order of a client's rows in an epoch, counted over all rounds from 0."""
+    return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
+
+
+class ClientRunner:
+    """Runs rounds of any clients of one job; keeps the model and the data between rounds."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        entrypoints: EntryPoints,
+        device: torch.device,
+        sources: DataSources | None = None,
+    ) -> None:
+        if not isinstance(job.strategy, Federated):
+            raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
+        self._job, self._strategy = job, job.strategy
+        self._entrypoints, self._sources = entrypoints, sources or DataSources()
+        self._model = build_model(job, entrypoints, device=device, fresh=False)
+        self._params = [p for p in self._model.parameters() if p.requires_grad]
+        self._loss = make_loss(job.loss, entrypoints)
+        self._gather = Gather(float_dtype(job), device)
+        self._randomness = KeyedRandomness(self._model, device)
+        self._data: dict[Client, Dataset] = {}
+
+    def run(
+        self, base: Mapping[str, Tensor], client: int, num_clients: int, round_num: int
+    ) -> ClientRound:
+        """Trains from the global state `base`; the update is on the CPU."""
+        data = self._rows(Client(client, num_clients))
+        state.load_model_state(self._model, base)
+        anchors = [param.detach().clone() for param in self._params] if self._mu else []
+        optimizer = make_optimizer(self._job.optimizer, self._params)
+        rounds = self._strategy.rounds
+        set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
+        self._model.train()
+        loss_sum = weight_sum = 0.0
+        num_steps = 0
+        local_epochs = self._strategy.options.local_epochs
+        try:
+            for local_epoch in range(local_epochs):
+                epoch = (round_num - 1) * local_epochs + local_epoch
+                order = client_order(len(data), self._job.seed, client, epoch)
+                for rows in torch.split(order, self._job.batch_size):
+                    self._randomness.begin(self._job.seed, "client", client, round_num, num_steps)
+                    num_steps += 1
+                    activity = f"round {round_num}, client {client}, step {num_steps}"
+                    mean, weight = self._step(optimizer, anchors, (data, rows), activity)
+                    loss_sum += mean * weight
+                    weight_sum += weight
+        finally:
+            self._randomness.end()
+        failpoint("worker.client_round.after_training")
+        tensors = state.copied(state.model_state(self._model))
+        mean_loss = loss_sum / weight_sum if weight_sum else 0.0
+        return ClientRound(tensors, len(data), mean_loss, num_steps)
+
+    @property
+    def _mu(self) -> float:
+        aggregation = self._strategy.aggregation
+        return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
+
+    def _rows(self, client: Client) -> Dataset:
+        if client not in self._data:
+            splits = load_data(self._job, self._entrypoints, self._sources, client)
+            if "train" not in splits:
+                raise InvalidInputError.at("data", 'has no split "train"')
+            if len(splits["train"]) == 0:
+                raise InvalidInputError.at(
+                    "data.train", f"client {client.number} of {client.num_clients} has no rows"
+                )
+            self._data[client] = splits["train"]
+        return self._data[client]
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        anchors: list[Tensor],
+        batch: tuple[Dataset, Tensor],
+        activity: str,
+    ) -> tuple[float, float]:
+        """One local update; (mean loss, weight)."""
+        dataset, rows = batch
+        x, y = self._gather(dataset, rows, activity)
+        with user_code(activity):
+            loss = self._loss(self._model(x), y, len(rows))
+            optimizer.zero_grad()
+            loss.mean.backward()  # type: ignore[no-untyped-call]
+        mean = float(loss.mean.detach())
+        _check_finite(mean, activity)
+        # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
+        # with mu = 0 is FedAvg to the bit.
+        for param, anchor in zip(self._params, anchors, strict=False):
+            if param.grad is not None:
+                param.grad.add_(param.detach() - anchor, alpha=self._mu)
+        clip(self._params, self._job.optimizer.clip_norm)
+        with user_code(activity):
+            optimizer.step()
+        return mean, loss.weight
+
+
+def _check_finite(loss: float, activity: str) -> None:
+    if not math.isfinite(loss):
+        raise UserCodeError("FloatingPointError", "non-finite loss", activity=activity)
+
+
+def run_client_round(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    base: Mapping[str, Tensor],
+    client: int,
+    num_clients: int,
+    round_num: int,
+    device: torch.device,
+) -> ClientRound:
+    """One round with nothing kept; `ClientRunner` is for many."""
+    return ClientRunner(job, entrypoints, device).run(base, client, num_clients, round_num)

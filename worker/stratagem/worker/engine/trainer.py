@@ -1,0 +1,224 @@
+"""The synchronous training step of one member, and its state.
+
+Computes the shards that this member owns, hands their gradients to an exchange, and applies the
+sum; parameters change only after the exchange is complete, so a step that failed leaves no trace.
+Knows no gRPC, no members and no coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import split_rows
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.engine import state
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.entrypoints import user_code
+from stratagem.worker.exchange.exchange import Exchange
+from stratagem.worker.losses import LossFunction, counts_rows
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+
+# Places of the extras: [weight, sum of the loss, wish to stop, one per parameter, buffers].
+_WEIGHT, _LOSS, _STOP, _FIXED = 0, 1, 2, 3
+_MICRO_BATCH: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One applied step. `step` counts applied steps, this one included."""
+
+    step: int
+    loss: float
+    weight: float
+    num_rows: int
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a trainer is made of."""
+
+    job: JobSpec
+    model: nn.Module
+    data: Mapping[str, Dataset]
+    loss: LossFunction
+    gather: Gather
+    evaluator: Evaluator
+    randomness: KeyedRandomness
+
+
+class Trainer:
+    """Model, optimizer and data position of one session. Used by one thread."""
+
+    def __init__(self, setup: Setup) -> None:
+        job, self.model = setup.job, setup.model
+        self._job, self._data, self._evaluator = job, setup.data, setup.evaluator
+        self._loss, self._gather, self._randomness = setup.loss, setup.gather, setup.randomness
+        if "train" not in setup.data:
+            known = ", ".join(setup.data) or "none"
+            raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+        self.params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        if not self.params:
+            raise InvalidInputError.at("model", "has no trainable parameter")
+        self.optimizer = make_optimizer(job.optimizer, [param for _, param in self.params])
+        self._buffers = Buffers(self.model, setup.gather.device)
+        self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
+        self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self.num_extras = _FIXED + len(self.params) + self._buffers.num_elements
+        self.step = 0
+        self._reached: set[int] = set()
+        for index, (_, param) in enumerate(self.params):
+            param.register_post_accumulate_grad_hook(self._marker(index))  # type: ignore[no-untyped-call]
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self._data.items()}
+
+    def train_step(
+        self, exchange: Exchange, owned: range, num_shards: int, *, stop: bool = False
+    ) -> StepReport:
+        """One optimizer step over the next global batch, cut into `num_shards` shards."""
+        _, indices = self._order.batch(self.step)
+        live = [rows for rows in split_rows(len(indices), num_shards) if rows]
+        self.model.train()
+        self._buffers.snapshot()
+        try:
+            exchange.begin_step(self.step + 1, owned, len(live), divisor=self._divisor(indices))
+            for shard in range(owned.start, min(owned.stop, len(live))):
+                if shard > owned.start:
+                    self._buffers.restore()
+                extras = self._run_shard(exchange, shard, indices[_slice(live[shard])], live)
+                extras[_STOP] = float(stop)
+                exchange.end_shard(shard, extras)
+            totals = exchange.finish()
+        except BaseException:
+            # The step will be done again, perhaps with other members: forget all of it.
+            self._buffers.restore()
+            raise
+        finally:
+            self._randomness.end()
+        failpoint("worker.step.before_apply")
+        loss, weight = self._apply(exchange, totals, len(live), self._divisor(indices) is None)
+        failpoint("worker.step.after_apply")
+        return StepReport(self.step, loss, weight, len(indices), bool(totals[_STOP] > 0))
+
+    def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
+        """This member's parts of an evaluation of the present state."""
+        if split not in self._data:
+            known = ", ".join(self._data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self._evaluator.parts(split, self._data[split], rank, size)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """(live tensors by name, metadata). Valid until the next step."""
+        tensors, numbers = state.optimizer_state(self.optimizer, self.params)
+        metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
+        return {**state.model_state(self.model), **tensors}, metadata
+
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """`state`, copied to the CPU: stays as it is while training goes on."""
+        tensors, metadata = self.state()
+        return state.copied(tensors), metadata
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a state that `state` gave, of this or another process."""
+        if metadata.get("format") != state.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        state.load_model_state(self.model, tensors)
+        state.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
+        self.step = int(metadata["step"])
+
+    def fingerprint(self) -> str:
+        """Equal on all members that hold the same state."""
+        return state.fingerprint(*self.state())
+
+    def _divisor(self, indices: Tensor) -> float | None:
+        """The total weight of a batch where it is known before: the gradients then come divided."""
+        return float(len(indices)) if counts_rows(self._job.loss) else None
+
+    def _marker(self, index: int) -> Callable[[Tensor], None]:
+        return lambda param: self._reached.add(index)
+
+    def _run_shard(self, exchange: Exchange, shard: int, rows: Tensor, live: list[range]) -> Tensor:
+        """Forward and backward of one shard; what it adds to the extras."""
+        activity = f"training step {self.step + 1}"
+        exchange.begin_shard(shard)
+        self._reached.clear()
+        self._randomness.begin(self._job.seed, self.step, shard, _MICRO_BATCH)
+        x, y = self._gather(self._data["train"], rows, activity)
+        with user_code(activity):
+            loss = self._loss(self.model(x), y, len(rows))
+        failpoint("worker.step.before_backward")
+        with user_code(activity):
+            (loss.mean * loss.weight).backward()  # type: ignore[no-untyped-call]
+        extras = torch.zeros(self.num_extras, dtype=torch.float64)
+        extras[_WEIGHT] = loss.weight
+        extras[_LOSS] = float(loss.mean.detach()) * loss.weight
+        extras[[_FIXED + index for index in sorted(self._reached)]] = 1.0
+        extras[_FIXED + len(self.params) :] = self._buffers.contribution(shard, len(live))
+        return extras
+
+    def _apply(
+        self, exchange: Exchange, totals: Tensor, num_live: int, must_divide: bool
+    ) -> tuple[float, float]:
+        """Turns the sums into one update; (mean loss, weight) of the global batch."""
+        weight = totals[_WEIGHT].item()
+        loss = totals[_LOSS].item() / weight if weight else math.nan
+        first_buffer = _FIXED + len(self.params)
+        reached = totals[_FIXED:first_buffer].tolist()
+        try:
+            self._check_finite("loss" if weight else "loss (nothing was counted)", loss)
+            if must_divide:
+                exchange.buckets.divide(weight)
+            # A parameter that no shard reached has no gradient, as in a loop without shards:
+            # optimizers then leave it alone, weight decay and all.
+            for (_, param), count in zip(self.params, reached, strict=True):
+                if count == 0:
+                    param.grad = None
+            grads = [param.grad for _, param in self.params if param.grad is not None]
+            self._check_gradients(grads)
+        except UserCodeError:
+            self._buffers.restore()
+            raise
+        self._buffers.apply(totals[first_buffer:], num_live)
+        set_learning_rate(
+            self.optimizer, learning_rate(self._job.optimizer, self.step, self.num_steps)
+        )
+        clip([param for _, param in self.params], self._job.optimizer.clip_norm)
+        with user_code(f"training step {self.step + 1}"):
+            self.optimizer.step()
+        self.step += 1
+        return loss, weight
+
+    def _check_gradients(self, grads: list[Tensor]) -> None:
+        if math.isfinite(nn.utils.get_total_norm(grads, foreach=False).item()):
+            return
+        # The norm alone may have overflowed.
+        if not all(bool(torch.isfinite(grad).all()) for grad in grads):
+            self._check_finite("gradient", math.nan)
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            step = self.step + 1
+            raise UserCodeError(
+                "FloatingPointError",
+                f"non-finite {what} at step {step}",
+                activity=f"training step {step}",
+            )
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)

@@ -1,0 +1,143 @@
+"""Finds the user's code by name, and marks where the user's code runs.
+
+Owns the rule which names may be imported (the operator's allow list, checked before any import)
+and the one translation of a user's exception into `UserCodeError`. Must not know what the named
+things are for, nor anything of gRPC.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+import torch
+
+from stratagem.common.errors import InvalidInputError, StratagemError, UserCodeError
+
+_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_OURS: Final = str(Path(__file__).parent)
+_TORCH: Final = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class EntryPoints:
+    """The operator's allow list: exact names or fnmatch patterns over "package.module:name".
+
+    `import_paths` are directories in which user modules are looked for, after everything else on
+    sys.path, so that a user's module never hides an installed one.
+    """
+
+    allow: Sequence[str]
+    import_paths: Sequence[str | Path] = ()
+
+    def __post_init__(self) -> None:
+        for path in map(str, self.import_paths):
+            if path not in sys.path:
+                sys.path.append(path)
+
+    def resolve(self, name: str, field: str = "entrypoint") -> Callable[..., Any]:
+        """The callable called `name`; refused before its module is imported if not allowed."""
+        if not _NAME.fullmatch(name):
+            raise _refusal(field, name, 'is not of the form "package.module:name"')
+        module_name, _, qualname = name.partition(":")
+        if "__" in qualname:
+            raise _refusal(field, name, "names a private attribute")
+        if not self._allows(name):
+            allowed = ", ".join(self.allow) or "nothing"
+            raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
+        target = _walk(_import(module_name, field, name), qualname, field, name)
+        return self._checked(name, target, field)
+
+    def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
+        """`resolve`, with keyword arguments that are given with every call."""
+        target = self.resolve(name, f"{field}.entrypoint")
+        return partial(target, **kwargs) if kwargs else target
+
+    def _allows(self, name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
+
+    def _checked(self, name: str, target: object, field: str) -> Callable[..., Any]:
+        """Refuses what the module merely imported from a place that is not allowed itself."""
+        if isinstance(target, ModuleType) or not callable(target):
+            raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
+        home = getattr(target, "__module__", None)
+        if home == name.partition(":")[0]:
+            return target
+        own_name = f"{home}:{getattr(target, '__qualname__', type(target).__qualname__)}"
+        if not self._allows(own_name):
+            raise _refusal(field, name, f"is really {own_name}, which this worker does not allow")
+        return target
+
+
+def _refusal(field: str, name: str, reason: str) -> InvalidInputError:
+    return InvalidInputError.at(field, f'"{name}" {reason}')
+
+
+def _import(module_name: str, field: str, name: str) -> ModuleType:
+    with user_code(f"importing {module_name}"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if module_name == missing or module_name.startswith(f"{missing}."):
+                raise _refusal(field, name, f'cannot be found: no module "{missing}"') from error
+            raise
+
+
+def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
+    target: object = module
+    for part in qualname.split("."):
+        if isinstance(target, ModuleType) and target is not module:
+            raise _refusal(field, name, "reaches through a module that it imported")
+        target = getattr(target, part, None)
+        if target is None:
+            raise _refusal(field, name, f'cannot be found: no attribute "{part}"')
+    return target
+
+
+@contextmanager
+def user_code(activity: str) -> Iterator[None]:
+    """Runs the user's code: what it raises becomes one `UserCodeError`.
+
+    Everything is caught on purpose, `sys.exit()` too: this is the border between our program and
+    the user's. Our own errors, raised by callbacks inside it, pass through.
+    """
+    try:
+        yield
+    except StratagemError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise user_error(error, activity) from error
+
+
+def user_error(error: BaseException, activity: str) -> UserCodeError:
+    """The error in words: type and message as raised, traceback from the user's first frame on."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    lines = traceback.format_exception(kind, error, _users_part(error.__traceback__))
+    return UserCodeError(name, str(error), "".join(lines), activity=activity)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    frame = trace
+    while frame is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame or trace
+
+
+def _is_machinery(filename: str) -> bool:
+    return filename.startswith((_OURS, _TORCH, "<frozen")) or filename.endswith(
+        ("contextlib.py", "importlib/__init__.py")
+    )

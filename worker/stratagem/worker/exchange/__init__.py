@@ -1,0 +1,25 @@
+"""Summing the gradients of logical shards, whoever computes them.
+
+`GradientBuckets` is the storage, `Exchange` the reducer, and a transport carries partial sums:
+none (solo), member to member (mesh), or through the coordinator (server).
+"""
+
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.exchange import (
+    Exchange,
+    mesh_exchange,
+    server_exchange,
+    solo_exchange,
+)
+from stratagem.worker.exchange.server import ServerTransport
+from stratagem.worker.mesh.link import ExchangeError
+
+__all__ = [
+    "Exchange",
+    "ExchangeError",
+    "GradientBuckets",
+    "ServerTransport",
+    "mesh_exchange",
+    "server_exchange",
+    "solo_exchange",
+]

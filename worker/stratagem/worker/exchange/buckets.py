@@ -1,0 +1,136 @@
+"""The storage in which gradients are summed; it belongs to the model and outlives memberships.
+
+A *set* is one full copy of all buckets. A member that computes one shard needs one set; one that
+computes several keeps the partial sums it cannot add yet in further sets, made when first needed.
+Hooks bring each gradient into its slot as backward finishes it and say when a bucket is full.
+Knows neither members nor network, nor which shards there are.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.worker.exchange.layout import Layout, plan_layout
+
+
+class GradientBuckets:
+    """Fixed buckets for these parameters, and `num_extras` float64 values beside them."""
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], *, num_extras: int) -> None:
+        frozen = [name for name, param in params if not param.requires_grad]
+        if frozen:
+            raise ValueError(f"parameters without gradient do not belong here: {frozen}")
+        self.layout: Layout = plan_layout(
+            [(name, param.dtype, param.shape) for name, param in params], num_extras=num_extras
+        )
+        self.layout_digest = self.layout.digest
+        self._params = [param for _, param in params]
+        self._device = params[0][1].device if params else torch.device("cpu")
+        self._sets: list[list[Tensor]] = []
+        self._views: list[list[Tensor]] = []
+        self._narrow = {  # gradients as autograd wants them, where the bucket is wider
+            slot.index: torch.zeros_like(param)
+            for slot, param in zip(self.layout.slots, self._params, strict=True)
+            if param.dtype != self.layout.buckets[slot.bucket].dtype
+        }
+        self._per_bucket = [0] * len(self.layout.buckets)
+        for slot in self.layout.slots:
+            self._per_bucket[slot.bucket] += 1
+        self._filling: list[Tensor] | None = None
+        self._on_full: Callable[[int], None] | None = None
+        self._filled = [True] * len(self._params)
+        self._num_missing = [0] * len(self.layout.buckets)
+        for slot, param in zip(self.layout.slots, self._params, strict=True):
+            hook = self._make_hook(slot.index, slot.bucket)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_extras(self) -> int:
+        return self.layout.buckets[-1].numel
+
+    def tensors(self, index: int) -> list[Tensor]:
+        """The flat buckets of one set, extras last. Set 0 is where sums end up."""
+        while len(self._sets) <= index:
+            self._add_set()
+        return self._sets[index]
+
+    def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
+        """From now on gradients go into this set; on_full hears of each bucket that is full."""
+        self.tensors(index)
+        self._filling = self._views[index]
+        self._on_full = on_full
+        self._filled = [False] * len(self._params)
+        self._num_missing = list(self._per_bucket)
+        for param in self._params:
+            param.grad = None
+
+    def end(self, index: int, extras: Tensor) -> None:
+        """Slots that backward did not reach become zero. Every bucket is full now."""
+        for filled, view in zip(self._filled, self._views[index], strict=True):
+            if not filled:
+                view.zero_()
+        self._sets[index][-1].copy_(extras)
+        self._filling = self._on_full = None
+
+    def expose(self) -> Tensor:
+        """Points every param.grad at its sum, in set 0, and returns the summed extras."""
+        self.tensors(0)
+        for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
+            narrow = self._narrow.get(index)
+            param.grad = view if narrow is None else narrow.copy_(view)
+        return self._sets[0][-1].to("cpu", copy=True)
+
+    def divide(self, divisor: float) -> None:
+        """Divides the sums where they are widest, so that a narrow parameter rounds only once."""
+        for flat in self.tensors(0)[:-1]:
+            flat.div_(divisor)
+        self.expose()
+
+    def _add_set(self) -> None:
+        # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
+        flats = [
+            torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device)
+            for bucket in self.layout.buckets
+        ]
+        self._sets.append(flats)
+        self._views.append(
+            [
+                flats[slot.bucket].narrow(0, slot.offset, slot.shape.numel()).view(slot.shape)
+                for slot in self.layout.slots
+            ]
+        )
+
+    def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
+        """A further backward of the same shard; autograd added in place unless we took .grad."""
+        if self._on_full is not None and self._num_missing[bucket] == 0:
+            name = self.layout.slots[index].name
+            raise RuntimeError(
+                f"parameter {name} got a gradient again after its bucket was handed over: "
+                "a shard is one backward, without re-entrant checkpointing"
+            )
+        if index in self._narrow and self._filling is not None and param.grad is not None:
+            self._filling[index].add_(param.grad)
+            param.grad = None
+
+    def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
+        narrow = index in self._narrow
+
+        def hook(param: Tensor) -> None:
+            if self._filling is None:
+                return  # a backward that is not part of a shard
+            if self._filled[index]:
+                self._add_again(index, bucket, param)
+                return
+            # Copying the first gradient into place costs less memory traffic than adding it to
+            # zeros, and keeps a negative zero.
+            view, grad = self._filling[index], param.grad
+            assert grad is not None
+            view.copy_(grad)
+            param.grad = None if narrow else view
+            self._filled[index] = True
+            self._num_missing[bucket] -= 1
+            if self._num_missing[bucket] == 0 and self._on_full is not None:
+                self._on_full(bucket)
+
+        return hook

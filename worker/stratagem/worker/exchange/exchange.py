@@ -1,0 +1,143 @@
+"""The reducer: one training step's gradients, from shards to the sum over all shards.
+
+The sum has the same bits whoever computes which shards and whatever carries the bytes: shards are
+added in the tree of `common.shards`, each slot in its fixed place. Overlaps with backward: while
+the last own shard runs, each bucket is handed to the transport when it is full, in order.
+Used by one thread; only `cut` may come from another. Knows neither model nor optimizer.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.mesh import MeshTransport
+from stratagem.worker.exchange.plan import Party, Step, plan_step
+from stratagem.worker.exchange.server import ServerTransport
+from stratagem.worker.exchange.transport import SoloTransport, Transport
+from stratagem.worker.mesh.link import Link
+
+
+class Exchange:
+    """Sums gradients among the members of one membership. A failed exchange stays failed."""
+
+    def __init__(self, buckets: GradientBuckets, party: Party, transport: Transport) -> None:
+        self.buckets, self.party, self.transport = buckets, party, transport
+        self._steps: dict[int, Step] = {}
+        self._step: Step | None = None
+        self._num_done = 0  # own live shards
+        self._full = [False] * len(buckets.layout.buckets)
+        self._next_bucket = 0
+
+    @property
+    def name(self) -> str:
+        return self.transport.name
+
+    def begin_step(
+        self, step: int, owned: range, num_live: int, *, divisor: float | None = None
+    ) -> None:
+        """Starts step number `step`; shards from num_live on have no rows and do not exist.
+
+        Who knows the total weight already, and all members must, passes it as divisor: the sums
+        come divided, with the bits that dividing afterwards would give, for a fraction of the
+        memory traffic. The extras are never divided.
+        """
+        if owned != self.party.owned:
+            raise ValueError(f"member {self.party.rank} owns {self.party.owned}, not {owned}")
+        if num_live not in self._steps:
+            self._steps[num_live] = plan_step(self.party, num_live)
+        self._step = plan = self._steps[num_live]
+        self._num_done, self._next_bucket = 0, 0
+        self._full = [not plan.live] * len(self._full)
+        num_sets = max([0, *plan.sets]) + 1
+        sets = [self.buckets.tensors(index) for index in range(num_sets)]
+        self.transport.begin(step, plan, sets, divisor)
+        self._launch()
+
+    def begin_shard(self, shard: int) -> None:
+        """The next backward is this shard's; own live shards come in ascending order."""
+        plan = self._current()
+        if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
+            raise ValueError(f"shard {shard} is not the next of {plan.live}")
+        is_last = shard == plan.live[-1]
+        on_full: Callable[[int], None] | None = self._mark_full if is_last else None
+        self.buckets.begin(plan.sets[self._num_done], on_full)
+
+    def end_shard(self, shard: int, extras: Tensor) -> None:
+        """The shard's gradients are complete; extras (num_extras, float64) go with them."""
+        plan = self._current()
+        self.buckets.end(plan.sets[self._num_done], extras)
+        self._num_done += 1
+        if self._num_done < len(plan.live):
+            for bucket in range(len(self._full)):
+                self._fold(bucket, self._num_done - 1)
+            return
+        self._full = [True] * len(self._full)
+        self._launch()
+
+    def finish(self) -> Tensor:
+        """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
+        summed extras. Raises ExchangeError when a peer is lost or silent, or after cut."""
+        plan = self._current()
+        if self._num_done < len(plan.live):
+            raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
+        self.transport.finish()
+        self._step = None
+        return self.buckets.expose()
+
+    def cut(self) -> None:
+        """Ends the exchange from any thread: finish raises, and soon the peers' do."""
+        self.transport.cut()
+
+    def close(self) -> None:
+        """Frees the transport. The buckets stay, for the next membership."""
+        self.transport.close()
+
+    def _current(self) -> Step:
+        if self._step is None:
+            raise RuntimeError("begin_step comes first")
+        return self._step
+
+    def _mark_full(self, bucket: int) -> None:
+        self._full[bucket] = True
+        self._launch()
+
+    def _launch(self) -> None:
+        """Hands over full buckets, never one before its predecessor: the order is data."""
+        while self._next_bucket < len(self._full) and self._full[self._next_bucket]:
+            bucket = self._next_bucket
+            self._next_bucket += 1
+            self._fold(bucket, -1)
+            self.transport.launch(bucket)
+
+    def _fold(self, bucket: int, nth_shard: int) -> None:
+        folds = self._current().folds
+        for fold in folds[nth_shard] if folds else ():
+            target = self.buckets.tensors(fold.target)[bucket]
+            target.add_(self.buckets.tensors(fold.source)[bucket])
+
+
+def solo_exchange(buckets: GradientBuckets, num_shards: int) -> Exchange:
+    return Exchange(buckets, Party(0, 1, num_shards), SoloTransport())
+
+
+def mesh_exchange(
+    buckets: GradientBuckets, link: Link, num_shards: int, *, deadline_s: float = 30.0
+) -> Exchange:
+    """Takes the link over. deadline_s bounds every single wait for a peer."""
+    party = Party(link.rank, link.size, num_shards)
+    transport = MeshTransport(link, buckets.layout, party, deadline_s=deadline_s)
+    return Exchange(buckets, party, transport)
+
+
+def server_exchange(
+    buckets: GradientBuckets,
+    rank: int,
+    size: int,
+    num_shards: int,
+    *,
+    deadline_s: float = 30.0,
+) -> tuple[Exchange, ServerTransport]:
+    """The transport is the other end, for the event loop that talks to the coordinator."""
+    transport = ServerTransport(buckets.layout, rank, deadline_s=deadline_s)
+    return Exchange(buckets, Party(rank, size, num_shards), transport), transport

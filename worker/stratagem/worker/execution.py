@@ -1,0 +1,230 @@
+"""One plan of one session, from its first Execute call to the result that later calls replay.
+
+Owns the plan's life on the event loop (queued, running, finished, running again under a newer
+view) and the border to the torch thread: what a plan raises becomes a typed result there, or the
+error of every attached call when it is a defect of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+import structlog
+import torch
+
+from stratagem.common.errors import (
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    UserCodeError,
+)
+from stratagem.common.logs import about
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker import capture
+from stratagem.worker.control import ABORTED, DRAINED, Interrupt, Parked, PartyView, Peer
+from stratagem.worker.entrypoints import user_error
+from stratagem.worker.execution_plans import build, client_round, evaluate_state
+from stratagem.worker.execution_train import Segment, train
+from stratagem.worker.work import Work
+
+log = structlog.get_logger(__name__)
+
+# What the job, the user's code or the user's sizes have brought about. Never retried.
+USERS_FAULT: Final = (
+    UserCodeError,
+    InvalidInputError,
+    NotFoundError,
+    LimitError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    KeyboardInterrupt,
+    SystemExit,
+)
+
+
+class Key(NamedTuple):
+    """A plan by name, inside its session."""
+
+    segment: int
+    kind: str
+
+
+class Phase(Enum):
+    ACTIVE = auto()  # queued or running
+    FINISHED = auto()
+    FAILED = auto()  # by a defect; the next call with this key starts over
+
+
+def key_of(request: pb.ExecuteRequest) -> Key:
+    return Key(request.segment, request.WhichOneof("plan") or "")
+
+
+def view_of(request: pb.ExecuteRequest) -> PartyView:
+    """The view that a request carries; plans without a party have one without members."""
+    view = request.train.view
+    members = tuple(
+        Peer(
+            member.worker_id,
+            member.address,
+            range(member.first_shard, member.first_shard + member.num_shards),
+        )
+        for member in view.members
+    )
+    return PartyView(request.fence.term, request.fence.membership, view.rank, members)
+
+
+class Execution:
+    """Lives on the event loop, but for `_run`."""
+
+    def __init__(self, work: Work) -> None:
+        self.key = key_of(work.request)
+        self._work = work
+        self._segment = Segment()
+        self._phase = Phase.ACTIVE
+        self._membership = work.control.view.membership  # that a finished result is of
+        self._parked_at: int | None = None  # the membership that could not go on
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def work(self) -> Work:
+        return self._work
+
+    def start(self) -> None:
+        self._work.host.thread.submit(self._run)
+
+    def attach(self, request: pb.ExecuteRequest) -> None:
+        """The same plan is asked for again, perhaps with a newer view of its party."""
+        view = view_of(request)
+        if view.membership <= self._work.control.view.membership:
+            return
+        self._work = replace(self._work, request=request)
+        self._work.control.set_view(view)
+        self._unpark()
+        if self._phase is Phase.FINISHED and self._is_outdated():
+            self._again()
+
+    def abort(self) -> None:
+        """End the plan; the state that the session holds is dropped with it."""
+        if self._phase is Phase.ACTIVE:
+            self._work.control.interrupt(ABORTED)
+            self._unpark()
+
+    def drain(self) -> None:
+        if self._phase is Phase.ACTIVE:
+            self._work.control.drain()
+            self._unpark()
+
+    def _parked(self, membership: int) -> None:
+        self._parked_at = membership
+        self._unpark()
+
+    def _unpark(self) -> None:
+        """Take the torch thread again once there is something to do with it."""
+        control = self._work.control
+        if self._parked_at is None:
+            return
+        if control.is_ending or control.view.membership > self._parked_at:
+            self._parked_at = None
+            self.start()
+
+    def _is_outdated(self) -> bool:
+        """Whether the result is not one of the present view. Errors of the user stay."""
+        result = self._work.outbox.result
+        kind = result.WhichOneof("outcome") if result is not None else None
+        if kind == "interrupted":
+            return True
+        return kind == "train" and self._membership < self._work.control.view.membership
+
+    def _again(self) -> None:
+        self._phase = Phase.ACTIVE
+        self._work.outbox.reopen()
+        self._work.control.reset()
+        self.start()
+
+    def _finished(self, result: pb.ExecuteResult, membership: int) -> None:
+        self._phase, self._membership = Phase.FINISHED, membership
+        self._work.outbox.finish(result)
+        is_train = result.WhichOneof("outcome") == "train"
+        if is_train and self._is_outdated():
+            self._again()
+
+    def _failed(self, error: BaseException) -> None:
+        self._phase = Phase.FAILED
+        self._work.outbox.fail(error)
+
+    # ---- in the torch thread ----
+
+    def _run(self) -> None:
+        work = self._work
+        with about(run_id=work.key.run_id), capture.to(self._log_line):
+            try:
+                result, membership = _run_plan(work, self._segment)
+            except Parked as parked:
+                work.post(self._parked, parked.membership)
+                return
+            except Interrupt as end:
+                work.control.let_go()
+                work.holding.drop() if end.reason == ABORTED else work.holding.leave()
+                result, membership = _interrupted(end.reason), work.control.view.membership
+            except USERS_FAULT as error:
+                work.control.let_go()
+                work.holding.drop()
+                result, membership = _users_fault(work, error), work.control.view.membership
+            except BaseException as error:  # the task supervisor: reported to every caller
+                log.error("plan failed", exc_info=error)
+                work.control.let_go()
+                work.holding.drop()
+                work.post(self._failed, error)
+                return
+        work.post(self._finished, result, membership)
+
+    def _log_line(self, level: str, text: str) -> None:
+        line = pb.LogLine(
+            worker_id=self._work.host.worker_id, time_s=time.time(), level=level, text=text
+        )
+        self._work.post(self._work.outbox.log, line)
+
+
+def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+    work.control.check()
+    if work.control.is_draining:
+        raise Interrupt(DRAINED)
+    request, membership = work.request, work.control.view.membership
+    match request.WhichOneof("plan"):
+        case "train":
+            return train(work, request.train, segment)
+        case "build":
+            return pb.ExecuteResult(build=build(work)), membership
+        case "client_round":
+            done = client_round(work, request.client_round)
+            return pb.ExecuteResult(client_round=done), membership
+        case "evaluate":
+            parts = evaluate_state(work, request.evaluate)
+            return pb.ExecuteResult(evaluate=parts), membership
+        case _:
+            raise InvalidInputError.at("plan", "is missing")
+
+
+def _interrupted(reason: str) -> pb.ExecuteResult:
+    return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
+
+
+def _users_fault(work: Work, error: BaseException) -> pb.ExecuteResult:
+    activity = work.holding.activity
+    told = error if isinstance(error, UserCodeError) else user_error(error, activity)
+    return pb.ExecuteResult(
+        error=types_pb2.UserError(
+            type=told.type,
+            message=told.message,
+            traceback=told.traceback,
+            worker_id=work.host.worker_id,
+            activity=told.activity or activity,
+        )
+    )

@@ -1,0 +1,94 @@
+"""The plans that need no party: build, one client's round, evaluate a committed state.
+
+Each is a function from a plan to its result, run in the torch thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor
+
+from stratagem.common.failpoints import failpoint
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import ClientRunner
+from stratagem.worker.execution_train import evaluate, parts_to_proto
+from stratagem.worker.state_store import freeze
+from stratagem.worker.work import Work
+
+_MODEL: Final = "model/"
+NUM_UPDATES: Final = 1
+"""A worker may play many clients, so each keeps its latest update only."""
+
+
+def build(work: Work) -> pb.BuildResult:
+    """Build the model from the seed; its state waits as the snapshot of segment 0."""
+    work.be("building")
+    trainer = work.new_trainer(fresh=True)
+    tensors, metadata = trainer.copy_state()
+    work.post(work.states.keep, work.segment, freeze(tensors, metadata))
+    failpoint("worker.build.done")
+    return pb.BuildResult(
+        num_rows=trainer.num_rows,
+        num_parameters=sum(param.numel() for param in trainer.model.parameters()),
+        layout_digest=layout_digest(tensors),
+    )
+
+
+def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
+    """Train one client from the base; the update waits as the snapshot of the round."""
+    started_s = time.monotonic()
+    work.be("training")
+    base, _ = work.blob(plan.base.digest)
+    done = _runner(work).run(base, plan.client, plan.num_clients, work.segment)
+    work.control.check()
+    update = freeze(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
+        {"round": str(work.segment), "client": str(plan.client)},
+        Purpose.UPDATE,
+        float(done.num_samples),
+    )
+    work.post(work.states.keep, work.segment, update, NUM_UPDATES)
+    failpoint("worker.round.trained")
+    return pb.ClientRoundResult(
+        num_samples=done.num_samples,
+        loss=done.loss,
+        seconds=time.monotonic() - started_s,
+        num_steps=done.num_steps,
+    )
+
+
+def _runner(work: Work) -> ClientRunner:
+    """One model and the clients' data serve all clients of the run on this worker."""
+    cache = work.run_cache
+    if cache.clients is None:
+        cache.clients = ClientRunner(
+            work.job, work.host.entrypoints, work.host.device, work.sources()
+        )
+    return cache.clients
+
+
+def evaluate_state(work: Work, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
+    """Evaluate a committed state, whatever the session holds."""
+    work.be("evaluating")
+    tensors, metadata = work.blob(plan.base.digest)
+    work.load(tensors, {"step": str(plan.base.step), "format": "1", **metadata})
+    trainer = work.holding.trainer
+    assert trainer is not None
+    parts = evaluate(work, trainer, list(plan.splits), plan.rank, max(plan.size, 1))
+    return pb.EvaluateResult(parts=list(parts_to_proto(parts)))
+
+
+def layout_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Names the model's layout: name, dtype and shape of all its tensors, sorted by name."""
+    lines = [
+        f"{name.removeprefix(_MODEL)} {str(tensor.dtype).removeprefix('torch.')} "
+        f"{tuple(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name.startswith(_MODEL)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

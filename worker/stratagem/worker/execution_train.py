@@ -1,0 +1,176 @@
+"""TrainPlan: train synchronously to a step, through every change of the party.
+
+Owns the loop: join the party, step until the end, and when the exchange fails leave it, say so and
+wait for the next view. A step is applied by all members or done again, so nothing here undoes
+anything. Runs in the torch thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.failpoints import failpoint
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
+from stratagem.worker.engine import Part, StepReport, Trainer
+from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.party import give_up, join
+from stratagem.worker.state_store import freeze
+from stratagem.worker.work import Tally, Work
+
+PROGRESS_INTERVAL_S: Final = 0.1
+NUM_EVALUATION_SLICES: Final = 16
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one execution remembers of its segment, also when it runs again under a new view."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    num_redone_steps: int = 0
+    is_stepping: bool = False
+    num_rows: int = 0
+    reported_s: float = 0.0
+    engine: str = ""
+    parts: list[Part] = field(default_factory=list)
+    parts_of: tuple[int, int] | None = None
+    """(rank, size) that the parts were computed for."""
+    snapshot_taken: bool = False
+
+
+def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+    """Train to plan.to_step; the result, and the membership that it was computed under."""
+    holding = work.holding
+    if holding.tally.segment != work.segment:
+        holding.tally = Tally(work.segment)
+    view = work.control.view
+    while True:
+        try:
+            trainer = _train_under(work, plan, view, segment)
+            result = pb.ExecuteResult(train=_conclude(work, plan, view, segment, trainer))
+            return result, view.membership
+        except Moved:
+            pass
+        except ExchangeError as error:
+            segment.num_redone_steps += int(segment.is_stepping)
+            segment.is_stepping = False
+            _report_failure(work, view, error)
+        view = work.control.view_after(view.membership)
+
+
+def _report_failure(work: Work, view: PartyView, error: ExchangeError) -> None:
+    work.control.check()
+    try:
+        give_up(work, view, str(error))
+    except Moved:
+        return  # the coordinator knows already
+
+
+def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment) -> Trainer:
+    """Train as far as this view carries."""
+    held_step = work.holding.applied_step
+    if held_step is not None and held_step > plan.to_step:
+        # The party has returned to an earlier commit; what we hold lies ahead of it.
+        work.holding.drop()
+    exchange = join(work, plan, view)
+    trainer = work.holding.trainer
+    assert trainer is not None
+    segment.engine = exchange.name
+    work.be("training")
+    while trainer.step < plan.to_step:
+        _look_up(work, view)
+        stop = work.control.is_draining
+        segment.is_stepping = True
+        report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
+        segment.is_stepping = False
+        _account(work, plan, segment, report)
+        if report.stop and report.step < plan.to_step:
+            # All members stop after this step. Those that stay go on under the next view.
+            work.control.check()
+            raise Interrupt(DRAINED) if stop else Moved
+    failpoint("worker.segment.finished")
+    return trainer
+
+
+def _look_up(work: Work, view: PartyView) -> None:
+    """Between two steps: is this still wanted, and from this party?"""
+    work.control.check()
+    if work.control.view.membership != view.membership:
+        raise Moved
+    if work.control.is_draining and view.size == 1:
+        raise Interrupt(DRAINED)
+
+
+def _account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport) -> None:
+    tally = work.holding.tally
+    tally.weight += report.weight
+    tally.loss_sum += report.loss * report.weight
+    tally.num_rows += report.num_rows
+    segment.num_rows += report.num_rows
+    if work.holding.is_offering:
+        work.holding.is_offering = False
+        work.post(work.states.drop_live)
+    if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
+        work.post(work.gradients.see_applied, report.step)
+    now_s = time.monotonic()
+    if now_s - segment.reported_s < PROGRESS_INTERVAL_S and report.step < plan.to_step:
+        return
+    segment.reported_s = now_s
+    progress = pb.Progress(
+        step=report.step,
+        to_step=plan.to_step,
+        loss=report.loss,
+        rows_per_s=segment.num_rows / max(now_s - segment.started_s, 1e-9),
+        engine=segment.engine,
+    )
+    work.post(work.outbox.progress, progress)
+
+
+# ---- the end of a segment ----
+
+
+def _conclude(
+    work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment, trainer: Trainer
+) -> pb.TrainResult:
+    """Snapshot, evaluate, result. What an earlier view has done already is not done again."""
+    if not segment.snapshot_taken:
+        work.post(work.states.keep, work.segment, freeze(*trainer.copy_state()))
+        segment.snapshot_taken = True
+        failpoint("worker.snapshot.taken")
+    if segment.parts_of != (view.rank, view.size):
+        work.be("evaluating")
+        splits = list(plan.evaluate_splits)
+        segment.parts = evaluate(work, trainer, splits, view.rank, view.size)
+        segment.parts_of = (view.rank, view.size)
+    tally = work.holding.tally
+    return pb.TrainResult(
+        step=trainer.step,
+        loss=tally.loss_sum / tally.weight if tally.weight else 0.0,
+        num_rows=tally.num_rows,
+        state_fingerprint=trainer.fingerprint(),
+        seconds=time.monotonic() - segment.started_s,
+        parts=list(parts_to_proto(segment.parts)),
+        engine=segment.engine,
+        num_redone_steps=segment.num_redone_steps,
+    )
+
+
+def evaluate(work: Work, trainer: Trainer, splits: list[str], rank: int, size: int) -> list[Part]:
+    """This member's parts, in order of batch; between slices of them the plan can be ended."""
+    parts: list[Part] = []
+    for split in splits:
+        for index in range(NUM_EVALUATION_SLICES):
+            work.control.check()
+            first, stride = rank + index * size, size * NUM_EVALUATION_SLICES
+            parts += trainer.evaluate(split, first, stride)
+    return sorted(parts, key=lambda part: (part.split, part.batch))
+
+
+def parts_to_proto(parts: list[Part]) -> Iterator[pb.EvaluationPart]:
+    for part in parts:
+        yield pb.EvaluationPart(
+            split=part.split, batch=part.batch, weight=part.weight, sums=part.sums
+        )

@@ -1,0 +1,47 @@
+"""Names everything that decides the bits of a computation on this machine.
+
+Workers of one deterministic run must have equal digests. Call it in the thread that computes,
+because thread counts belong to the thread. Must not know runs or jobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import torch
+
+
+def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
+    """(digest, the same in words) for computations on `device` in the calling thread."""
+    parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        parts += [f"CUDA {torch.version.cuda}", f"cuDNN {cudnn}"]
+        parts.append(f"capability {torch.cuda.get_device_capability(device)}")
+    parts += [
+        f"CPU capability {torch.backends.cpu.get_cpu_capability()}",
+        _blas(),
+        f"threads {torch.get_num_threads()}",
+        f"matmul precision {torch.get_float32_matmul_precision()}",
+    ]
+    description = ", ".join(parts)
+    return hashlib.sha256(description.encode()).hexdigest()[:16], description
+
+
+def device_name(device: torch.device) -> str:
+    """Model of the processor or the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else device.type
+
+
+def _blas() -> str:
+    found = re.search(r"BLAS_INFO=([^,\s]+)", torch.__config__.show())
+    library = found[1] if found else "unknown"
+    version = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
+    return f"BLAS {library} {version[1]}" if version else f"BLAS {library}"

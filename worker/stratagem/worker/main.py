@@ -1,0 +1,234 @@
+"""The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
+
+Owns the order of start and of drain. At the first SIGTERM or SIGINT the worker says that it
+drains, ends what runs after its present step, and exits 0; the second one exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+import torch
+from grpc_health.v1 import health, health_pb2
+from pydantic import ValidationError
+
+from stratagem.common.errors import StratagemError
+from stratagem.common.ids import new_incarnation
+from stratagem.common.logs import setup_logging
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.server import add_health, bind, make_server
+from stratagem.common.tensors.manifest import Limits
+from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from stratagem.worker import capture
+from stratagem.worker.agent import Agent, Identity
+from stratagem.worker.blobs import BlobCache
+from stratagem.worker.capability import capability_of
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.executor import TorchThread
+from stratagem.worker.server import WorkerServicer
+from stratagem.worker.sessions import Sessions
+from stratagem.worker.settings import WorkerSettings, from_command_line, split_address
+from stratagem.worker.work import Host
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+# For streams that carry the last results when the server stops.
+STOP_GRACE_S: Final = 2.0
+
+
+def main(arguments: list[str], malloc: str = "") -> int:
+    """Run one worker until it is told to stop; the exit code."""
+    try:
+        settings = from_command_line(arguments)
+    except ValidationError as error:
+        for each in error.errors():
+            field = ".".join(map(str, each["loc"])).replace("_", "-")
+            print(f"stratagem worker: --{field}: {each['msg']}", file=sys.stderr)
+        return 1
+    setup_logging(f"worker {settings.name}", settings.log_level, settings.log_json)
+    log.info("allocator", result=malloc or "untouched")
+    thread = TorchThread(settings.threads)
+    thread.start()
+    try:
+        with capture.installed():
+            asyncio.run(run(settings, thread))
+    except StratagemError as error:
+        log.error("worker cannot serve", reason=str(error))
+        return 1
+    if not thread.stop(timeout_s=1.0):
+        log.warning("user code did not end in time")
+        sys.stderr.flush()
+        os._exit(0)  # an orderly exit would wait for it, or tear torch down under it
+    return 0
+
+
+async def run(settings: WorkerSettings, thread: TorchThread) -> None:
+    """Serve until a signal, then drain."""
+    stop = _stop_signals()
+    capability = await _in_thread(thread, settings)
+    server, health_server = make_server(), None
+    address = _bind(server, settings)
+    async with open_channel(settings.coordinator) as channel:
+        host = _host(settings, thread, address, CoordinatorServiceStub(channel))
+        sessions = Sessions(host)
+        servicer = WorkerServicer(host, sessions, capability, Limits())
+        add_WorkerServiceServicer_to_server(servicer, server)
+        await server.start()
+        if settings.health_port is not None:
+            health_server = await _serve_health(settings, settings.health_port)
+        identity = Identity(settings.name, host.incarnation, address, capability)
+        if settings.ready_file is not None:
+            _write_ready(settings.ready_file, identity, health_server)
+        log.info("serving", address=address, device=settings.device)
+        agent = Agent(settings.coordinator, identity, sessions.fences.see_term)
+        beating = asyncio.create_task(agent.run())
+        try:
+            await _first_of(beating, stop)
+            await _drain(settings, agent, sessions, server, health_server)
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            host.blobs.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Health:
+    server: grpc.aio.Server
+    servicer: health.aio.HealthServicer
+    address: str
+
+
+async def _drain(
+    settings: WorkerSettings,
+    agent: Agent,
+    sessions: Sessions,
+    server: grpc.aio.Server,
+    health_server: _Health | None,
+) -> None:
+    log.info("draining", grace_s=settings.drain_grace_s)
+    if health_server is not None:
+        await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    agent.drain()
+    sessions.drain()
+    try:
+        async with asyncio.timeout(settings.drain_grace_s):
+            await sessions.idle()
+    except TimeoutError:
+        log.warning("not idle in time", grace_s=settings.drain_grace_s)
+    await server.stop(STOP_GRACE_S)
+    if health_server is not None:
+        await health_server.server.stop(None)
+    log.info("drained")
+
+
+async def _first_of(beating: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Until the signal; a defect of the agent ends the process instead of hiding."""
+    waiting = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((beating, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if beating.done():
+            beating.result()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+def _stop_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.warning("second signal: exiting at once")
+            sys.stderr.flush()
+            os._exit(1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2.Capability:
+    """The capability, as the torch thread sees it."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
+
+    def ask() -> None:
+        try:
+            found = capability_of(torch.device(settings.device), settings.local_data, settings.tags)
+        except Exception as error:  # handed to whoever waits
+            loop.call_soon_threadsafe(answer.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(answer.set_result, found)
+
+    thread.submit(ask)
+    return await answer
+
+
+def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
+    """Listen; the address under which others reach this worker."""
+    name, port = split_address(settings.listen)
+    port = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
+    if not settings.advertise:
+        return f"{name}:{port}"
+    advertised = settings.advertise
+    return advertised if ":" in advertised else f"{advertised}:{port}"
+
+
+def _host(
+    settings: WorkerSettings,
+    thread: TorchThread,
+    address: str,
+    coordinator: CoordinatorServiceAsyncStub,
+) -> Host:
+    return Host(
+        worker_id=settings.name,
+        incarnation=new_incarnation(),
+        address=address,
+        device=torch.device(settings.device),
+        entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
+        local_data=settings.local_data,
+        exchange_timeout_s=settings.exchange_timeout_s,
+        coordinator=coordinator,
+        blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),
+        thread=thread,
+        loop=asyncio.get_running_loop(),
+    )
+
+
+async def _serve_health(settings: WorkerSettings, port: int) -> _Health:
+    """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
+    server = make_server()
+    servicer = add_health(server)
+    name, _ = split_address(settings.listen)
+    bound = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
+    await server.start()
+    return _Health(server, servicer, f"{name}:{bound}")
+
+
+def _write_ready(path: Path, identity: Identity, health_server: _Health | None) -> None:
+    """Atomically, so that a reader finds all of it or nothing."""
+    facts = {
+        "address": identity.address,
+        "pid": os.getpid(),
+        "incarnation": identity.incarnation,
+        "health_address": health_server.address if health_server is not None else "",
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(facts))
+    temporary.replace(path)

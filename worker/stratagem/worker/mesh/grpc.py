@@ -1,0 +1,238 @@
+"""The gRPC engine: links that need no port of their own, and the only ones that TLS can protect.
+
+Owns the sending side: one stream to each other member, kept for the life of the link, its messages
+in order. What comes in is served by `peer.py`. Streams run on the event loop; a link is used from
+any other thread. Knows nothing of gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from torch import Tensor
+
+from stratagem.common.errors import StratagemError
+from stratagem.common.rpc.channel import open_channel, write_message
+from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.tensors.chunks import from_buffers
+from stratagem.common.tensors.frames import iter_frames
+from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
+from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
+from stratagem.worker.mailbox import Mailbox, Receive, Route
+from stratagem.worker.mesh.link import ExchangeError, Rendezvous
+from stratagem.worker.peer import Endpoint, Group, PeerHub
+
+LEAVE_TIMEOUT_S: Final = 5.0
+WINDOW_BYTES: Final = 16 * 2**20
+"""A sender has at most so many bytes under way that the receiver has not answered."""
+
+
+def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: float) -> GrpcLink:
+    """Joins the group; blocks until this member has a stream to each other one.
+
+    rendezvous gets the address of this process and answers with everybody's, by rank; what it
+    raises is raised here. Not to be called on the event loop.
+    """
+    endpoint = hub.join(group)
+    try:
+        answers = rendezvous(hub.address.encode())
+        if len(answers) != group.size:
+            raise ExchangeError(f"rendezvous gave {len(answers)} addresses, not {group.size}")
+        addresses = [answer.decode() for answer in answers]
+        forming = _connected(hub, endpoint, addresses, timeout_s)
+        return asyncio.run_coroutine_threadsafe(forming, hub.loop).result()
+    except BaseException:
+        hub.end(endpoint, "the link was not formed", cut=True)
+        hub.leave(endpoint)
+        raise
+
+
+async def _connected(
+    hub: PeerHub, endpoint: Endpoint, addresses: list[str], timeout_s: float
+) -> GrpcLink:
+    """A link that has all its streams, or ExchangeError."""
+    link = GrpcLink(hub, endpoint, addresses)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await link.connected()
+    except TimeoutError:
+        link.cut()
+        raise ExchangeError(f"no answer within {timeout_s:g} s while connecting") from None
+    except BaseException:
+        link.cut()
+        raise
+    return link
+
+
+class GrpcLink:
+    """A `Link` over one stream to, and one from, each other member. Made on the event loop."""
+
+    name = "grpc"
+    in_order = False
+
+    def __init__(self, hub: PeerHub, endpoint: Endpoint, addresses: list[str]) -> None:
+        self.rank, self.size = endpoint.group.rank, endpoint.group.size
+        self._hub, self._endpoint = hub, endpoint
+        self._out = {
+            peer: _Outbound(endpoint.group, peer, address, endpoint.box)
+            for peer, address in enumerate(addresses)
+            if peer != self.rank
+        }
+        self._task = hub.spawn(self._run())
+
+    async def connected(self) -> None:
+        """Returns when each other member has answered; raises ExchangeError."""
+        await asyncio.gather(*(each.connected for each in self._out.values()))
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for out in self._out.values():
+                tasks.create_task(out.run())
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> Send:
+        out = self._out[peer]
+        work = Send(out, tag, tensor)
+        self._hub.call(lambda: out.queue.put_nowait(work))
+        return work
+
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> Receive:
+        return self._endpoint.box.post(Route(peer, 0, tag), tensor)
+
+    def cut(self) -> None:
+        self._hub.end(self._endpoint, "the link was cut", cut=True)
+        self._hub.call(self._task.cancel)
+
+    def close(self) -> None:
+        self._hub.end(self._endpoint, "the link is closed", cut=False)
+        self._hub.leave(self._endpoint)
+        self._hub.call(self._leave)
+
+    def _leave(self) -> None:
+        for out in self._out.values():
+            out.queue.put_nowait(None)
+
+
+class Send:
+    """One send. `is_done` is guarded by the mailbox's condition."""
+
+    __slots__ = ("_out", "is_done", "size_bytes", "tag", "tensor")
+
+    def __init__(self, out: _Outbound, tag: int, tensor: Tensor) -> None:
+        self._out, self.tag, self.tensor = out, tag, tensor
+        self.size_bytes = tensor.nbytes
+        self.is_done = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the tensor may be changed. Raises ExchangeError."""
+        self._out.wait(self, timeout_s)
+
+
+class _Outbound:
+    """The stream to one other member. Lives on the event loop, but for `wait`."""
+
+    def __init__(self, group: Group, peer: int, address: str, box: Mailbox) -> None:
+        self._group, self._peer, self._address, self._box = group, peer, address, box
+        self.queue: asyncio.Queue[Send | None] = asyncio.Queue()
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unanswered: deque[int] = deque()
+        """Sizes of the messages that the receiver has not answered."""
+        self._num_answered = 0
+        self._room = asyncio.Event()
+        self._end = ""  # guarded by the box's condition
+
+    def wait(self, work: Send, timeout_s: float) -> None:
+        with self._box.changed:
+            self._box.changed.wait_for(
+                lambda: work.is_done or self._end or self._box.reason, timeout_s
+            )
+            if not work.is_done:
+                reason = self._box.reason or self._end or f"not taken within {timeout_s:g} s"
+                raise ExchangeError(f"send to member {self._peer}: {reason}")
+
+    async def run(self) -> None:
+        """Hold the stream until the link ends or the peer is gone; never raises for those."""
+        reason = f"member {self._peer} has ended the stream"
+        try:
+            async with open_channel(self._address, own_connection=True) as channel:
+                await self._talk(peer_pb2_grpc.PeerServiceStub(channel).Send())
+        except (grpc.aio.AioRpcError, StratagemError) as error:
+            reason = str(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)
+        finally:
+            self._give_up(reason)
+
+    async def _talk(self, call: Any) -> None:
+        await call.wait_for_connection()
+        await write_message(call, self._header(0, None))
+        if await call.read() is grpc.aio.EOF:
+            return
+        self.connected.set_result(None)
+        answers = asyncio.create_task(self._read_answers(call))
+        writes = asyncio.create_task(self._write_messages(call))
+        try:
+            await asyncio.wait((answers, writes), return_when=asyncio.FIRST_COMPLETED)
+            if writes.done() and not writes.exception():  # all is sent: let it arrive
+                await asyncio.wait((answers,), timeout=LEAVE_TIMEOUT_S)
+        finally:
+            answers.cancel()
+            writes.cancel()
+            results = await asyncio.gather(answers, writes, return_exceptions=True)
+            call.cancel()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read_answers(self, call: Any) -> None:
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            while self._num_answered < answer.num_messages and self._unanswered:
+                self._unanswered.popleft()
+                self._num_answered += 1
+            self._room.set()
+
+    async def _write_messages(self, call: Any) -> None:
+        while (work := await self.queue.get()) is not None:
+            while self._unanswered and sum(self._unanswered) + work.size_bytes > WINDOW_BYTES:
+                self._room.clear()
+                await self._room.wait()
+            self._unanswered.append(work.size_bytes)
+            await write_message(call, self._header(work.tag, work.tensor))
+            pieces = from_buffers([bytes_of(work.tensor)])(0)
+            for frame in iter_frames(pieces):
+                await write_message(call, frame)
+            with self._box.changed:
+                work.is_done = True
+                self._box.changed.notify_all()
+        await call.done_writing()
+
+    def _header(self, tag: int, tensor: Tensor | None) -> peer_pb2.SendRequest:
+        group = self._group
+        return peer_pb2.SendRequest(
+            header=peer_pb2.PeerHeader(
+                fence=types_pb2.Fence(term=group.term, membership=group.membership),
+                run_id=group.run_id,
+                party=group.party,
+                source=group.rank,
+                destination=self._peer,
+                tag=tag,
+                manifest=_manifest(tensor),
+            )
+        )
+
+    def _give_up(self, reason: str) -> None:
+        with self._box.changed:
+            self._end = reason
+            self._box.changed.notify_all()
+        self._box.lose(self._peer, reason)
+        if not self.connected.done():
+            self.connected.set_exception(ExchangeError(f"member {self._peer}: {reason}"))
+            self.connected.exception()  # the first of them is enough for whoever waits
+
+
+def _manifest(tensor: Tensor | None) -> tensor_pb2.Manifest:
+    """One flat tensor; none at all in the header that only names the sender."""
+    named = [] if tensor is None else [("data", dtype_of(tensor), (tensor.numel(),))]
+    return to_proto(build_manifest(named, Purpose.MESH))

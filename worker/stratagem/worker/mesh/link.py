@@ -1,0 +1,53 @@
+"""The one interface between the reducer and whatever carries its bytes.
+
+A link belongs to one membership of a party: it is formed when all members are there and thrown
+away when one of them is lost; there is no repair. It must not know what it carries.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from stratagem.common.errors import StratagemError
+
+Rendezvous = Callable[[bytes], list[bytes]]
+"""Hands in this member's address, answers with those of all members by rank."""
+
+
+class ExchangeError(StratagemError):
+    """An exchange cannot end: a peer is lost or silent, or it was cut. Names no culprit."""
+
+
+class Work(Protocol):
+    """One send or receive under way. It keeps its tensor alive."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the tensor was sent from, or received into. Raises ExchangeError."""
+
+
+class Link(Protocol):
+    """Point-to-point transfers of contiguous tensors among `size` members."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def name(self) -> str:
+        """Which engine this is: "gloo", "nccl", "grpc"."""
+
+    @property
+    def in_order(self) -> bool:
+        """True when two members' transfers are matched by order alone, not by tag."""
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> Work: ...
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> Work: ...
+
+    def cut(self) -> None:
+        """Makes every wait fail soon, here and at the peers. From any thread, any number of
+        times."""
+
+    def close(self) -> None:
+        """Frees the link. After it, nothing writes into a received tensor any more, provided
+        that the caller has dropped its Works."""

@@ -1,0 +1,87 @@
+"""The nccl engine: CUDA devices, one per member.
+
+nccl has no tags. Two members' transfers run in the order of issue on a communicator of the pair,
+so both ends must issue them in mirrored order; the reducer does when `in_order` is set.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from stratagem.worker.mesh.link import ExchangeError, Rendezvous
+
+
+def form_nccl(
+    rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
+) -> "NcclLink":
+    """Joins the group of `size` members; each must have set its CUDA device.
+
+    nccl asks its store whenever a pair first talks, so the first member serves one for the life
+    of the group; the rendezvous tells the others where.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        served = TCPStore(host, 0, is_master=True, timeout=timeout) if rank == 0 else None
+        address = f"{host}:{served.port}" if served is not None else ""
+        first = rendezvous(address.encode())[0].decode()
+        name, port = first.rsplit(":", 1)
+        store = served or TCPStore(name, int(port), is_master=False, timeout=timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return NcclLink(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot form a group of {size}: {error}") from error
+
+
+class NcclLink:
+    """A `Link` over one process group."""
+
+    name = "nccl"
+    in_order = True
+
+    def __init__(self, rank: int, size: int, group: "dist.ProcessGroupNCCL") -> None:
+        self.rank, self.size = rank, size
+        self._group: dist.ProcessGroupNCCL | None = group
+
+    def send(self, peer: int, tag: int, tensor: Tensor) -> "NcclWork":
+        what = f"send to member {peer}"
+        return self._issue(lambda group: group.send([tensor], peer, 0), what)  # type: ignore[attr-defined]
+
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> "NcclWork":
+        what = f"receive from member {peer}"
+        return self._issue(lambda group: group.recv([tensor], peer, 0), what)  # type: ignore[attr-defined]
+
+    def cut(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        self._group = None
+
+    def _issue(
+        self, operation: "Callable[[dist.ProcessGroupNCCL], dist.Work]", what: str
+    ) -> "NcclWork":
+        if self._group is None:
+            raise ExchangeError("the link is closed")
+        try:
+            return NcclWork(operation(self._group), what)
+        except RuntimeError as error:
+            raise ExchangeError(f"{what}: {error}") from None
+
+
+class NcclWork:
+    """One transfer. `what` says which, for the error."""
+
+    __slots__ = ("_what", "_work")
+
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work, self._what = work, what
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ExchangeError(f"{self._what}: {error}") from None

@@ -1,0 +1,1 @@
+"""Models: built from the user's factory or from a graph document."""

@@ -1,0 +1,90 @@
+"""Optimizers by their torch.optim names, learning-rate schedules, and clipping.
+
+A schedule is a pure function of the step, so it has no state to save. Steps run per parameter
+tensor (foreach and fused kernels are off): the same bits whatever other parameters there are.
+Must not know where gradients come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, assert_never
+
+import torch
+from torch import nn
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import OptimizerSpec, ScheduleSpec
+from stratagem.worker.losses import unknown
+
+# They need a closure (LBFGS) or gradients of another kind (SparseAdam).
+_EXCLUDED: Final = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
+_OPTIMIZERS: Final = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in _EXCLUDED
+}
+_RESERVED: Final = frozenset({"self", "params", "lr", "foreach", "fused", "capturable"})
+
+
+def make_optimizer(spec: OptimizerSpec, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """A fresh optimizer of the named kind over these parameters."""
+    kind = _OPTIMIZERS.get(spec.name.lower())
+    if kind is None:
+        raise InvalidInputError.at("optimizer.name", unknown(spec.name, _OPTIMIZERS))
+    known = inspect.signature(kind).parameters
+    allowed = sorted(set(known) - _RESERVED)
+    for key in spec.kwargs:
+        if key not in allowed:
+            raise InvalidInputError.at(f"optimizer.{key}", unknown(key, allowed))
+    kwargs: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in spec.kwargs.items()
+    }
+    kwargs["lr"] = spec.lr
+    if "foreach" in known:
+        kwargs["foreach"] = False
+    try:
+        return kind(list(params), **kwargs)
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
+
+
+def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
+    """The rate for the update that follows `step` applied ones, of `num_steps` in all."""
+    if spec.schedule is None:
+        return spec.lr
+    return spec.lr * schedule_factor(spec.schedule, step, num_steps)
+
+
+def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """What the schedule makes of a rate of 1. Warm-up rises linearly and reaches 1 at its end."""
+    warmup, final = spec.warmup_steps, spec.final_lr_fraction
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    match spec.name:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - (1.0 - final) * progress
+        case "cosine":
+            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "step":
+            return float(spec.gamma ** ((step - warmup) // (spec.step_size_steps or num_steps)))
+        case _:
+            assert_never(spec.name)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Applies to all parameters from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip(params: Sequence[nn.Parameter], max_norm: float | None) -> None:
+    """Scales all gradients together so that their norm is at most `max_norm`."""
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(params, max_norm, foreach=False)

@@ -1,0 +1,227 @@
+"""What "correct" means: short single-process loops that distributed runs are compared with.
+
+`plain_loop` is the loop everybody writes. `sharded_loop` is the same with each batch cut into
+logical shards whose gradients are added in the fixed tree; every synchronous strategy must equal it
+to the bit. `federated_loop` is FedAvg. They share model, data, loss, optimizer and keyed randomness
+with the engine, but none of its stepping, buffers, exchange or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import Node, split_rows, tree_sum
+from stratagem.common.strategy import Federated, FedProx
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.sources import Client, DataSources, load_data
+from stratagem.worker.engine.client_round import client_order
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.losses import LossFunction, make_loss
+from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a loop ended: the model's state_dict, and the loss of each step (or round)."""
+
+    state: Mapping[str, Tensor]
+    losses: list[float]
+
+
+def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = None) -> Result:
+    """Steps over whole batches."""
+    model, loss_fn, params, take = _setup(job, entrypoints)
+    num_rows = len(load_data(job, entrypoints, DataSources())["train"])
+    total_steps = _total_steps(job, num_rows)
+    optimizer = make_optimizer(job.optimizer, params)
+    losses: list[float] = []
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(job.seed + epoch)
+        for rows in torch.split(torch.randperm(num_rows, generator=generator), job.batch_size):
+            if len(losses) == (total_steps if num_steps is None else num_steps):
+                return Result(model.state_dict(), losses)
+            set_learning_rate(optimizer, learning_rate(job.optimizer, len(losses), total_steps))
+            x, y = take(rows)
+            loss = loss_fn(model(x), y, len(rows)).mean
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip(params, job.optimizer.clip_norm)
+            optimizer.step()
+            losses.append(loss.item())
+        epoch += 1
+
+
+def sharded_loop(
+    job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_steps: int | None = None
+) -> Result:
+    """Steps over batches cut into shards; sums and means in a fixed order."""
+    model, loss_fn, params, take = _setup(job, entrypoints)
+    num_rows = len(load_data(job, entrypoints, DataSources())["train"])
+    total_steps = _total_steps(job, num_rows)
+    optimizer = make_optimizer(job.optimizer, params)
+    randomness = KeyedRandomness(model, _CPU)
+    buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
+    losses: list[float] = []
+    while len(losses) < (total_steps if num_steps is None else num_steps):
+        step = len(losses)
+        epoch, position = divmod(step, -(-num_rows // job.batch_size))
+        generator = torch.Generator().manual_seed(job.seed + epoch)
+        order = torch.randperm(num_rows, generator=generator)
+        batch = torch.split(order, job.batch_size)[position]
+        shards = [batch[rows.start : rows.stop] for rows in split_rows(len(batch), num_shards)]
+        shards = [rows for rows in shards if len(rows)]
+        before = [tensor.clone() for tensor in buffers]
+        parts: list[list[Tensor]] = []
+        reached: set[int] = set()
+        for shard, rows in enumerate(shards):
+            for tensor, old in zip(buffers, before, strict=True):
+                tensor.copy_(old)
+            optimizer.zero_grad()
+            randomness.begin(job.seed, step, shard, 0)
+            x, y = take(rows)
+            value = loss_fn(model(x), y, len(rows))
+            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+            reached |= {i for i, param in enumerate(params) if param.grad is not None}
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+            weight = torch.tensor(float(value.weight), dtype=torch.float64)
+            changes = [
+                _change(old, new, shard, len(shards))
+                for old, new in zip(before, buffers, strict=True)
+            ]
+            parts.append([weight, value.mean.detach().double() * weight, *grads, *changes])
+        sums = [_tree([part[i] for part in parts]) for i in range(len(parts[0]))]
+        total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            param.grad = grad / total.item() if i in reached else None
+        for tensor, old, change in zip(buffers, before, changes[len(params) :], strict=True):
+            is_whole = len(shards) == 1 and old.is_floating_point()
+            mean = change / len(shards) if old.is_floating_point() else change
+            tensor.copy_(change if is_whole else (old.double() + mean))
+        set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
+        clip(params, job.optimizer.clip_norm)
+        optimizer.step()
+        losses.append((loss_sum / total).item())
+    return Result(model.state_dict(), losses)
+
+
+def federated_loop(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    clients_of: Callable[[int], list[int]] | None = None,
+    num_rounds: int | None = None,
+) -> Result:
+    """FedAvg (and FedProx): each round, local epochs per client, then the mean over rows.
+
+    `clients_of(round)` names the clients of a round; all of them by default. Rounds count from 1.
+    """
+    strategy = job.strategy
+    assert isinstance(strategy, Federated)
+    model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses: list[float] = []
+    for round_num in range(1, (num_rounds or strategy.rounds) + 1):
+        chosen = clients_of(round_num) if clients_of else list(range(strategy.num_clients))
+        updates = []
+        loss_sum = 0.0
+        for client in sorted(chosen):
+            model.load_state_dict(world)
+            rows, loss = _train_client(job, entrypoints, model, client, round_num)
+            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            updates.append((rows, state))
+            loss_sum += rows * loss
+        world = {name: _mean_of(name, updates) for name in world}
+        losses.append(loss_sum / sum(rows for rows, _ in updates))
+    return Result(world, losses)
+
+
+def _train_client(
+    job: JobSpec, entrypoints: EntryPoints, model: nn.Module, client: int, round_num: int
+) -> tuple[int, float]:
+    """Trains in place; (rows, mean loss over the round)."""
+    strategy = job.strategy
+    assert isinstance(strategy, Federated)
+    data = load_data(job, entrypoints, DataSources(), Client(client, strategy.num_clients))["train"]
+    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    params = [param for param in model.parameters() if param.requires_grad]
+    start = [param.detach().clone() for param in params]
+    mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
+    optimizer = make_optimizer(job.optimizer, params)
+    rate = learning_rate(job.optimizer, round_num - 1, strategy.rounds)
+    set_learning_rate(optimizer, rate)
+    randomness = KeyedRandomness(model, _CPU)
+    epochs = strategy.options.local_epochs
+    loss_sum, num_rows, num_steps = 0.0, 0.0, 0
+    for epoch in range((round_num - 1) * epochs, round_num * epochs):
+        order = client_order(len(data), job.seed, client, epoch)
+        for rows in torch.split(order, job.batch_size):
+            randomness.begin(job.seed, "client", client, round_num, num_steps)
+            x, y = gather(data, rows, "reference")
+            value = loss_fn(model(x), y, len(rows))
+            optimizer.zero_grad()
+            value.mean.backward()  # type: ignore[no-untyped-call]
+            for param, anchor in zip(params, start, strict=True):
+                if mu and param.grad is not None:
+                    param.grad.add_(param.detach() - anchor, alpha=mu)
+            clip(params, job.optimizer.clip_norm)
+            optimizer.step()
+            num_steps += 1
+            loss_sum += value.mean.item() * value.weight
+            num_rows += value.weight
+    return len(data), loss_sum / num_rows
+
+
+def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:
+    """Σ n·w / Σ n in float64, in order of client; integers from the client with most rows."""
+    first = updates[0][1][name]
+    if not first.is_floating_point():
+        return max(updates, key=lambda update: update[0])[1][name]
+    total = torch.zeros(first.shape, dtype=torch.float64)
+    for rows, state in updates:
+        total += state[name].double() * rows
+    return (total / sum(rows for rows, _ in updates)).to(first.dtype)
+
+
+Take = Callable[[Tensor], tuple[Any, Any]]
+
+
+def _setup(
+    job: JobSpec, entrypoints: EntryPoints
+) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take]:
+    data = load_data(job, entrypoints, DataSources())["train"]
+    model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    gather = Gather(float_dtype(job), _CPU)
+    params = [param for param in model.parameters() if param.requires_grad]
+    loss_fn = make_loss(job.loss, entrypoints)
+    return model, loss_fn, params, lambda rows: gather(data, rows, "reference")
+
+
+def _total_steps(job: JobSpec, num_rows: int) -> int:
+    return job.steps or (job.epochs or 0) * -(-num_rows // job.batch_size)
+
+
+def _buffers(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_buffers()}
+
+
+def _change(old: Tensor, new: Tensor, shard: int, num_shards: int) -> Tensor:
+    before, after = old.double(), new.double()
+    if old.is_floating_point():
+        unequal = torch.where(after == before, 0.0, after - before)  # infinities have none
+        return after if num_shards == 1 else unequal
+    return after - before if shard == 0 else torch.zeros_like(before)
+
+
+def _tree(values: list[Tensor]) -> Tensor:
+    partials = {Node(i, i + 1): value.clone() for i, value in enumerate(values)}
+    return tree_sum(partials, len(values), torch.add)

@@ -1,0 +1,126 @@
+"""What an operator sets for one worker process: flags, else STRATAGEM_WORKER_* in the environment.
+
+Owns names, defaults and checks of the settings. Everything below takes plain values; nothing else
+of the worker reads the environment or the command line.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from stratagem.common.ids import check_worker_id
+from stratagem.common.logs import LEVELS
+
+MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
+
+
+def _split(value: object) -> object:
+    """Repeated flags arrive as a list, the environment as "a,b"; both may be mixed."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    pieces = (piece.strip() for item in value for piece in str(item).split(","))
+    return [piece for piece in pieces if piece]
+
+
+def _pairs(value: object) -> object:
+    """NAME=VALUE items as a mapping."""
+    if isinstance(value, dict):
+        return value
+    items = _split(value)
+    if not isinstance(items, list):
+        return items
+    wrong = [item for item in items if not item.partition("=")[2]]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not NAME=FILE")
+    return {name.strip(): rest for name, _, rest in (item.partition("=") for item in items)}
+
+
+Strings = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process. Lists are repeatable flags, or one value with commas."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="STRATAGEM_WORKER_",
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="python -m stratagem.worker",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    coordinator: str = Field(description="HOST:PORT of the coordinator")
+    name: str = Field(description="id of this worker, stable over restarts")
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
+    advertise: str = Field(
+        "", description="HOST or HOST:PORT at which others reach this worker; the listen address"
+    )
+    health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
+    tags: Strings = Field([], description="labels that strategies select by")
+    allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
+    import_path: Strings = Field([], description="directories of the users' modules")
+    local_data: Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)] = Field(
+        {}, description="NAME=FILE.safetensors, data that never leaves this worker"
+    )
+    threads: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, description="torch threads"
+    )
+    device: str = Field("cpu", description="cpu or cuda:N")
+    ready_file: Path | None = Field(None, description="written once the worker serves")
+    data_dir: Path | None = Field(None, description="blobs that exceed the memory limit go here")
+    max_blob_memory_bytes: int = Field(
+        MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
+    )
+    allow_insecure_network: bool = Field(
+        False, description="serve without TLS on other addresses than loopback"
+    )
+    exchange_timeout_s: float = Field(
+        120.0, gt=0, description="longest wait for another member inside one step"
+    )
+    drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    log_level: str = Field("info", description="debug, info, warning or error")
+    log_json: bool = Field(False, description="log JSON lines")
+
+    @field_validator("name")
+    @classmethod
+    def _is_worker_id(cls, value: str) -> str:
+        return check_worker_id(value)
+
+    @field_validator("log_level")
+    @classmethod
+    def _is_level(cls, value: str) -> str:
+        if value not in LEVELS:
+            raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
+        return value
+
+    @field_validator("coordinator", "listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def from_command_line(arguments: list[str]) -> WorkerSettings:
+    """The settings of this process; exits with a message when they are wrong."""
+    options: dict[str, Any] = {"_cli_parse_args": arguments}
+    return WorkerSettings(**options)

@@ -1,0 +1,172 @@
+"""What a plan has at hand while it runs in the torch thread.
+
+Owns the values that pass between the process, a session and a plan: `Host` is the process,
+`Holding` what a session keeps in the torch thread from one plan to the next, `Work` one plan's
+access to both. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.blobs import Blob, BlobCache
+from stratagem.worker.control import Control
+from stratagem.worker.data.sources import DataSources
+from stratagem.worker.engine import ClientRunner, Trainer, build_trainer
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.exchange import Exchange, GradientBuckets
+from stratagem.worker.executor import TorchThread
+from stratagem.worker.gradients import GradientPort
+from stratagem.worker.outbox import Outbox
+from stratagem.worker.state_store import StateStore
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+
+class SessionKey(NamedTuple):
+    """A session by name."""
+
+    run_id: str
+    party: str
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This process. All calls to the coordinator and to other workers run on `loop`."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    device: torch.device
+    entrypoints: EntryPoints
+    local_data: Mapping[str, str]
+    exchange_timeout_s: float
+    coordinator: CoordinatorServiceAsyncStub
+    blobs: BlobCache
+    thread: TorchThread
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the steps of one segment; travels with a state that is copied inside it."""
+
+    segment: int = -1
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    num_rows: int = 0
+
+
+@dataclass(slots=True)
+class Holding:
+    """What a session keeps between its plans. Touched in the torch thread only."""
+
+    trainer: Trainer | None = None
+    buckets: GradientBuckets | None = None
+    exchange: Exchange | None = None
+    membership: int = -1
+    """The membership of the exchange."""
+    spent: int = -1
+    """Highest membership that a rendezvous has ended for; there is no second one for it."""
+    tally: Tally = field(default_factory=Tally)
+    activity: str = ""
+    is_offering: bool = False
+    """A copy of the state is there for members that heal."""
+
+    @property
+    def applied_step(self) -> int | None:
+        """Steps applied to the state held; None without a state."""
+        return None if self.trainer is None else self.trainer.step
+
+    def leave(self) -> None:
+        """Give up the exchange; its membership is over for this session."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.cut()
+            exchange.close()
+
+    def drop(self) -> None:
+        """Forget the state too."""
+        self.leave()
+        self.trainer, self.buckets, self.tally = None, None, Tally()
+
+
+@dataclass(slots=True)
+class RunCache:
+    """What the sessions of a run share. Touched in the torch thread only."""
+
+    clients: ClientRunner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One execution, as its plan sees it."""
+
+    host: Host
+    key: SessionKey
+    holding: Holding
+    run_cache: RunCache
+    states: StateStore
+    gradients: GradientPort
+    control: Control
+    outbox: Outbox
+    job: JobSpec
+    segment: int
+    request: pb.ExecuteRequest
+
+    def post(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Have the event loop make a call, after all that were posted before it."""
+        self.host.loop.call_soon_threadsafe(call, *arguments)
+
+    def be(self, activity: str) -> None:
+        """Say what is being done, for whoever asks."""
+        self.holding.activity = activity
+        self.post(self.outbox.be, activity)
+
+    def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """A blob's tensors, which must not be changed, and metadata; waits until it is here."""
+        return self.control.wait(self._fetch(digest)).load()
+
+    async def _fetch(self, digest: str) -> Blob:
+        if self.host.blobs.find(self.key.run_id, digest) is None:
+            self.outbox.need(digest)
+        try:
+            return await self.host.blobs.get(self.key.run_id, digest)
+        finally:
+            self.outbox.has(digest)
+
+    def sources(self) -> DataSources:
+        """The data that the job may name, the caller's own included."""
+        inline = self.job.data.inline
+        tensors = None if inline is None else self.blob(inline)[0]
+        return DataSources(worker_local=self.host.local_data, inline=tensors)
+
+    def new_trainer(self, *, fresh: bool) -> Trainer:
+        """A trainer of the job: really built (fresh), or waiting for a state to be loaded."""
+        return build_trainer(
+            self.job,
+            self.host.entrypoints,
+            device=self.host.device,
+            fresh=fresh,
+            sources=self.sources(),
+        )
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Make a state the one that the session holds. A trainer that fails to load is not kept."""
+        failpoint("worker.state.received")
+        trainer = self.holding.trainer or self.new_trainer(fresh=False)
+        buckets = self.holding.buckets
+        self.holding.trainer, self.holding.buckets = None, None
+        trainer.load_state(tensors, metadata)
+        self.holding.trainer, self.holding.buckets = trainer, buckets
