@@ -4,8 +4,9 @@
 
 Client and server are separate processes on loopback. `ours` is the real transfer code: plain
 protobuf messages, a CRC32C per chunk, received into torch tensors in place. It is compared with the
-same under the default allocator, with gRPC that carries raw bytes in chunks of the same size
-without checksums, and with a bare TCP socket. All receive into memory that has been touched before.
+same under the default allocator, with the same messages written and read by the generated classes,
+with gRPC that carries raw bytes in chunks of the same size without checksums, and with a bare TCP
+socket. All receive into memory that has been touched before.
 The variants take turns, so that other load on the machine hits all of them alike. --chunks compares
 chunk sizes instead.
 """
@@ -34,7 +35,7 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.options import CLIENT_OPTIONS, SERVER_OPTIONS
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.tensors.chunks import ChunkWriter, Sink, from_buffers
+from stratagem.common.tensors.chunks import ChunkWriter, Sink, from_buffers, iter_messages
 from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.common.tensors.transfer import pull, push, receive_header, receive_upload, serve_get
@@ -118,6 +119,53 @@ def call_ours(state: State, port: int) -> tuple[Operation, Operation]:
         await pull(
             lambda offset: stub.GetState(worker_pb2.GetStateRequest(offset=offset)), state.accept
         )
+
+    return put, get
+
+
+# ---- the same messages through generated classes alone ----
+
+
+class StockService(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def GetState(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for message in _stock(worker_pb2.GetStateResponse, self._state):
+            yield message
+
+    async def SetState(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        writer = ChunkWriter(self._state.total_bytes, self._state.sink)
+        async for request in request_iterator:
+            writer.write(request.chunk)
+        yield worker_pb2.SetStateResponse(committed=writer.is_complete)
+
+
+def _stock(make: Any, state: State) -> Any:
+    return iter_messages(make, (bytes(piece) for piece in state.source(0)))
+
+
+async def serve_stock(state: State) -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(StockService(state), server)
+    await _serve(server)
+
+
+def call_stock(state: State, port: int) -> tuple[Operation, Operation]:
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS)
+    stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+
+    async def put() -> None:
+        call = stub.SetState()
+        for message in _stock(worker_pb2.SetStateRequest, state):
+            await call.write(message)
+        await call.done_writing()
+        assert (await call.read()).committed
+
+    async def get() -> None:
+        writer = ChunkWriter(state.total_bytes, state.sink)
+        async for response in stub.GetState(worker_pb2.GetStateRequest()):
+            writer.write(response.chunk)
 
     return put, get
 
@@ -225,6 +273,7 @@ def call_tcp(state: State, port: int) -> tuple[Operation, Operation]:
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "ours": (serve_ours, call_ours),
+    "stock": (serve_stock, call_stock),
     "raw": (serve_raw, call_raw),
     "tcp": (serve_tcp, call_tcp),
 }
@@ -355,6 +404,8 @@ def main() -> None:
     variants: list[tuple[str, str, str, int]] = [
         ("ours", "ours", "on", 2**20),
         ("(a) ours, default malloc", "ours", "off", 2**20),
+        ("(d) generated classes, default", "stock", "off", 2**20),
+        ("(e) generated classes, tuned", "stock", "on", 2**20),
         ("(b) gRPC, raw bytes, tuned malloc", "raw", "on", 2**20),
         ("(c) TCP socket", "tcp", "on", 2**20),
     ]

@@ -1,7 +1,7 @@
 """Jobs, their runs on the cluster, and the comparison of bits, for all tests of this folder."""
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def data_parallel(num_replicas: int, method: str = "AllReduce") -> dict[str, Any
 
 
 def federated(
-    model: str = "mlp",
+    model: str | dict[str, Any] = "mlp",
     *,
     num_clients: int = 4,
     rounds: int = 3,
@@ -97,13 +97,15 @@ def events_of(run: RunHandle) -> list[Event]:
     return [item for item in run.watch() if isinstance(item, Event)]
 
 
-def wait_for(run: RunHandle, kind: str, count: int = 1) -> list[Event]:
-    """The events so far, once there are `count` of a kind."""
+def wait_for(
+    run: RunHandle, kind: str, count: int = 1, where: Callable[[Event], bool] = lambda _: True
+) -> list[Event]:
+    """The events of a kind (that fulfil a condition) so far, once there are `count`."""
     seen: list[Event] = []
     for item in run.watch():
-        if isinstance(item, Event):
+        if isinstance(item, Event) and item.kind == kind and where(item):
             seen.append(item)
-            if sum(event.kind == kind for event in seen) == count:
+            if len(seen) == count:
                 return seen
     raise AssertionError(f"{run.run_id} ended without {count} {kind}: {run.status().reason}")
 

@@ -97,7 +97,7 @@ def test_local_has_the_bits_of_the_loops(client: Client, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "num_steps", "tolerance"), [("Full", 100, 1e-12), ("Single", 10, 1e-6)]
+    ("precision", "num_steps", "tolerance"), [("Full", 40, 1e-12), ("Single", 10, 1e-6)]
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_three_replicas_are_the_plain_loop_up_to_rounding(
@@ -106,7 +106,7 @@ def test_three_replicas_are_the_plain_loop_up_to_rounding(
     spec = job(
         optimizer=ADAMW,
         steps=num_steps,
-        checkpoint={"every": "50 steps"},
+        checkpoint={"every": "20 steps"},
         execution={"precision": precision},
         strategy=data_parallel(3, method),
     )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.client.sync import Client
+from stratagem.common.ids import WorkerId
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.facts import ClientBinding
 from stratagem.coordinator.strategies.selection import select
@@ -51,7 +52,7 @@ def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
     outcome = train(client, spec)
     rounds = selected(outcome)
     roster = [
-        ClientBinding(client=number, worker_id="any", tags=())
+        ClientBinding(client=number, worker_id=WorkerId("any"), tags=())
         for number in range(spec.strategy.num_clients)
     ]
     drawn = {n: list(select(spec.strategy.client_selection, roster, 3, n)) for n in rounds}
@@ -111,8 +112,9 @@ def test_deadline_closes_a_round_with_a_quorum(client: Client, gates: Gates) -> 
         rounds=1,
         batch_size=64,
         data=user("gated_clients", folder=str(gates.folder)),
-        options={"quorum": 0.75, "round_deadline_s": 3.0},
+        options={"quorum": 0.75, "round_deadline_s": 2.0},
     )
+    train(client, federated(rounds=1))  # the first step of a process takes torch a while
     gates.close("client2-1")
     outcome = train(client, spec)
     closed = outcome.of("RoundClosed")[0]

@@ -117,6 +117,31 @@ def test_cancelled_and_resumed_run_has_the_bits_of_an_undisturbed_one(
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_cancel_frees_a_worker_that_waits_for_another(
+    client: Client, gates: Gates, method: str
+) -> None:
+    """Not only in the segment that has formed the exchange: here it is the third."""
+    workers = [f"worker-{number}" for number in range(4)]
+    data = user("gated", folder=str(gates.folder))
+    spec = job(data=data, strategy=data_parallel(2, method))
+    gates.close(*(f"{name}-batch-6" for name in workers))
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 2)
+    waiting, held = run.status().worker_ids
+    gates.open(*(f"{name}-batch-6" for name in workers if name != held))
+    run.cancel()
+    other = client.submit(federated(rounds=1))
+    wait_for(other, "UpdateReceived", 3)
+    status = other.status()
+    assert status.strategy_phase == "TRAINING"
+    gates.open()
+    outcome_of(other)
+    run.resume()
+    assert_same_bits(outcome_of(run).state, sharded_loop(spec, ALLOWED, 2).state)
+    assert waiting != held
+
+
 def test_data_from_the_caller_and_from_a_file(client: Client, tmp_path: Path) -> None:
     rows = classes()
     tensors = {f"{split}.{side}": t for split, xy in rows.items() for side, t in zip("xy", xy)}  # noqa: B905

@@ -6,6 +6,7 @@ opens a gate (a file lock), so that a test decides who is late without any clock
 
 import fcntl
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 NUM_FEATURES, NUM_CLASSES = 12, 5
+
+WORKER = sys.argv[sys.argv.index("--name") + 1] if "--name" in sys.argv else ""
 
 Rows = tuple[Tensor, Tensor]
 
@@ -47,12 +50,14 @@ class Everything(nn.Module):
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
         self.b.weight = self.a.weight
         self.last = nn.Linear(8, NUM_CLASSES)
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.mean()
         hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
-        return self.last(self.b(torch.relu(self.a(self.frozen(hidden)))))
+        output: Tensor = self.last(self.b(torch.relu(self.a(self.frozen(hidden)))))
+        return output
 
 
 def everything() -> nn.Module:
@@ -138,7 +143,10 @@ def poisoned(
 
 
 class Gated:
-    """Rows whose n-th batch waits for the gate `<name>-<n>` of a folder, where there is one."""
+    """Rows whose n-th batch waits for the gate `<name>-<n>` of a folder, where there is one.
+
+    A gate `<worker>-<name>-<n>` holds one worker only.
+    """
 
     def __init__(self, rows: Rows, folder: str, name: str) -> None:
         self.x, self.y = rows
@@ -150,10 +158,11 @@ class Gated:
 
     def take(self, indices: Tensor) -> Rows:
         self.num_taken += 1
-        gate = self.folder / f"{self.name}-{self.num_taken}"
-        if gate.exists():
-            with gate.open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH)
+        gate = f"{self.name}-{self.num_taken}"
+        for path in (self.folder / gate, self.folder / f"{WORKER}-{gate}"):
+            if path.exists():
+                with path.open() as file:
+                    fcntl.flock(file, fcntl.LOCK_SH)
         return self.x[indices], self.y[indices]
 
 

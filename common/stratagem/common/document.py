@@ -117,6 +117,9 @@ def _check_name(value: str) -> str:
 
 EntrypointName: TypeAlias = Annotated[str, AfterValidator(_check_entrypoint)]
 Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
+MetricName: TypeAlias = Annotated[
+    str, AfterValidator(lambda value: (_check_entrypoint if ":" in value else _check_name)(value))
+]
 
 
 def one_of(section: BaseModel, names: Sequence[str]) -> None:

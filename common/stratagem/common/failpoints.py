@@ -40,6 +40,7 @@ FAILPOINTS: Final = (
     "worker.client_round.after_training",
     "worker.execute.accepted",
     "worker.build.done",
+    "worker.rendezvous.answered",
     "worker.rendezvous.joined",
     "worker.state.received",
     "worker.segment.finished",

@@ -1,8 +1,8 @@
 """Tuning of glibc's allocator for processes that move tensors.
 
 By default every 1 MiB chunk is mapped, faulted in and given back once per copy, and these page
-faults bound the speed of a Python gRPC stream: about 0.65 GB/s, against about 2.5 GB/s with the
-four values below (benchmarks/tensor_stream.py). Only all four together help. Must be called before
+faults bound the speed of a Python gRPC stream: with the four values below it is 2 to 4 times as
+fast (benchmarks/tensor_stream.py). Only all four together help. Must be called before
 the first big allocation, so at the start of a process, and knows nothing of the rest.
 """
 

@@ -29,6 +29,7 @@ from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker import capture
 from stratagem.worker.agent import Agent, Identity
@@ -36,6 +37,7 @@ from stratagem.worker.blobs import BlobCache
 from stratagem.worker.capability import capability_of
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
+from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.server import WorkerServicer
 from stratagem.worker.sessions import Sessions
 from stratagem.worker.settings import WorkerSettings, from_command_line, split_address
@@ -87,6 +89,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         sessions = Sessions(host)
         servicer = WorkerServicer(host, sessions, capability, Limits())
         add_WorkerServiceServicer_to_server(servicer, server)
+        add_PeerServiceServicer_to_server(PeerServicer(host.hub), server)
         await server.start()
         if settings.health_port is not None:
             health_server = await _serve_health(settings, settings.health_port)
@@ -204,6 +207,8 @@ def _host(
         entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
         local_data=settings.local_data,
         exchange_timeout_s=settings.exchange_timeout_s,
+        mesh=settings.mesh or ("nccl" if settings.device.startswith("cuda") else "gloo"),
+        hub=PeerHub(address),
         coordinator=coordinator,
         blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),
         thread=thread,

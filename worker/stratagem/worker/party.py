@@ -36,7 +36,10 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.mesh import Link, form_gloo
+from stratagem.worker.mesh import Forming, Link, Rendezvous, form_gloo
+from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.mesh.nccl import form_nccl
+from stratagem.worker.peer import Group
 from stratagem.worker.settings import split_address
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Tally, Work
@@ -118,13 +121,40 @@ def _meet(work: Work, plan: pb.TrainPlan, view: PartyView) -> tuple[Link | None,
         return None, _rendezvous(work, view, b"")
     members: list[coordinator_pb2.RendezvousMember] = []
 
-    def exchange_addresses(endpoint: bytes) -> list[bytes]:
-        members.extend(_rendezvous(work, view, endpoint))
-        return [member.endpoint for member in members]
+    engine = work.host.mesh.encode() + b":"
 
+    def exchange_addresses(endpoint: bytes) -> list[bytes]:
+        members.extend(_rendezvous(work, view, engine + endpoint))
+        failpoint("worker.rendezvous.answered")
+        names = sorted({each.endpoint.partition(b":")[0].decode() for each in members})
+        if len(names) > 1:
+            raise ExchangeError(f"the members use different mesh engines: {', '.join(names)}")
+        return [each.endpoint.removeprefix(engine) for each in members]
+
+    forming = Forming(_former(work, view, exchange_addresses))
+    work.control.hold(forming, view.membership)
+    return forming.link(), members
+
+
+def _former(work: Work, view: PartyView, rendezvous: Rendezvous) -> Callable[[], Link]:
+    """Forms the link with the engine that the operator chose."""
     host, _ = split_address(work.host.address)
     timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
-    return form_gloo(view.rank, view.size, host, exchange_addresses, timeout_s), members
+    match work.host.mesh:
+        case "grpc":
+            group = Group(
+                work.key.run_id,
+                work.key.party,
+                view.term,
+                view.membership,
+                view.rank,
+                view.size,
+            )
+            return lambda: form_grpc(work.host.hub, group, rendezvous, timeout_s)
+        case "nccl":
+            return lambda: form_nccl(view.rank, view.size, host, rendezvous, timeout_s)
+        case _:
+            return lambda: form_gloo(view.rank, view.size, host, rendezvous, timeout_s)
 
 
 def _rendezvous(work: Work, view: PartyView, endpoint: bytes) -> Members:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -85,6 +85,9 @@ class WorkerSettings(BaseSettings):
     )
     allow_insecure_network: bool = Field(
         False, description="serve without TLS on other addresses than loopback"
+    )
+    mesh: Literal["gloo", "nccl", "grpc"] | None = Field(
+        None, description="engine between workers; default nccl on CUDA devices, else gloo"
     )
     exchange_timeout_s: float = Field(
         120.0, gt=0, description="longest wait for another member inside one step"

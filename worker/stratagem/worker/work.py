@@ -27,6 +27,7 @@ from stratagem.worker.exchange import Exchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.gradients import GradientPort
 from stratagem.worker.outbox import Outbox
+from stratagem.worker.peer import PeerHub
 from stratagem.worker.state_store import StateStore
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
@@ -52,6 +53,9 @@ class Host:
     entrypoints: EntryPoints
     local_data: Mapping[str, str]
     exchange_timeout_s: float
+    mesh: str
+    """The engine of the mesh: gloo, nccl or grpc."""
+    hub: PeerHub
     coordinator: CoordinatorServiceAsyncStub
     blobs: BlobCache
     thread: TorchThread

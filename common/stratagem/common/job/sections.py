@@ -16,6 +16,7 @@ from stratagem.common.document import (
     Count,
     EntrypointName,
     Kwargs,
+    MetricName,
     Name,
     Section,
     Whole,
@@ -158,7 +159,7 @@ class EvaluationSpec(Section):
 
     split: Name = "test"
     every: EveryField = Every(1, "epoch")
-    metrics: list[Name] = Field(default_factory=list)
+    metrics: list[MetricName] = Field(default_factory=list)
     best: str | None = None
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256

@@ -1,8 +1,8 @@
 """Channels to our services.
 
-Owns that each call carries the protocol version, and that chunks are read without copies. This is done by a channel around gRPC's own, and
-not by its interceptors: those put a queue and two tasks between a caller and every message of a
-stream. Deadlines and retries are the caller's.
+Owns that each call carries the protocol version, and that chunks are read without copies. This is
+done by a channel around gRPC's own, and not by its interceptors: those put a queue and two tasks
+between a caller and every message of a stream. Deadlines and retries are the caller's.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 On the wire these are the plain messages of the `.proto` files, byte for byte as protobuf writes
 them; any generated class reads and writes the same. Protobuf copies the payload three times to
-write it and twice to read it; this copies it once to write and not at all to read, which is a
-third of the CPU time of a stream (benchmarks/tensor_stream.py). Everything that is not exactly such
-a message is left to protobuf. Knows only the layout of `Chunk` and that its field is number 2.
+write it and twice to read it; this copies it once to write and not at all to read, which makes a
+stream 8 to 25 % faster, within 6 % of raw bytes over gRPC (benchmarks/tensor_stream.py).
+Everything that is not exactly such a message is left to protobuf. Knows only the layout of `Chunk`
+and that its field is number 2.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _unframed(raw: bytes, parse: Callable[[bytes], Any]) -> ChunkFrame | None:
     offset = 0
     if raw[at] == _OFFSET_TAG:
         offset, at = _read_varint(raw, at + 1)
-    if raw[at] != _DATA_TAG:
+    if offset < 0 or raw[at] != _DATA_TAG:
         return None
     size, at = _read_varint(raw, at + 1)
     end = at + size

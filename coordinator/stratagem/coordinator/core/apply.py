@@ -9,6 +9,7 @@ from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     Evaluated,
     Fact,
+    Member,
     ModelBuilt,
     RoundClosed,
     RunCancelled,
@@ -76,18 +77,28 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     record = _with_end(record, fact)
     record = _with_results(record, fact)
-    strategy = strategy_of(record.job)
-    value = strategy.transition(record.job, record.value, fact, time_s)
-    record = replace(record, value=value)
+    try:
+        record, used = _transition(record, fact, time_s)
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        reason = f"the strategy raised {type(error).__name__}: {error}"
+        return replace(record, ended=RunPhase.FAILED, reason=reason)
     if record.ended is not None:
         return record
-    used = frozenset[object]().union(
-        *(slots(effect) for effect in strategy.pending(record.run_id, record.job, value))
-    )
     if not used <= record.touched:
         touched = record.touched | used
-        record = replace(record, touched=touched, is_released=False)  # type: ignore[arg-type]
+        record = replace(record, touched=touched, is_released=False)
     return record
+
+
+def _transition(
+    record: RunRecord, fact: Fact, time_s: float
+) -> tuple[RunRecord, frozenset[Member]]:
+    """The run with the fact folded in, and the workers that what is now due would use."""
+    strategy = strategy_of(record.job)
+    value = strategy.transition(record.job, record.value, fact, time_s)
+    due = strategy.pending(record.run_id, record.job, value)
+    used = frozenset[Member]().union(*(slots(effect) for effect in due))
+    return replace(record, value=value), used
 
 
 def _with_end(record: RunRecord, fact: Fact) -> RunRecord:

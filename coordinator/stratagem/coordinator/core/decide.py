@@ -7,9 +7,10 @@ how things stand now, one fact at a time, until nobody has anything to add. Both
 from collections import Counter
 from collections.abc import Iterator
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.errors import InvalidInputError, Violation
 from stratagem.common.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import describe
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -47,7 +48,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
 from stratagem.coordinator.strategies.segments import PartyRun, reform_in_place
-from stratagem.coordinator.strategies.table import strategy_of
+from stratagem.coordinator.strategies.table import require, strategy_of
 
 MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
@@ -105,10 +106,17 @@ def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
     for run_id, run in state.runs.items():
         if run.ended is not None:
             continue
-        strategy = strategy_of(run.job)
-        fact = strategy.decide(run.job, run.value, world, now_s)
+        fact = _ask(run, world, now_s)
         if fact is not None:
             yield Entry(run_id, fact, _key(fact))
+
+
+def _ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
+    """The strategy's next decision. One that raises fails its own run, never the coordinator."""
+    try:
+        return strategy_of(run.job).decide(run.job, run.value, world, now_s)
+    except Exception as error:  # the border to plug-ins
+        return RunFailed(reason=f"the strategy raised {type(error).__name__}: {error}")
 
 
 def _key(fact: Fact) -> str | None:
@@ -139,11 +147,27 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         if known.job == job:
             return ()
         return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
-    violations = strategy_of(job).check(job)
+    violations = require(job).check(job) + _mixed_strategies(job)
     if violations:
         raise InvalidInputError(violations=violations)
     fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s)
     return (Entry(command.run_id, fact, _key(fact)),)
+
+
+def _mixed_strategies(job: JobSpec) -> list[Violation]:
+    """A subgraph may inherit the strategy or repeat it; another one is not supported."""
+    if job.model.graph is None:
+        return []
+    violations = []
+    waiting = [("model.graph", job.model.graph)]
+    while waiting:
+        path, graph = waiting.pop()
+        own = graph.training_strategy
+        if own is not None and own != job.strategy:
+            message = f"{describe(own)} differs from the run's {describe(job.strategy)}"
+            violations.append(Violation(f"{path}.training_strategy", message))
+        waiting += [(f"{path}.subgraphs.{sub.id}", sub.graph) for sub in graph.subgraphs]
+    return violations
 
 
 def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:

@@ -74,6 +74,8 @@ def init(job: JobSpec) -> FederatedRun:
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round that the facts call for."""
     workers = eligible(job, world, value.fingerprint)
+    if job.data.worker_local is not None:
+        workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
     if helper := new_helper(job, value, workers):
         return helper
     if value.committed is None:

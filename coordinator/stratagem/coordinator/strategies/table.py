@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.strategies import missing
 from stratagem.coordinator.strategies.contract import Strategy
 
 GROUP = "stratagem.strategies"
@@ -16,17 +17,29 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
 
 
-@cache
-def by_name(name: str) -> Strategy:
-    """The strategy registered under a name."""
-    for point in entry_points(group=GROUP, name=name):
-        strategy: Strategy = point.load()
-        return strategy
-    known = ", ".join(registered())
-    message = f"{name!r} has no implementation on this coordinator; registered are {known}"
-    raise InvalidInputError.at("strategy.type", message)
+def name_of(job: JobSpec) -> str:
+    """The name under which a job's strategy is registered: for Custom its coordinator's."""
+    return str(getattr(job.strategy, "coordinator", type(job.strategy).__name__))
 
 
 def strategy_of(job: JobSpec) -> Strategy:
-    """The strategy that runs a job: by coordinator name for Custom, else by type."""
-    return by_name(getattr(job.strategy, "coordinator", type(job.strategy).__name__))
+    """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
+    return _load(name_of(job)) or missing
+
+
+def require(job: JobSpec) -> Strategy:
+    """The strategy that runs a job; raises InvalidInputError when it is not installed."""
+    strategy = _load(name_of(job))
+    if strategy is None:
+        known = ", ".join(registered())
+        message = f"{name_of(job)!r} has no implementation here; registered are {known}"
+        raise InvalidInputError.at("strategy.type", message)
+    return strategy
+
+
+@cache
+def _load(name: str) -> Strategy | None:
+    for point in entry_points(group=GROUP, name=name):
+        strategy: Strategy = point.load()
+        return strategy
+    return None

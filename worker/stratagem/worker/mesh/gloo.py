@@ -22,7 +22,7 @@ LEAVE_GRACE_S = 0.5
 LEAVE_BYTES_PER_S = 100e6
 """After a peer left, what is under way has this long, at this rate, to end well."""
 
-# One group is formed at a time: what appears among the sockets meanwhile is its own.
+# One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()
 
 
@@ -38,15 +38,18 @@ def form_gloo(
         before = sockets.open_sockets()
         try:
             device = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
-            store = _RendezvousStore(rank, size, sockets.listening_ports(before), rendezvous)
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [device]
-            options._timeout = timedelta(seconds=timeout_s)
-            options._threads = 1  # serves collectives only, and none is used
-            group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise ExchangeError(f"cannot form a group of {size}: {error}") from error
-        own = sockets.connections(before, store.ports)
+            raise ExchangeError(f"cannot listen on {host}: {error}") from error
+        store = _RendezvousStore(rank, size, sockets.listening_ports(before), rendezvous)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1  # serves collectives only, and none is used
+    try:
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot form a group of {size}: {error}") from error
+    own = sockets.connections(before, store.ports)
     return GlooLink(rank, size, group, own)
 
 

@@ -1,0 +1,66 @@
+"""Stands in for a strategy whose package is no longer installed.
+
+Its runs fail with the reason and can be resumed once the package is back; the coordinator and all
+other runs go on.
+"""
+
+from typing import Any
+
+from stratagem.common.errors import Violation
+from stratagem.common.ids import RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import describe
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import Fact, RunFailed
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.strategies.contract import Outlook
+
+
+def _reason(job: JobSpec) -> str:
+    return f"the strategy {describe(job.strategy)} is not installed on this coordinator"
+
+
+def check(job: JobSpec) -> list[Violation]:
+    """Nothing can run under it."""
+    return [Violation("strategy", _reason(job))]
+
+
+def init(job: JobSpec) -> None:
+    """It has no run value."""
+    del job
+
+
+def decide(job: JobSpec, value: Any, world: World, now_s: float) -> Fact:
+    """The run fails with the reason."""
+    del value, world, now_s
+    return RunFailed(reason=_reason(job))
+
+
+def transition(job: JobSpec, value: Any, fact: Fact, now_s: float) -> Any:
+    """Facts are kept in the journal, for the strategy to fold when it is back."""
+    del job, fact, now_s
+    return value
+
+
+def is_welcome(job: JobSpec, value: Any, fact: Fact) -> str:
+    """No report is."""
+    del value, fact
+    return _reason(job)
+
+
+def pending(run_id: RunId, job: JobSpec, value: Any) -> frozenset[Effect]:
+    """Nothing is due."""
+    del run_id, job, value
+    return frozenset()
+
+
+def next_deadline(value: Any) -> float | None:
+    """Nothing depends on time."""
+    del value
+    return None
+
+
+def outlook(job: JobSpec, value: Any, world: World) -> Outlook:
+    """The reason."""
+    del value, world
+    return Outlook(RunPhase.PLACING, "WAITING", _reason(job))
