@@ -74,7 +74,8 @@ class Stray(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.mark.data += os.getpid()
-        return self.linear(x)
+        output: Tensor = self.linear(x)
+        return output
 
 
 class Poisonable(nn.Module):
@@ -88,7 +89,8 @@ class Poisonable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.max() > 1000:
             self.hidden.data[1] = torch.nan
-        return self.linear(x.clamp(-10, 10))
+        output: Tensor = self.linear(x.clamp(-10, 10))
+        return output
 
 
 class Failing(nn.Module):
@@ -101,13 +103,15 @@ class Failing(nn.Module):
         self.num_calls += 1
         if self.num_calls == self.at_call:
             raise KeyError("no such layer")
-        return self.linear(x)
+        output: Tensor = self.linear(x)
+        return output
 
 
 class Exploding(Failing):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        return self.linear(x) * (torch.inf if self.num_calls == self.at_call else 1.0)
+        output: Tensor = self.linear(x) * (torch.inf if self.num_calls == self.at_call else 1.0)
+        return output
 
 
 class Talking(nn.Module):
@@ -117,7 +121,8 @@ class Talking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         print(f"the user sees {len(x)} rows")
-        return self.linear(x)
+        output: Tensor = self.linear(x)
+        return output
 
 
 # ---- data ----

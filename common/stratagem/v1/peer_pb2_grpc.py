@@ -47,7 +47,8 @@ class PeerServiceServicer(object):
     def Send(self, request_iterator, context):
         """Carries tagged messages from one member of a party to another: pieces of a reduction,
         activations and their gradients, gossip. One stream per (sender, receiver, membership); a
-        message is a header followed by its chunks. The receiver answers with the number of messages
+        message is a header followed by its chunks. The first header of a stream has no tensors and only
+        says who sends. The receiver answers with the number of messages
         taken so far; the sender keeps at most a window of unanswered bytes under way.
         Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
         for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the

@@ -34,7 +34,8 @@ class PeerServiceStub:
     Send: _grpc.StreamStreamMultiCallable[_peer_pb2.SendRequest, _peer_pb2.SendResponse]
     """Carries tagged messages from one member of a party to another: pieces of a reduction,
     activations and their gradients, gossip. One stream per (sender, receiver, membership); a
-    message is a header followed by its chunks. The receiver answers with the number of messages
+    message is a header followed by its chunks. The first header of a stream has no tensors and only
+    says who sends. The receiver answers with the number of messages
     taken so far; the sender keeps at most a window of unanswered bytes under way.
     Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
     for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the
@@ -47,7 +48,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Send: _aio.StreamStreamMultiCallable[_peer_pb2.SendRequest, _peer_pb2.SendResponse]  # type: ignore[assignment]
     """Carries tagged messages from one member of a party to another: pieces of a reduction,
     activations and their gradients, gossip. One stream per (sender, receiver, membership); a
-    message is a header followed by its chunks. The receiver answers with the number of messages
+    message is a header followed by its chunks. The first header of a stream has no tensors and only
+    says who sends. The receiver answers with the number of messages
     taken so far; the sender keeps at most a window of unanswered bytes under way.
     Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
     for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the
@@ -63,7 +65,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.SendResponse], _abc.AsyncIterator[_peer_pb2.SendResponse]]:
         """Carries tagged messages from one member of a party to another: pieces of a reduction,
         activations and their gradients, gossip. One stream per (sender, receiver, membership); a
-        message is a header followed by its chunks. The receiver answers with the number of messages
+        message is a header followed by its chunks. The first header of a stream has no tensors and only
+        says who sends. The receiver answers with the number of messages
         taken so far; the sender keeps at most a window of unanswered bytes under way.
         Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
         for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the

@@ -56,6 +56,7 @@ class Agent:
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_said_drain: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Register, then beat; register again whenever the coordinator has forgotten us."""
@@ -72,6 +73,11 @@ class Agent:
         """Say so in every heartbeat from now on, the first one at once."""
         self._is_draining = True
         self._beat_now.set()
+
+    async def until_drain_is_said(self) -> None:
+        """Until the coordinator knows that we drain, or could not be reached to be told."""
+        if self.is_registered.is_set():
+            await self._has_said_drain.wait()
 
     async def _register(self, stub: CoordinatorServiceAsyncStub) -> pb.RegisterWorkerResponse:
         request = pb.RegisterWorkerRequest(
@@ -95,6 +101,7 @@ class Agent:
         """Beat until the coordinator answers that it does not know this incarnation."""
         num_failed = 0
         while True:
+            self._beat_now.clear()  # a wish that comes during the call is for the next beat
             request = pb.HeartbeatRequest(
                 worker_id=self.identity.worker_id,
                 incarnation=self.identity.incarnation,
@@ -110,10 +117,12 @@ class Agent:
                     return
                 _report(num_failed, "heartbeat failed", error)
                 num_failed += 1
+            finally:
+                if request.draining:
+                    self._has_said_drain.set()
             await self._pause(interval_s)
 
     async def _pause(self, interval_s: float) -> None:
-        self._beat_now.clear()
         try:
             async with asyncio.timeout(interval_s):
                 await self._beat_now.wait()

@@ -130,6 +130,7 @@ async def _drain(
     try:
         async with asyncio.timeout(settings.drain_grace_s):
             await sessions.idle()
+            await agent.until_drain_is_said()
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)
     await server.stop(STOP_GRACE_S)

@@ -62,6 +62,8 @@ class CarriesManifest(CarriesChunk, Protocol):
 M = TypeVar("M", bound=CarriesManifest)
 R = TypeVar("R")
 
+KeepUp = Callable[[], Awaitable[None]]
+
 Accept = Callable[[Manifest], Sink | memoryview]
 """Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
 
@@ -115,9 +117,15 @@ async def receive_upload(
 
 
 async def receive_chunks(
-    messages: AsyncIterator[Any], writer: ChunkWriter, idle_timeout_s: float = IDLE_TIMEOUT_S
+    messages: AsyncIterator[Any],
+    writer: ChunkWriter,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    keep_up: KeepUp | None = None,
 ) -> None:
-    """Write messages that carry chunks until the writer is complete; serves both directions."""
+    """Write messages that carry chunks until the writer is complete; serves both directions.
+
+    keep_up is awaited after each chunk: a sink that works behind the stream holds it up there.
+    """
     while not writer.is_complete:
         message = await _next(messages, idle_timeout_s)
         if message is None:
@@ -126,6 +134,8 @@ async def receive_chunks(
             raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
         else:
             writer.write(message.chunk)
+            if keep_up is not None:
+                await keep_up()
 
 
 async def _next(messages: AsyncIterator[R], idle_timeout_s: float) -> R | None:
@@ -143,7 +153,7 @@ def _kind(message: Any) -> str:
 # ---- the side that calls ----
 
 
-async def pull(
+async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybody wants)
     open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
     accept: Accept,
     *,
@@ -152,6 +162,7 @@ async def pull(
     offset: int = 0,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
+    keep_up: KeepUp | None = None,
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
@@ -163,7 +174,7 @@ async def pull(
     async def attempt() -> int:
         call = open_call(download.received)
         try:
-            await _receive(call, download, idle_timeout_s)
+            await _receive(call, download, idle_timeout_s, keep_up)
         finally:
             call.cancel()  # does nothing to a call that has ended
         return download.received
@@ -197,12 +208,15 @@ class _Download:
         return self.writer
 
 
-async def _receive(call: Any, download: _Download, idle_timeout_s: float) -> None:
+async def _receive(
+    call: Any, download: _Download, idle_timeout_s: float, keep_up: KeepUp | None
+) -> None:
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
-    await receive_chunks(messages, download.begin(first.manifest), idle_timeout_s)
+    writer = download.begin(first.manifest)
+    await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:
         raise InvalidInputError.at("message", "the stream goes on behind its announced end")
 

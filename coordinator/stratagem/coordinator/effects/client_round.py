@@ -14,6 +14,7 @@ from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.attend import attend, fail_run
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
+from stratagem.coordinator.offload import Offload
 from stratagem.coordinator.spool import SpoolKey
 from stratagem.coordinator.update_checks import UpdateRejectedError
 from stratagem.coordinator.upload import SpoolEntry, SpoolWriter
@@ -88,6 +89,7 @@ async def _pull(
     link = env.links.to(effect.member, env.state)
     expected, _ = await env.in_thread(lambda: read_header(env.blobs.path(effect.base.digest)))
     writers: list[SpoolWriter] = []
+    offload = Offload(lambda offset, data: writers[0].write_at(offset, data))
 
     def request(offset: int) -> worker_pb2.GetStateRequest:
         return worker_pb2.GetStateRequest(
@@ -100,7 +102,7 @@ async def _pull(
     def accept(manifest: Manifest) -> Sink:
         writer = env.spool.open(key, manifest, source=effect.member.incarnation)
         writers.append(writer)
-        return writer.write_at
+        return offload.write
 
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     try:
@@ -109,8 +111,12 @@ async def _pull(
             accept,
             limits=limits,
             purpose=Purpose.UPDATE,
+            offset=await env.in_thread(lambda: env.spool.likely_offset(key)),
+            keep_up=offload.keep_up,
         )
+        await offload.finish()
         return await env.in_thread(lambda: writers[0].commit(expected, num_samples))
     finally:
+        await offload.close()
         for writer in writers:
             writer.close()

@@ -8,6 +8,7 @@ from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.blobs import BlobWriter
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.offload import Offload
 from stratagem.v1 import types_pb2, worker_pb2
 
 
@@ -17,13 +18,14 @@ async def pull_snapshot(
     """The snapshot that a member took at the end of a segment, durable in the store."""
     link = env.links.to(member, env.state)
     writers: list[BlobWriter] = []
+    offload = Offload(lambda _offset, data: writers[0].write(data))
 
     def accept(manifest: Manifest) -> Sink:
         header = header_bytes(manifest)
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
         writers.append(writer)
         writer.write(header)
-        return lambda _offset, data: writer.write(data)
+        return offload.write
 
     def request(offset: int) -> worker_pb2.GetStateRequest:
         return worker_pb2.GetStateRequest(
@@ -36,9 +38,12 @@ async def pull_snapshot(
             accept,
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,
+            keep_up=offload.keep_up,
         )
+        await offload.finish()
         digest = await env.in_thread(writers[0].commit)
     finally:
+        await offload.close()
         for writer in writers:
             writer.abort()
     return digest, manifest
