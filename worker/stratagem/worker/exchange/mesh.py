@@ -27,6 +27,9 @@ from stratagem.worker.mesh.link import ExchangeError, Link, Work
 WINDOW = 4
 """Pieces under way at once."""
 MAX_TAG = 2**31 - 1
+ABANDON_S = 0.2
+"""After a cut, a wait that has not ended by then never will: when a connection ends while gloo
+writes to it, the transfer under way may be told nothing."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class MeshTransport:
         self._num_launched = 0  # buckets
         self._error = ""
         self._is_closed = False
+        self._is_waiting = False
+        self._has_ended = False
         self._thread = threading.Thread(target=self._main, name="exchange", daemon=True)
         self._thread.start()
 
@@ -100,7 +105,11 @@ class MeshTransport:
             self._changed.notify_all()
         if not is_idle:
             self._fail("the exchange was closed")
-        self._thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended, ABANDON_S)
+            # A thread that is left in its wait raises as soon as that ends: it never again
+            # touches the buckets, which belong to the next membership now.
+            self._changed.wait_for(lambda: self._has_ended or self._is_waiting)
         self._run = None  # its works hold the group
         self._prepared.clear()
         self._link.close()
@@ -112,6 +121,14 @@ class MeshTransport:
         self._link.cut()
 
     def _main(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _serve(self) -> None:
         while (run := self._next_run()) is not None:
             try:
                 self._reduce(run)
@@ -194,5 +211,13 @@ class MeshTransport:
 
     def _wait(self, works: list[Work]) -> None:
         for work in works:
+            self._set_waiting(True)
             work.wait(self.deadline_s)
+            self._set_waiting(False)
         works.clear()
+
+    def _set_waiting(self, is_waiting: bool) -> None:
+        with self._changed:
+            self._is_waiting = is_waiting
+            if self._error:
+                raise ExchangeError(self._error)
