@@ -215,8 +215,10 @@ class FakeCoordinator(CoordinatorServiceServicer):
             raise NotFoundError(f"no state {request.which!r}")
         self.downloaded_from.append(request.offset)
         manifest, buffers = self.state
-        async for message in serve_get(pb.DownloadStateResponse, manifest, buffers, request.offset):
-            yield message
+        async for part in serve_get(pb.DownloadStateResponse, manifest, buffers, request.offset):
+            yield part
+            # Parts with a chunk come as the bytes of their message.
+            message = pb.DownloadStateResponse.FromString(part) if type(part) is bytes else part
             if message.HasField("chunk") and message.chunk.offset in self.download_cuts:
                 self.download_cuts.remove(message.chunk.offset)
                 raise UnavailableError("restarting")

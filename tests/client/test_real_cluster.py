@@ -88,7 +88,7 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         said = process.stderr.read().splitlines()
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert said[0] == "stopping run mine"
     assert said[-1].startswith("stopped; step ")
     assert said[-1].endswith("is kept; go on with: stratagem resume mine --local 1")

@@ -120,6 +120,7 @@ class Rig:
 
     async def start(self, name: str, *flags: str, **variables: str) -> Worker:
         ready = self.directory / f"{name}.ready"
+        ready.unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "stratagem.worker", "--coordinator", self.address),
             *("--name", name, "--threads", "1", "--ready-file", str(ready)),
@@ -129,6 +130,9 @@ class Rig:
         )
         count = self.coordinator.num_registered[name]
         await self.coordinator.wait(lambda: self.coordinator.num_registered[name] > count)
+        async with asyncio.timeout(10):
+            while not ready.exists():  # noqa: ASYNC110  (a file has no event)
+                await asyncio.sleep(0.01)
         facts = json.loads(ready.read_text())
         channel = open_channel(facts["address"])
         worker = Worker(

@@ -7,6 +7,7 @@ drains, ends what runs after its present step, and exits 0; the second one exits
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -94,12 +95,14 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         if settings.health_port is not None:
             health_server = await _serve_health(settings, settings.health_port)
         identity = Identity(settings.name, host.incarnation, address, capability)
-        if settings.ready_file is not None:
-            _write_ready(settings.ready_file, identity, health_server)
         log.info("serving", address=address, device=settings.device)
         agent = Agent(settings.coordinator, identity, sessions.fences.see_term)
         beating = asyncio.create_task(agent.run())
+        thread.submit(_warm_up)
         try:
+            await _first_of(beating, agent.is_registered, stop)
+            if settings.ready_file is not None and not stop.is_set():
+                _write_ready(settings.ready_file, identity, health_server)
             await _first_of(beating, stop)
             await _drain(settings, agent, sessions, server, health_server)
         finally:
@@ -139,16 +142,22 @@ async def _drain(
     log.info("drained")
 
 
-async def _first_of(beating: asyncio.Task[None], stop: asyncio.Event) -> None:
-    """Until the signal; a defect of the agent ends the process instead of hiding."""
-    waiting = asyncio.create_task(stop.wait())
+def _warm_up() -> None:
+    """The first optimizer step of a process imports this for seconds; better while it is idle."""
+    importlib.import_module("torch._dynamo")
+
+
+async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Until one of the events; a defect of the agent ends the process instead of hiding."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait((beating, waiting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((beating, *waiting), return_when=asyncio.FIRST_COMPLETED)
         if beating.done():
             beating.result()
     finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _stop_signals() -> asyncio.Event:

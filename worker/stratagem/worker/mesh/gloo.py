@@ -130,10 +130,12 @@ class GlooLink:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
         for connection in self._connections:
             poll.register(connection.fd, select.POLLRDHUP)
-        poll.poll()
+        # A connection that has ended already may have left its number to the wake-up itself.
+        if not any(connection.fd == self._wake for connection in self._connections):
+            poll.register(self._wake, select.POLLIN)
+            poll.poll()
         # A peer that has all it needs may leave while we still receive from the others.
         with self._changed:
             grace_s = LEAVE_GRACE_S + self._num_open_bytes / LEAVE_BYTES_PER_S

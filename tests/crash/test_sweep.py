@@ -1,0 +1,137 @@
+"""Kill each process at each of its failpoints, under every strategy that comes by there.
+
+The killed process is started again by the cluster; the run must end with the bits of an undisturbed
+one, in every committed state. A case is (job, process, failpoint, hits to let pass first).
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from stratagem.common.failpoints import FAILPOINTS
+from tests.crash.jobs import JOBS
+from tests.crash.rig import Rig
+
+SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
+EXCHANGING = ("AllReduce", "ParameterServer")
+ALL = (*SYNCHRONOUS, "FedAvg")
+
+REACHED_BY = {
+    "coordinator.build.pulled": ALL,
+    "coordinator.segment.trained": SYNCHRONOUS,
+    "coordinator.commit.pulled": SYNCHRONOUS,
+    "coordinator.step.summed": ("ParameterServer",),
+    "coordinator.round.pulled": ("FedAvg",),
+    "coordinator.round.folded": ("FedAvg",),
+    "coordinator.evaluation.folded": ("FedAvg",),
+    "coordinator.run.released": ALL,
+    "coordinator.journal.before_commit": ALL,
+    "coordinator.journal.after_commit": ALL,
+    "coordinator.blobs.before_rename": ALL,
+    "coordinator.blobs.after_rename": ALL,
+    "coordinator.spool.after_checkpoint": ("FedAvg-large",),
+    "coordinator.spool.before_rename": ("FedAvg",),
+    "coordinator.spool.after_rename": ("FedAvg",),
+    "coordinator.fold.after_window": ("FedAvg", "FedAvg-large"),
+    "worker.step.before_backward": SYNCHRONOUS,
+    "worker.step.before_apply": SYNCHRONOUS,
+    "worker.step.after_apply": SYNCHRONOUS,
+    "worker.client_round.after_training": ("FedAvg",),
+    "worker.execute.accepted": ALL,
+    "worker.build.done": ALL,
+    "worker.rendezvous.answered": EXCHANGING,
+    "worker.rendezvous.joined": SYNCHRONOUS,
+    "worker.state.received": ALL,
+    "worker.segment.finished": SYNCHRONOUS,
+    "worker.snapshot.taken": SYNCHRONOUS,
+    "worker.round.trained": ("FedAvg",),
+}
+
+LATER_HITS = {
+    "coordinator.segment.trained": (3,),
+    "coordinator.commit.pulled": (2,),
+    "coordinator.step.summed": (1, 7),
+    "coordinator.round.pulled": (1, 4),
+    "coordinator.round.folded": (1,),
+    "coordinator.journal.before_commit": (1, 2, 4, 7),
+    "coordinator.journal.after_commit": (1, 2, 4, 7),
+    "coordinator.blobs.before_rename": (2,),
+    "coordinator.blobs.after_rename": (2,),
+    "coordinator.spool.after_rename": (2,),
+    "worker.step.before_backward": (1, 6),
+    "worker.step.before_apply": (1, 5),
+    "worker.step.after_apply": (1, 11),
+    "worker.client_round.after_training": (1,),
+    "worker.execute.accepted": (2,),
+    "worker.segment.finished": (4,),
+    "worker.snapshot.taken": (5,),
+    "worker.round.trained": (1, 2),
+}
+"""Other hits than the first: the second step, a later segment, the second round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    job: str
+    process: str
+    failpoint: str
+    num_passed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.job}-{self.process}-{self.failpoint}-{self.num_passed}"
+
+
+def cases() -> list[Case]:
+    """Every failpoint under every strategy that reaches it."""
+    found = []
+    for failpoint, jobs in REACHED_BY.items():
+        for job in jobs:
+            for num_passed in (0, *LATER_HITS.get(failpoint, ())):
+                # worker-0 builds, evaluates, and is the only one that Local takes; under an
+                # exchange the later hits are another member's.
+                is_other = job in EXCHANGING and num_passed > 0
+                worker = "worker-2" if is_other else "worker-0"
+                process = worker if failpoint.startswith("worker.") else "coordinator"
+                if job in EXCHANGING or failpoint != "worker.execute.accepted":
+                    found.append(Case(job, process, failpoint, num_passed))
+                elif num_passed == 0:
+                    found.append(Case(job, process, failpoint))
+    return found
+
+
+SAMPLE = (
+    Case("AllReduce", "worker-2", "worker.step.before_backward", 1),
+    Case("AllReduce", "worker-0", "worker.step.after_apply"),
+    Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
+    Case("ParameterServer", "coordinator", "coordinator.step.summed", 7),
+    Case("ParameterServer", "worker-0", "worker.step.before_apply"),
+    Case("Local", "worker-0", "worker.snapshot.taken", 5),
+    Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
+    Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
+    Case("FedAvg", "worker-0", "worker.round.trained"),
+)
+
+
+def test_every_failpoint_has_its_place_in_the_sweep() -> None:
+    assert set(REACHED_BY) == set(FAILPOINTS)
+    assert {case.failpoint for case in cases()} == set(FAILPOINTS)
+    assert set(SAMPLE) <= set(cases())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_crash_changes_no_bits(rig: Rig, case: Case) -> None:
+    _crash(rig, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", [c for c in cases() if c not in SAMPLE], ids=str)
+def test_no_crash_changes_any_bits(rig: Rig, case: Case) -> None:
+    _crash(rig, case)
+
+
+def _crash(rig: Rig, case: Case) -> None:
+    expected = rig.undisturbed(case.job)
+    with rig.armed(case.process, case.failpoint, case.num_passed):
+        outcome = rig.outcome(JOBS[case.job])
+    assert outcome == expected
