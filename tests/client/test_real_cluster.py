@@ -88,7 +88,7 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         said = process.stderr.read().splitlines()
-    assert process.returncode == 130, said
+    assert process.returncode == 130, "\n".join(said)
     assert said[0] == "stopping run mine"
     assert said[-1].startswith("stopped; step ")
     assert said[-1].endswith("is kept; go on with: stratagem resume mine --local 1")
@@ -107,9 +107,9 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
             assert line, resumed.stderr.read()
         resumed.send_signal(signal.SIGINT)
         resumed.stdout.read()
-        resumed.stderr.read()
+        said = resumed.stderr.read().splitlines()
     assert int(line.split("committed at step ")[1].split(":")[0]) > 50
-    assert resumed.returncode == 130
+    assert resumed.returncode == 130, "\n".join(said)
 
 
 def test_inline_data_train_while_the_coordinator_is_killed() -> None:

@@ -212,7 +212,7 @@ async def test_uploaded_data_can_be_named_and_missing_data_is_refused(tmp_path: 
 async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
     async with coordinator(tmp_path):
         second = asyncio.create_task(
-            App.lead(Settings(data_dir=tmp_path, _cli_parse_args=False, lease_ttl_s=60.0))
+            App.lead(Settings(data_dir=tmp_path, _cli_parse_args=False, lease_ttl_s=5.0))
         )
         done, _ = await asyncio.wait({second}, timeout=0.5)
         assert not done

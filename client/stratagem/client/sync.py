@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import html
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -52,14 +53,15 @@ class LoopThread:
             tasks.append(asyncio.current_task())  # type: ignore[arg-type]
             return await coroutine
 
-        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        future: Future[Value] | None = None
         try:
+            future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
             return future.result()
         except BaseException:
-            if not future.done():
-                future.cancel()
+            # An interrupt may come at any instant, also before the future is in our hands.
+            if future is None or not future.done():
                 # Not before it has ended may the caller do something else with what it used.
-                asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result()
+                asyncio.run_coroutine_threadsafe(_cancelled(tasks), self._loop).result()
             raise
 
     def iterate(self, source: AsyncIterator[Value]) -> Iterator[Value]:
@@ -229,9 +231,14 @@ class RunResult:
         return _as_html(self.status)
 
 
-async def _ended(tasks: list[asyncio.Task[Value]]) -> None:
-    if tasks:  # none when it was cancelled before it began
-        await asyncio.wait(tasks)
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait for their end.
+
+    What was handed to the loop before this has begun by now, so `tasks` names it.
+    """
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_html(status: RunStatus) -> str:
