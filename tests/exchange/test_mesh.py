@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,7 +35,20 @@ def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
             return
     exchange.close()
     pipe.send("equal")
-    pipe.recv()
+
+
+def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
+    """One process serves many cases: starting it costs far more than a case."""
+    while (order := pipe.recv()) is not None:
+        rank, size, case = order
+        sum_some_steps(pipe, rank, size, case)
+        assert pipe.recv() == "done"  # the group stays until all members have its sums
+
+
+@pytest.fixture(scope="module")
+def volunteers() -> Iterator[list[Member]]:
+    with party(take_cases, 4) as members:
+        yield members
 
 
 @pytest.mark.parametrize(
@@ -64,10 +78,16 @@ def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
         else f"{value.num_live}of{value.num_shards}-{value.dtype}-{len(value.sizes)}"
     ),
 )
-def test_every_member_holds_the_bits_of_the_single_process_sum(size: int, case: Case) -> None:
-    with party(sum_some_steps, size, case) as members:
-        introduce(members)
-        assert [member.receive() for member in members] == ["equal"] * size
+def test_every_member_holds_the_bits_of_the_single_process_sum(
+    volunteers: list[Member], size: int, case: Case
+) -> None:
+    members = volunteers[:size]
+    for rank, member in enumerate(members):
+        member.pipe.send((rank, size, case))
+    introduce(members)
+    assert [member.receive() for member in members] == ["equal"] * size
+    for member in members:
+        member.pipe.send("done")
 
 
 def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline_s: float) -> None:
