@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sweep bench proto fmt clean
+.PHONY: help setup demo check test sweep bench docs proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,13 +28,16 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/mypy
 
 test: setup  ## all tests but the crash sweep
-	$(BIN)/python -m pytest -q -m "not sweep"
+	$(BIN)/python -m pytest -q -m "not sweep" --numprocesses 2 --dist loadfile
 
 sweep: setup  ## kill each process at each failpoint and compare the bits
 	$(BIN)/python -m pytest -q -m sweep
 
 bench: setup  ## print the benchmark tables
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+docs: setup  ## rewrite the generated parts of the documentation
+	$(BIN)/python docs/generate.py
 
 proto: setup  ## regenerate the committed stubs
 	$(BIN)/python -m tests.generate_stubs
