@@ -172,3 +172,18 @@ def test_random_rounds_select_from_the_roster() -> None:
     simulation = start(job(strategy), "a", "b")
     simulation.run()
     assert [len(fact.clients) for fact in simulation.facts(ClientsSelected)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("is_noticed_at_once", [False, True])
+def test_client_that_ends_three_processes_fails_the_run(is_noticed_at_once: bool) -> None:
+    simulation = opened({**FEDERATED, "num_clients": 2}, "a", "b")
+    for start_number in range(1, 4):
+        if is_noticed_at_once:
+            simulation.tell(LoseWorker(member("a", start_number - 1), "connection lost"))
+        simulation.tell(register("a", start=start_number))
+        if is_noticed_at_once:  # the client has moved to the other worker: bring it back
+            simulation.tell(LoseWorker(member("b", start_number - 1), "connection lost"))
+            simulation.tell(register("b", start=start_number))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert "client 0 has ended 3 worker processes" in run.reason.replace(", client 1", "")

@@ -210,6 +210,27 @@ def test_three_process_deaths_in_one_segment_fail_the_run() -> None:
     assert run.reason == "segment 1 has ended 3 worker processes"
 
 
+def test_processes_that_had_not_begun_are_not_counted() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for start_number in range(1, 5):
+        lost = member("a", start_number - 1)
+        simulation.tell(LoseWorker(lost, "connection refused", is_blameless=True))
+        simulation.tell(register("a", start=start_number))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_restarts_that_were_asked_for_are_no_deaths() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for start_number in range(1, 5):
+        simulation.tell(DrainWorker(member("a", start_number - 1)))
+        simulation.tell(register("a", start=start_number))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
 def test_draining_worker_gets_nothing_new() -> None:
     simulation = start(job(DATA_PARALLEL), "a", "b")
     simulation.tell(DrainWorker(member("a")))

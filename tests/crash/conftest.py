@@ -1,26 +1,36 @@
 """One cluster for all tests of a module, and its logs beside every failure."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
 from stratagem.client.local_cluster import LocalCluster
 from tests.crash.rig import NUM_WORKERS, ROOT, Rig
 
-_RIG = pytest.StashKey[Rig]()
+LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
+"""Asked for the ends of the logs when the test fails."""
 
 
 @pytest.fixture(scope="session")
-def shared_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    options = {"workers": NUM_WORKERS, "threads": 1, "failpoints": True, "import_path": (ROOT,)}
-    with LocalCluster(**options) as cluster, cluster.client() as client:  # type: ignore[arg-type]
+def shared_rig() -> Iterator[Rig]:
+    cluster = LocalCluster(
+        workers=NUM_WORKERS,
+        threads=1,
+        failpoints=True,
+        import_path=(ROOT,),
+        environment={
+            "STRATAGEM_COORDINATOR_WORKER_TTL_S": "5",
+            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
+        },
+    )
+    with cluster, cluster.client() as client:
         yield Rig(cluster, client)
 
 
 @pytest.fixture
 def rig(shared_rig: Rig, request: pytest.FixtureRequest) -> Rig:
     """The cluster with all its processes in their places."""
-    request.node.stash[_RIG] = shared_rig
+    request.node.stash[LOGS] = shared_rig.logs
     shared_rig.settle()
     return shared_rig
 
@@ -30,7 +40,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    rig = item.stash.get(_RIG, None)
-    if report.failed and rig is not None:
-        report.sections += [(f"log of {name}", text) for name, text in rig.logs()]
+    logs = item.stash.get(LOGS, None)
+    if report.failed and logs is not None:
+        report.sections += [(f"log of {name}", text) for name, text in logs()]
     return report

@@ -73,6 +73,7 @@ class Rig:
             yield
             self.cluster.wait_restarted(process, num_starts)
             assert not file.exists(), f"{process} has passed {failpoint} too seldom"
+            self.cluster.wait_ready()
             assert self.cluster.processes[process].last_exit == KILLED_BY_FAILPOINT
         finally:
             file.unlink(missing_ok=True)

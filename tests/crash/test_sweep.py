@@ -17,6 +17,7 @@ EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
 
 REACHED_BY = {
+    "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": SYNCHRONOUS,
     "coordinator.commit.pulled": SYNCHRONOUS,
@@ -38,6 +39,7 @@ REACHED_BY = {
     "worker.step.after_apply": SYNCHRONOUS,
     "worker.client_round.after_training": ("FedAvg",),
     "worker.execute.accepted": ALL,
+    "worker.blob.committed": ALL,
     "worker.build.done": ALL,
     "worker.rendezvous.answered": EXCHANGING,
     "worker.rendezvous.joined": SYNCHRONOUS,
@@ -46,6 +48,12 @@ REACHED_BY = {
     "worker.snapshot.taken": SYNCHRONOUS,
     "worker.round.trained": ("FedAvg",),
 }
+
+AFTER_ANOTHER = {
+    "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),
+    "worker.exchange.given_up": ("worker-1", "worker.step.before_apply"),
+}
+"""Reached only in the wake of another crash: of this process, at that failpoint."""
 
 LATER_HITS = {
     "coordinator.segment.trained": (3,),
@@ -113,8 +121,8 @@ SAMPLE = (
 
 
 def test_every_failpoint_has_its_place_in_the_sweep() -> None:
-    assert set(REACHED_BY) == set(FAILPOINTS)
-    assert {case.failpoint for case in cases()} == set(FAILPOINTS)
+    assert REACHED_BY.keys() | AFTER_ANOTHER.keys() == set(FAILPOINTS)
+    assert {case.failpoint for case in cases()} == REACHED_BY.keys()
     assert set(SAMPLE) <= set(cases())
 
 
@@ -128,6 +136,18 @@ def test_a_crash_changes_no_bits(rig: Rig, case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in cases() if c not in SAMPLE], ids=str)
 def test_no_crash_changes_any_bits(rig: Rig, case: Case) -> None:
     _crash(rig, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("failpoint", AFTER_ANOTHER)
+@pytest.mark.parametrize("job", EXCHANGING)
+def test_no_second_crash_changes_any_bits(rig: Rig, job: str, failpoint: str) -> None:
+    first_process, first = AFTER_ANOTHER[failpoint]
+    process = "worker-0" if failpoint.startswith("worker.") else first_process
+    expected = rig.undisturbed(job)
+    with rig.armed(first_process, first, 3), rig.armed(process, failpoint):
+        outcome = rig.outcome(JOBS[job])
+    assert outcome == expected
 
 
 def _crash(rig: Rig, case: Case) -> None:

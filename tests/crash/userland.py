@@ -50,7 +50,7 @@ def build_timed(folder: str, pace_s: float) -> nn.Module:
 
     def note(_num: int) -> None:
         with path.open("a") as file:
-            file.write(f"{time.monotonic()}\n")
+            file.write(f"{time.time()}\n")
         time.sleep(pace_s)
 
     return _Hooked(note)

@@ -73,3 +73,20 @@ async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Pa
     said = await attend(a, plan.request([a], 0, membership=2))
     assert (said.result.train.step, said.result.train.num_redone_steps) == (10, 0)
     assert (await staying).result.train.step == 10
+
+
+async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:
+    """Its coordinator is gone, and the next one may want something else of this worker first."""
+    spec = job("mlp")
+    base = await base_of(w0, "deserted-base", spec)
+    plan = Plan("deserted", spec, base, num_shards=1)
+    call = w0.stub.Execute(plan.request([w0], 0))
+    async for message in call:
+        if message.WhichOneof("message") == "need_blob":
+            break
+    call.cancel()
+    other = await attend(w0, build_request("deserted-other", spec))
+    assert other.result.build.num_parameters > 0
+    said = await attend(w0, plan.request([w0], 0), base)
+    assert said.accepted.attached
+    assert said.result.train.step == 10

@@ -18,6 +18,8 @@ DIRECTORY_VARIABLE: Final = "STRATAGEM_FAILPOINTS"
 EXIT_CODE: Final = 137
 
 FAILPOINTS: Final = (
+    "coordinator.replay.done",
+    "coordinator.push.begun",
     "coordinator.build.pulled",
     "coordinator.segment.trained",
     "coordinator.commit.pulled",
@@ -39,7 +41,9 @@ FAILPOINTS: Final = (
     "worker.step.after_apply",
     "worker.client_round.after_training",
     "worker.execute.accepted",
+    "worker.blob.committed",
     "worker.build.done",
+    "worker.exchange.given_up",
     "worker.rendezvous.answered",
     "worker.rendezvous.joined",
     "worker.state.received",

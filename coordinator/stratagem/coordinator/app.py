@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.blobs import BlobStore
@@ -85,6 +86,7 @@ class App:
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         history = await loop.replay()
+        failpoint("coordinator.replay.done")
         apps.append(cls(settings, loop))
         apps[0]._show(history)
         return apps[0]
@@ -95,6 +97,7 @@ class App:
         self.leases.grant(worker.member for worker in workers if worker.is_alive)
         self.supervisor.reconcile(pending(self.loop.state))
         self._do(self._collect_blobs())
+        self._do(self._in_thread(self._clean_spool))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.loop.run())
@@ -168,6 +171,12 @@ class App:
     async def _collect_blobs(self) -> None:
         live = live_blobs(self.loop.state)
         await asyncio.to_thread(self.blobs.collect, live, BLOB_GRACE_S)
+
+    def _clean_spool(self) -> None:
+        """What a crash between a run's end and the deletion of its updates has left."""
+        for run_id, run in self.loop.state.runs.items():
+            if run.ended is RunPhase.COMPLETED:
+                self.spool.delete_run(run_id)
 
     async def _in_thread(self, call: Callable[[], object]) -> None:
         await asyncio.to_thread(call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -41,6 +41,13 @@ class Parked(Exception):
     def __init__(self, membership: int) -> None:
         self.membership = membership
         super().__init__(membership)
+
+
+class Deserted(Exception):
+    """The plan waits for what only a caller can bring, and nobody calls any more.
+
+    Until somebody does, the torch thread is free for other plans: theirs may have to come first.
+    """
 
 
 class Cuttable(Protocol):
@@ -84,6 +91,7 @@ class Control:
         self._view = view
         self._interrupt: str | None = None
         self._is_draining = False
+        self._is_deserted = False
         self._changed = asyncio.Event()
         self._cut_lock = threading.Lock()
         self._held: tuple[Cuttable, int] | None = None
@@ -110,6 +118,16 @@ class Control:
         """Let the plan finish the step it is in, then end it; a plan that waits ends now."""
         self._is_draining = True
         self._wake()
+
+    def set_deserted(self, is_deserted: bool, *, must_cut: bool = False) -> None:
+        """Whether nobody has asked for the plan for a while; must_cut: it exchanges with those."""
+        self._is_deserted = is_deserted
+        if is_deserted:
+            with self._cut_lock:
+                held = self._held
+            if must_cut and held is not None:
+                held[0].cut()
+            self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -155,7 +173,11 @@ class Control:
         Raises Interrupt when the plan is to end meanwhile, and, where a membership is given,
         Moved when the view is of another one.
         """
-        return asyncio.run_coroutine_threadsafe(self._race(work, membership), self._loop).result()
+        return self._block(self._race(work, lambda: self._stand(membership)))
+
+    def wait_for_caller(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `wait`, for what callers bring: raises Deserted when there are none."""
+        return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> PartyView:
         """The view of a higher membership; raises Parked while there is none."""
@@ -173,16 +195,24 @@ class Control:
         if self._view.membership > membership or self._interrupt is not None:
             exchange.cut()
 
-    async def _race(self, work: Coroutine[Any, Any, T], membership: int | None) -> T:
+    def _block(self, race: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(race, self._loop).result()
+
+    async def _race(self, work: Coroutine[Any, Any, T], stand: Callable[[], None]) -> T:
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                self._stand(membership)
+                stand()
                 await _first(task, self._changed)
             return task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    def _stand_attended(self) -> None:
+        self._stand(None)
+        if self._is_deserted:
+            raise Deserted
 
     def _stand(self, membership: int | None) -> None:
         self.check()

@@ -8,6 +8,8 @@ error of every attached call when it is a defect of ours.
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -25,7 +27,7 @@ from stratagem.common.logs import about
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker import capture
-from stratagem.worker.control import ABORTED, DRAINED, Interrupt, Parked, PartyView, Peer
+from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
 from stratagem.worker.entrypoints import user_error
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
 from stratagem.worker.execution_train import Segment, train
@@ -44,6 +46,10 @@ USERS_FAULT: Final = (
     KeyboardInterrupt,
     SystemExit,
 )
+
+
+DESERTED_S: Final = 5.0
+"""A coordinator that restarts is back sooner."""
 
 
 class Key(NamedTuple):
@@ -86,7 +92,9 @@ class Execution:
         self._segment = Segment()
         self._phase = Phase.ACTIVE
         self._membership = work.control.view.membership  # that a finished result is of
-        self._parked_at: int | None = None  # the membership that could not go on
+        self._num_followers = 0
+        self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
+        work.host.loop.call_later(DESERTED_S, self._look_for_callers)
 
     @property
     def phase(self) -> Phase:
@@ -98,6 +106,26 @@ class Execution:
 
     def start(self) -> None:
         self._work.host.thread.submit(self._run)
+
+    async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
+        """What there is to say, for one call that attends this plan."""
+        self._num_followers += 1
+        self._work.control.set_deserted(False)
+        self._unpark()
+        try:
+            async with aclosing(self._work.outbox.follow()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._num_followers -= 1
+            if self._num_followers == 0:
+                self._work.host.loop.call_later(DESERTED_S, self._look_for_callers)
+
+    def _look_for_callers(self) -> None:
+        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+            method = self._work.request.train.exchange
+            is_server = method == pb.EXCHANGE_METHOD_PARAMETER_SERVER
+            self._work.control.set_deserted(True, must_cut=is_server)
 
     def attach(self, request: pb.ExecuteRequest) -> None:
         """The same plan is asked for again, perhaps with a newer view of its party."""
@@ -121,17 +149,16 @@ class Execution:
             self._work.control.drain()
             self._unpark()
 
-    def _parked(self, membership: int) -> None:
-        self._parked_at = membership
+    def _park(self, can_go_on: Callable[[], bool]) -> None:
+        self._can_go_on = can_go_on
         self._unpark()
 
     def _unpark(self) -> None:
         """Take the torch thread again once there is something to do with it."""
-        control = self._work.control
-        if self._parked_at is None:
+        if self._can_go_on is None:
             return
-        if control.is_ending or control.view.membership > self._parked_at:
-            self._parked_at = None
+        if self._work.control.is_ending or self._can_go_on():
+            self._can_go_on = None
             self.start()
 
     def _is_outdated(self) -> bool:
@@ -167,7 +194,12 @@ class Execution:
             try:
                 result, membership = _run_plan(work, self._segment)
             except Parked as parked:
-                work.post(self._parked, parked.membership)
+                membership = parked.membership
+                work.post(self._park, lambda: work.control.view.membership > membership)
+                return
+            except Deserted:
+                work.control.let_go()
+                work.post(self._park, lambda: self._num_followers > 0)
                 return
             except Interrupt as end:
                 work.control.let_go()

@@ -98,6 +98,7 @@ def give_up(work: Work, view: PartyView, reason: str) -> None:
     request = coordinator_pb2.SuspectRequest(
         fence=_fence(view), session=_session(work), reason=reason[:1000]
     )
+    failpoint("worker.exchange.given_up")
     work.control.wait(_suspect(work, request), view.membership)
 
 
@@ -125,7 +126,6 @@ def _meet(work: Work, plan: pb.TrainPlan, view: PartyView) -> tuple[Link | None,
 
     def exchange_addresses(endpoint: bytes) -> list[bytes]:
         members.extend(_rendezvous(work, view, engine + endpoint))
-        failpoint("worker.rendezvous.answered")
         names = sorted({each.endpoint.partition(b":")[0].decode() for each in members})
         if len(names) > 1:
             raise ExchangeError(f"the members use different mesh engines: {', '.join(names)}")
@@ -167,6 +167,7 @@ def _rendezvous(work: Work, view: PartyView, endpoint: bytes) -> Members:
         address=work.host.address,
     )
     members = work.control.wait(_call_rendezvous(work, request), view.membership)
+    failpoint("worker.rendezvous.answered")
     work.holding.spent = view.membership
     if len(members) != view.size:
         raise ExchangeError(f"the rendezvous named {len(members)} members, expected {view.size}")

@@ -57,7 +57,7 @@ class WorkerServicer(WorkerServiceServicer):
             )
         )
         failpoint("worker.execute.accepted")
-        async with aclosing(execution.work.outbox.follow()) as messages:
+        async with aclosing(execution.follow()) as messages:
             async for message in messages:
                 yield message
 
@@ -87,6 +87,7 @@ class WorkerServicer(WorkerServiceServicer):
 
         async def commit() -> None:
             self._host.blobs.commit(run_id, upload)
+            failpoint("worker.blob.committed")
 
         try:
             async for response in receive_upload(

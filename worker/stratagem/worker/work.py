@@ -140,7 +140,7 @@ class Work:
 
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """A blob's tensors, which must not be changed, and metadata; waits until it is here."""
-        return self.control.wait(self._fetch(digest)).load()
+        return self.control.wait_for_caller(self._fetch(digest)).load()
 
     async def _fetch(self, digest: str) -> Blob:
         if self.host.blobs.find(self.key.run_id, digest) is None:

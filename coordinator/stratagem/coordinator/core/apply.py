@@ -59,7 +59,9 @@ def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
             record = WorkerRecord(fact.member, fact.address, fact.capability)
         case WorkerLost():
             old = state.workers[fact.member.worker_id]
-            record = replace(old, is_alive=False, reason=fact.reason)
+            record = replace(
+                old, is_alive=False, reason=fact.reason, is_blameless=fact.is_blameless
+            )
         case WorkerDraining():
             old = state.workers[fact.member.worker_id]
             record = replace(old, is_draining=True, reason="draining")

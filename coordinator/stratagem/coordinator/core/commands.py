@@ -42,6 +42,8 @@ class LoseWorker:
 
     member: Member
     reason: str
+    is_blameless: bool = False
+    """It was given work, but had not begun: whatever ended it was not the work."""
 
 
 @dataclass(frozen=True, slots=True)

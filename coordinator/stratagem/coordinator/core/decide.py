@@ -47,6 +47,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
+from stratagem.coordinator.strategies.federated_rounds import FederatedRun
 from stratagem.coordinator.strategies.segments import PartyRun, reform_in_place
 from stratagem.coordinator.strategies.table import require, strategy_of
 
@@ -220,17 +221,21 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, 
     )
     if same and known.is_usable:
         return ()
-    deaths = () if known.member == command.member else _deaths(state, known.member)
+    is_new = known.member != command.member
+    has_ended = is_new and not known.is_draining and not known.is_blameless
+    deaths = _deaths(state, known.member) if has_ended else ()
     return (*deaths, Entry(CLUSTER, fact))
 
 
 def _deaths(state: CoordinatorState, member: Member) -> tuple[Entry, ...]:
-    """The process of a member has ended: which segments was it working on?"""
+    """The process of a member has ended unasked: which segments was it working on?"""
     entries = []
     for run_id, run in state.runs.items():
-        if run.ended is None and member in run.touched and isinstance(run.value, PartyRun):
-            fact = ProcessDied(party=ROOT, member=member, segment=run.value.open_segment)
-            entries.append(Entry(run_id, fact))
+        if run.ended is None and member in run.touched:
+            match run.value:
+                case PartyRun(open_segment=segment) | FederatedRun(round_num=segment):
+                    fact = ProcessDied(party=ROOT, member=member, segment=segment)
+                    entries.append(Entry(run_id, fact))
     return tuple(entries)
 
 
@@ -238,7 +243,10 @@ def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
     known = state.workers.get(command.member.worker_id)
     if known is None or known.member != command.member or not known.is_alive:
         return ()
-    return (Entry(CLUSTER, WorkerLost(member=command.member, reason=command.reason)),)
+    fact = WorkerLost(
+        member=command.member, reason=command.reason, is_blameless=command.is_blameless
+    )
+    return (Entry(CLUSTER, fact),)
 
 
 def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:

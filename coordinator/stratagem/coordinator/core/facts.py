@@ -66,6 +66,8 @@ class WorkerRegistered(Value):
 class WorkerLost(Value):
     member: Member
     reason: str
+    is_blameless: bool = False
+    """True when it had not begun what it was given, so that this cannot have ended it."""
 
 
 class WorkerDraining(Value):

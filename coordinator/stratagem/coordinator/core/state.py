@@ -34,6 +34,8 @@ class WorkerRecord:
     is_alive: bool = True
     is_draining: bool = False
     reason: str = ""
+    is_blameless: bool = False
+    """Lost before it had begun what it was given."""
 
     @property
     def is_usable(self) -> bool:

@@ -5,8 +5,10 @@ the worker is lost. What comes between Accepted and the result (a wish for a blo
 lines) is passed on.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import structlog
 
@@ -14,6 +16,7 @@ from stratagem.common.errors import UnavailableError
 from stratagem.common.ids import Digest, RunId
 from stratagem.coordinator.core.facts import ErrorRecord, Member, RunFailed
 from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.link import WorkerLink
 from stratagem.coordinator.run_logs import Line
 from stratagem.v1 import types_pb2, worker_pb2
 
@@ -29,27 +32,55 @@ async def attend(
     on_progress: OnProgress | None = None,
 ) -> worker_pb2.ExecuteResult:
     """The result of the plan; raises UnavailableError once the worker is lost."""
-    run_id = RunId(request.session.run_id)
+    had_begun = False
     while True:
         link = env.links.to(member, env.state)
+        attended = _Attended(env, member, request, on_progress)
         try:
-            async with aclosing(link.execute(request)) as messages:
-                async for message in messages:
-                    match message.WhichOneof("message"):
-                        case "need_blob":
-                            await env.push(member, run_id, Digest(message.need_blob.digest))
-                        case "progress":
-                            if on_progress is not None:
-                                on_progress(message.progress)
-                        case "log":
-                            env.logs.add(run_id, _line(message.log))
-                        case "result":
-                            return message.result
-        except UnavailableError as error:
-            if not await link.answers():
-                await env.lose(member, f"connection lost: {error}")
-                raise
-            log.info("stream broke, attaching again", worker_id=member.worker_id)
+            return await attended.to_the_end(link)
+        except* UnavailableError as group:
+            reason = str(group.exceptions[0])
+        had_begun |= attended.is_accepted
+        if not await link.answers():
+            await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
+            raise UnavailableError(reason)
+        log.info("stream broke, attaching again", worker_id=member.worker_id)
+
+
+@dataclass(slots=True)
+class _Attended:
+    """One stream of one plan."""
+
+    env: Env
+    member: Member
+    request: worker_pb2.ExecuteRequest
+    on_progress: OnProgress | None
+    is_accepted: bool = False
+
+    async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
+        # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
+        async with asyncio.TaskGroup() as pushes, aclosing(link.execute(self.request)) as messages:
+            async for message in messages:
+                match message.WhichOneof("message"):
+                    case "need_blob":
+                        pushes.create_task(self._push(Digest(message.need_blob.digest)))
+                    case "result":
+                        return message.result
+                    case _:
+                        self._note(message)
+        raise AssertionError("a stream without a result raises")
+
+    async def _push(self, digest: Digest) -> None:
+        await self.env.push(self.member, RunId(self.request.session.run_id), digest)
+
+    def _note(self, message: worker_pb2.ExecuteResponse) -> None:
+        match message.WhichOneof("message"):
+            case "accepted":
+                self.is_accepted = True
+            case "progress" if self.on_progress is not None:
+                self.on_progress(message.progress)
+            case "log":
+                self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 
 
 async def fail_run(env: Env, run_id: RunId, error: types_pb2.UserError) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import structlog
 
 from stratagem.common.errors import StaleError
+from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, RunId
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safefile import from_file, read_header
@@ -60,9 +61,9 @@ class Env:
         except StaleError as error:
             log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
 
-    async def lose(self, member: Member, reason: str) -> None:
-        """Nobody answers at the member's address."""
-        await self.loop.submit(LoseWorker(member, reason))
+    async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
+        """Nobody answers at the member's address; had_begun: what it was last asked to do."""
+        await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
@@ -83,9 +84,14 @@ class Env:
         task = self.pushes.get(key)
         if task is None:
             task = self.pushes[key] = asyncio.create_task(self._push(*key))
-            task.add_done_callback(lambda _: self.pushes.pop(key, None))
+            task.add_done_callback(lambda done: self._pushed(key, done))
         # One asker that goes away must not take the blob from the others.
         await asyncio.shield(task)
+
+    def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
+        self.pushes.pop(key, None)
+        if not task.cancelled() and task.exception() is not None:  # nobody may be left to see it
+            log.info("blob not brought", worker_id=key[0].worker_id, reason=str(task.exception()))
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)
@@ -96,6 +102,7 @@ class Env:
                 fence=link.fence(0), run_id=run_id, digest=digest, manifest=to_proto(manifest)
             )
         )
+        failpoint("coordinator.push.begun")
         content = from_file(self.blobs.path(digest), data_start, manifest.total_bytes)
         await push(link.stub.SetState, header, manifest, content)
 

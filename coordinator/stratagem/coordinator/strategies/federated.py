@@ -33,6 +33,7 @@ from stratagem.coordinator.core.facts import (
     Fact,
     MembersFormed,
     ModelBuilt,
+    ProcessDied,
     RosterFormed,
     RoundClosed,
     RunResumed,
@@ -51,6 +52,10 @@ from stratagem.coordinator.strategies.federated_rounds import (
     new_helper,
     open_round,
     spec_of,
+    too_deadly,
+    with_assignments,
+    with_death,
+    with_helper,
 )
 from stratagem.coordinator.strategies.placement import eligible, why_none
 
@@ -73,6 +78,8 @@ def init(job: JobSpec) -> FederatedRun:
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round that the facts call for."""
+    if failed := too_deadly(value):
+        return failed
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
@@ -96,14 +103,12 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
     del now_s
     match fact:
         case MembersFormed():
-            return replace(
-                value,
-                membership=fact.membership,
-                helper=fact.members,
-                fingerprint=fact.fingerprint,
-            )
+            return with_helper(value, fact)
+        case ProcessDied():
+            return with_death(value, fact.member)
         case ModelBuilt():
-            return replace(value, committed=Base(0, 0, fact.digest), round_num=1)
+            base = Base(0, 0, fact.digest)
+            return replace(value, committed=base, round_num=1, left={}, deaths={})
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
@@ -112,7 +117,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             left = tuple(base for base in value.to_evaluate if base.segment != fact.segment)
             return replace(value, to_evaluate=left)
         case RunResumed():
-            return replace(value, helper=(), assigned={})
+            return replace(value, helper=(), assigned={}, left={}, deaths={})
         case _:
             return _in_round(value, fact)
 
@@ -123,10 +128,7 @@ def _in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
         case ClientsSelected():
             return replace(value, selected=fact.clients, deadline_s=fact.deadline_s)
         case ClientsAssigned():
-            moved = {a.client for a in fact.assignments}
-            kept = {c: a for c, a in value.assigned.items() if c not in moved}
-            new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
-            return replace(value, membership=fact.membership, assigned={**kept, **new})
+            return with_assignments(value, fact)
         case UpdateReceived():
             return replace(value, updates={**value.updates, fact.client: fact})
         case UpdateRejected():
@@ -226,6 +228,8 @@ def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fe
         updates={},
         rejected={},
         accepted=(),
+        left={},
+        deaths={},
         to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
     )
 

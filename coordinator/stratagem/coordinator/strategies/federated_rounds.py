@@ -5,7 +5,7 @@ Pure functions of the facts so far and of which workers there are; federated.py 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from stratagem.common.ids import WorkerId
@@ -54,6 +54,65 @@ class FederatedRun:
     """Set once the round is closed."""
     deadline_s: float | None = None
     to_evaluate: tuple[Base, ...] = ()
+    left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
+    """What was taken from a worker in this round, because it was lost."""
+    deaths: Mapping[str, int] = field(default_factory=dict)
+    """Worker processes that ended in this round while they had this to do."""
+
+
+MAX_PROCESS_DEATHS = 3
+"""A client that ends this many worker processes in one round fails its run."""
+
+
+def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
+    """Other workers for some clients; remembers whose they were."""
+    moved = {a.client for a in fact.assignments}
+    kept = {c: a for c, a in value.assigned.items() if c not in moved}
+    new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
+    left = dict(value.left)
+    for client in sorted(moved & value.assigned.keys()):
+        member = value.assigned[client][0]
+        left[member] = (*left.get(member, ()), f"client {client}")
+    return replace(value, membership=fact.membership, assigned={**kept, **new}, left=left)
+
+
+def with_death(value: FederatedRun, member: Member) -> FederatedRun:
+    """A worker process ended: count it against all that it had to do."""
+    tasks = set(value.left.get(member, ()))
+    if member in value.helper and (value.committed is None or value.to_evaluate):
+        tasks.add("the build" if value.committed is None else "the evaluation")
+    for client, (assigned, _) in value.assigned.items():
+        if assigned == member and client not in value.updates and client not in value.rejected:
+            tasks.add(f"client {client}")
+    deaths = {**value.deaths, **{task: value.deaths.get(task, 0) + 1 for task in tasks}}
+    return replace(value, deaths=deaths)
+
+
+def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
+    """Another worker builds and evaluates; remembers what was taken from the one before."""
+    left = dict(value.left)
+    task = "the build" if value.committed is None else "the evaluation"
+    for member in value.helper:
+        if member not in fact.members and (value.committed is None or value.to_evaluate):
+            left[member] = (*left.get(member, ()), task)
+    return replace(
+        value,
+        membership=fact.membership,
+        helper=fact.members,
+        fingerprint=fact.fingerprint,
+        left=left,
+    )
+
+
+def too_deadly(value: FederatedRun) -> RunFailed | None:
+    """Something that ends every process that tries it would go on for ever."""
+    deadly = sorted(task for task, num in value.deaths.items() if num >= MAX_PROCESS_DEATHS)
+    if not deadly:
+        return None
+    count = value.deaths[deadly[0]]
+    return RunFailed(
+        reason=f"round {value.round_num}: {', '.join(deadly)} has ended {count} worker processes"
+    )
 
 
 def spec_of(job: JobSpec) -> Federated:

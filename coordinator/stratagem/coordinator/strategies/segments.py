@@ -134,7 +134,9 @@ def transition(job: JobSpec, run: PartyRun, fact: Fact) -> PartyRun:
             return replace(run, num_deaths=run.num_deaths + 1)
         case ModelBuilt():
             base = Base(0, 0, fact.digest)
-            return replace(run, num_rows=fact.num_rows, committed=base, open_segment=1)
+            return replace(
+                run, num_rows=fact.num_rows, committed=base, open_segment=1, num_deaths=0
+            )
         case SegmentFinished():
             done = Finished(fact.segment, fact.step, fact.metrics, run.members)
             return replace(

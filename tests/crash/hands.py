@@ -1,0 +1,88 @@
+"""Coordinators and workers started one by one, for faults that a LocalCluster would mend at once:
+a coordinator that stays away, two of them on one data folder, workers of a second one."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.crash.rig import ROOT, until
+
+READY_S = 60.0
+
+
+@dataclass(slots=True)
+class Process:
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    ready_file: Path
+    log_file: Path
+
+    @property
+    def address(self) -> str:
+        """Waits until the process serves."""
+        until(lambda: self.ready_file.exists() or self.has_ended, f"{self.name} serves", READY_S)
+        assert not self.has_ended, self.log_file.read_text()
+        return str(json.loads(self.ready_file.read_text())["address"])
+
+    @property
+    def has_ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def send(self, signum: int) -> None:
+        self.popen.send_signal(signum)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self.popen.kill()
+        self.popen.wait()
+
+
+@dataclass(slots=True)
+class Hands:
+    folder: Path
+    coordinator_flags: tuple[str, ...]
+    processes: list[Process] = field(default_factory=list)
+
+    def coordinator(self, name: str, listen: str = "127.0.0.1:0") -> Process:
+        """A coordinator on the one data folder."""
+        flags = ("--listen", listen, "--data-dir", str(self.folder / "data"), "--name", name)
+        return self._start(name, "stratagem.coordinator", *flags, *self.coordinator_flags)
+
+    def worker(self, name: str, coordinator: str) -> Process:
+        flags = ("--coordinator", coordinator, "--name", name, "--threads", "1")
+        more = ("--allow", "*:*", "--import-path", str(ROOT))
+        return self._start(name, "stratagem.worker", *flags, *more)
+
+    def _start(self, name: str, module: str, *flags: str) -> Process:
+        ready_file = self.folder / f"{name}.ready"
+        ready_file.unlink(missing_ok=True)
+        log_file = self.folder / f"{name}.log"
+        with log_file.open("ab") as log:
+            command = [sys.executable, "-m", module, *flags, "--ready-file", str(ready_file)]
+            popen = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        process = Process(name, popen, ready_file, log_file)
+        self.processes.append(process)
+        return process
+
+    def logs(self) -> list[tuple[str, str]]:
+        """The end of every log, for a report of failure."""
+        files = {process.name: process.log_file for process in self.processes}
+        return [(name, file.read_text(errors="replace")[-6000:]) for name, file in files.items()]
+
+
+@contextmanager
+def hands(folder: Path, *coordinator_flags: str) -> Iterator[Hands]:
+    """All that was started inside the block is gone at its end."""
+    started = Hands(folder, coordinator_flags)
+    try:
+        yield started
+    finally:
+        for process in started.processes:
+            if not process.has_ended:
+                process.send(signal.SIGCONT)
+                process.kill()

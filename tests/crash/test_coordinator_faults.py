@@ -1,0 +1,139 @@
+"""Named faults of the coordinator: killed, away for long, frozen and replaced."""
+
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.sync import Client
+from tests.crash.conftest import LOGS
+from tests.crash.hands import Hands, hands
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job
+from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, outcome_of
+
+pytestmark = pytest.mark.timeout(100)
+
+EXIT_FENCED = 3
+FLAGS = ("--lease-ttl-s", "2", "--worker-ttl-s", "2", "--heartbeat-interval-s", "0.4")
+
+
+def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
+    document = job(strategy, model="build_paced", pace_s=pace_s)
+    return document if strategy["type"] == "Federated" else {**document, "steps": steps}
+
+
+@pytest.fixture
+def process_by_process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hands]:
+    with hands(tmp_path, *FLAGS) as started:
+        request.node.stash[LOGS] = started.logs
+        yield started
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("strategy", [LOCAL, ALL_REDUCE], ids=["Local", "AllReduce"])
+def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(
+    rig: Rig, strategy: Job
+) -> None:
+    expected = rig.outcome(paced(strategy, 0.0))
+    with rig.running(paced(strategy, 0.1)) as run:
+        await_step(run, 3)
+        rig.cluster.kill("coordinator")
+        assert outcome_of(run).digests == expected.digests
+        formed = [e for e in events_of(run) if e.kind == "MembersFormed"]
+        assert len(formed) == 1
+
+
+@pytest.mark.cluster
+def test_coordinator_killed_during_aggregation(rig: Rig) -> None:
+    expected = rig.undisturbed("FedAvg-large")
+    with rig.running(JOBS["FedAvg-large"]) as run:
+        await_event(run, "RoundClosed")
+        rig.cluster.kill("coordinator")
+        assert outcome_of(run) == expected
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "strategy", [LOCAL, ALL_REDUCE, FED_AVG], ids=["Local", "AllReduce", "Fed"]
+)
+def test_coordinator_and_worker_killed_together(rig: Rig, strategy: Job) -> None:
+    expected = rig.outcome(paced(strategy, 0.0))
+    with rig.running(paced(strategy, 0.1)) as run:
+        await_event(run, "ModelBuilt")
+        rig.cluster.kill("coordinator")
+        rig.cluster.kill("worker-0")
+        assert outcome_of(run).digests == expected.digests
+
+
+@pytest.mark.sweep
+def test_nothing_has_expired_when_a_coordinator_returns_after_long(
+    process_by_process: Hands,
+) -> None:
+    """Leases of 2 s and a round that closes after 8 s outlive an outage of 9 s."""
+    deadline = {**federated(rounds=1), "options": {"quorum": 1, "round_deadline_s": 8.0}}
+    first = process_by_process.coordinator("first")
+    address = first.address
+    workers = [process_by_process.worker(f"w{n}", address) for n in range(3)]
+    for worker in workers:
+        assert worker.address
+    with Client(address) as client:
+        expected = outcome_of(client.submit(paced(deadline, 0.0)))
+        expected_steps = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, 40)))
+        starts = {w.worker_id: w.incarnation for w in client.workers()}
+        # The next coordinator gives the workers to the run that comes first by name, whatever
+        # they have begun for the other one.
+        rounds = client.submit(paced(deadline, 0.5), "b-rounds")
+        steps = client.submit(paced(ALL_REDUCE, 0.1, 40), "a-steps")
+        await_event(rounds, "ClientsAssigned")
+        await_event(steps, "MembersFormed")
+        first.kill()
+        threading.Event().wait(9.0)  # longer than everything that could expire
+        process_by_process.coordinator("second", listen=address)
+        assert outcome_of(rounds).digests == expected.digests
+        assert outcome_of(steps).digests == expected_steps.digests
+        assert rounds.status().reproducible, "the round was closed by its deadline"
+        for run in (rounds, steps):
+            formed = [e for e in events_of(run) if e.kind == "MembersFormed"]
+            assert len(formed) == 1, "a worker was given up"
+        assert {w.worker_id: w.incarnation for w in client.workers()} == starts
+
+
+@pytest.mark.sweep
+def test_frozen_coordinator_is_fenced_and_the_next_one_ends_its_run(
+    process_by_process: Hands,
+) -> None:
+    old = process_by_process.coordinator("old")
+    old_workers = [process_by_process.worker(f"old-{n}", old.address) for n in range(2)]
+    for worker in old_workers:
+        assert worker.address
+    with Client(old.address) as client:
+        expected: Outcome = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, 60)))
+        run_id = client.submit(paced(ALL_REDUCE, 0.2, 60)).run_id
+        await_step(client.get(run_id), 3)
+        old.send(signal.SIGSTOP)
+        new = process_by_process.coordinator("new")
+        address = new.address
+        for n in range(2):
+            process_by_process.worker(f"new-{n}", address)
+    with Client(address) as client:
+        run = client.get(run_id)
+        # The workers of the old one do not beat here, so others take over.
+        await_event(run, "MembersFormed", lambda e: "new-1" in e.sentence)
+        old.send(signal.SIGCONT)
+        assert old.popen.wait(20) == EXIT_FENCED
+        assert outcome_of(run).digests == expected.digests
+    assert _terms(process_by_process.folder / "data" / "journal.sqlite") == [1, 2]
+
+
+def _terms(journal: Path) -> list[int]:
+    """The terms in the order in which they wrote: a fenced one must not write again."""
+    with sqlite3.connect(journal) as connection:
+        rows = connection.execute("SELECT term FROM event ORDER BY position").fetchall()
+    changes: list[int] = []
+    for (term,) in rows:
+        if not changes or changes[-1] != term:
+            changes.append(term)
+    return changes

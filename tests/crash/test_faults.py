@@ -1,0 +1,165 @@
+"""Named faults of workers: killed, frozen, gone, deadly. What must hold beside the same bits."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.views import Event, Phase
+from stratagem.common.errors import RunFailedError
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PARAMETER_SERVER, Job, job
+from tests.crash.rig import (
+    Rig,
+    await_event,
+    await_status,
+    await_step,
+    events_of,
+    outcome_of,
+)
+
+pytestmark = pytest.mark.timeout(90)
+
+RECOVERY_TARGET_S = 0.5
+SLOWNESS = 6
+"""The target is that of an idle machine; tests may share two cores with others."""
+PACE_S = 0.05
+
+
+def paced(strategy: Job, pace_s: float = 0.05) -> Job:
+    return job(strategy, model="build_paced", pace_s=pace_s)
+
+
+def batch_times(folder: Path) -> dict[int, list[float]]:
+    """When each process of the user's began its batches, on the wall clock of this machine."""
+    return {int(f.name): [float(line) for line in f.read_text().split()] for f in folder.iterdir()}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("strategy", [ALL_REDUCE, PARAMETER_SERVER], ids=["AllReduce", "Server"])
+def test_survivors_redo_the_step_of_a_killed_worker(
+    rig: Rig, strategy: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = rig.outcome(paced(strategy, 0.0))
+    document = job(strategy, model="build_timed", folder=str(tmp_path), pace_s=PACE_S)
+    survivors = ("worker-0", "worker-2")
+    pids = [rig.cluster.processes[name].pid for name in survivors]
+    starts = rig.incarnations()
+    num_starts = rig.cluster.processes["worker-1"].num_starts
+    with rig.running(document) as run:
+        await_step(run, 3)
+        killed_s = time.time()
+        rig.cluster.kill("worker-1")
+        outcome = outcome_of(run)
+        events = list(events_of(run))
+    assert outcome.digests == expected.digests
+    trained = [each.payload for each in events if each.kind == "SegmentFinished"]
+    assert sum(each["num_redone_steps"] for each in trained) >= 1
+    rig.cluster.wait_restarted("worker-1", num_starts)
+    assert all(rig.incarnations()[name] == starts[name] for name in survivors)
+    formed_s = next(e.time_s for e in events if e.kind == "MembersFormed" and e.time_s > killed_s)
+    times_s = [[t for t in batch_times(tmp_path)[pid] if t > formed_s] for pid in pids if pid]
+    begun_s = max(each[0] for each in times_s) - killed_s
+    # Each survivor has two of the four shards, so its third batch belongs to the next step.
+    done_s = max(each[2] for each in times_s) - killed_s
+    with capsys.disabled():
+        print(
+            f"\n  SIGKILL to {strategy['aggregation']['method']}: new members "
+            f"{formed_s - killed_s:.3f} s, step begun again {begun_s:.3f} s, done {done_s:.3f} s "
+            f"(of which the model takes {2 * PACE_S:.2f} s)"
+        )
+    assert done_s < RECOVERY_TARGET_S * SLOWNESS
+
+
+@pytest.mark.cluster
+def test_client_of_a_worker_killed_in_mid_round_is_trained_elsewhere(rig: Rig) -> None:
+    expected = rig.outcome(paced(FED_AVG, 0.0))
+    with rig.running(paced(FED_AVG, 0.1)) as run:
+        first = await_event(run, "ClientsAssigned")
+        (client,) = _clients_of(first, "worker-1")
+        rig.cluster.kill("worker-1")
+        moved = await_event(
+            run, "ClientsAssigned", lambda e: e.index > first.index and _takes(e, client)
+        )
+        assert moved.payload["round_num"] == 1
+        assert client not in _clients_of(moved, "worker-1")
+        assert outcome_of(run).digests == expected.digests
+
+
+def _clients_of(event: Event, worker: str) -> list[int]:
+    given = event.payload["assignments"]
+    return [a["client"] for a in given if a["member"] and a["member"]["worker_id"] == worker]
+
+
+def _takes(event: Event, client: int) -> bool:
+    return any(a["client"] == client and a["member"] for a in event.payload["assignments"])
+
+
+@pytest.mark.sweep
+def test_worker_that_comes_back_under_its_old_name_joins_the_run_again(rig: Rig) -> None:
+    document = {**paced(ALL_REDUCE, 0.15), "steps": 30}
+    with rig.running(document) as run:
+        await_step(run, 2)
+        rig.cluster.kill("worker-2")
+        lost = await_event(run, "MembersFormed", lambda e: len(e.payload["members"]) == 2)
+        back = await_event(
+            run,
+            "MembersFormed",
+            lambda e: e.index > lost.index and len(e.payload["members"]) == 3,
+        )
+        rig.cluster.wait_ready()
+        assert rig.incarnations()["worker-2"] in json.dumps(back.payload)
+        with_crash = outcome_of(run)
+    quick = {**paced(ALL_REDUCE, 0.0), "steps": 30}
+    assert with_crash.digests == rig.outcome(quick).digests
+
+
+@pytest.mark.cluster
+def test_local_run_waits_with_the_reason_and_ends_when_a_worker_comes(rig: Rig) -> None:
+    """First the idle workers die, then the one that trains; it goes on from the last commit."""
+    expected = rig.outcome(paced(LOCAL))
+    with rig.running(paced(LOCAL)) as run:
+        await_event(run, "SegmentCommitted")
+        for name in reversed(rig.cluster.worker_names):
+            rig.cluster.kill(name)
+        waiting = await_status(run, lambda s: s.strategy_phase == "WAITING", "the run waits")
+        assert "waiting for 1 of 1 workers: no worker is available" in waiting.reason
+        assert waiting.phase is Phase.RECOVERING
+        assert outcome_of(run).digests == expected.digests
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "strategy", [LOCAL, ALL_REDUCE, FED_AVG], ids=["Local", "AllReduce", "Fed"]
+)
+def test_model_that_ends_its_process_three_times_fails_the_run(rig: Rig, strategy: Job) -> None:
+    document = job(strategy, model="build_deadly", at_batch=2)
+    with rig.running(document) as run, pytest.raises(RunFailedError, match="has ended 3 worker"):
+        run.result()
+
+
+@pytest.mark.sweep
+def test_frozen_worker_is_dropped_and_harmless_when_it_thaws(rig: Rig) -> None:
+    document = {**paced(ALL_REDUCE), "steps": 40}
+    expected = rig.outcome({**document, **_unpaced(document)})
+    with rig.running(document) as run:
+        await_step(run, 3)
+        rig.cluster.kill("worker-1", signal.SIGSTOP)
+        try:
+            lost = await_event(
+                run, "MembersFormed", lambda e: e.payload["membership"] > 1 and "lost" in e.sentence
+            )
+            assert "worker-1 lost" in lost.sentence
+            assert outcome_of(run).digests == expected.digests
+        finally:
+            rig.cluster.kill("worker-1", signal.SIGCONT)
+    rig.settle()
+    # Its torch thread must be free again: runs that need all three workers go through it.
+    again = rig.outcome(job({**ALL_REDUCE, "options": {"min_replicas": 3}}))
+    assert len(again.digests) == 7
+    assert rig.cluster.processes["worker-1"].last_exit in (None, -9, 11, 137)
+
+
+def _unpaced(document: Job) -> Job:
+    return {"model": {**document["model"], "kwargs": {"pace_s": 0.0}}}
