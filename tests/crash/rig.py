@@ -71,7 +71,7 @@ class Rig:
         file.write_text(str(num_passed))
         try:
             yield
-            self.cluster.wait_restarted(process, num_starts)
+            self.cluster.wait_restarted(process, num_starts, timeout_s=30)
             assert not file.exists(), f"{process} has passed {failpoint} too seldom"
             self.cluster.wait_ready()
             assert self.cluster.processes[process].last_exit == KILLED_BY_FAILPOINT

@@ -17,7 +17,8 @@ from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, ou
 pytestmark = pytest.mark.timeout(100)
 
 EXIT_FENCED = 3
-FLAGS = ("--lease-ttl-s", "2", "--worker-ttl-s", "2", "--heartbeat-interval-s", "0.4")
+FLAGS = ("--lease-ttl-s", "2", "--worker-ttl-s", "4", "--heartbeat-interval-s", "0.5")
+"""A worker finds a coordinator that has returned within 2.4 s (the channels' reconnect backoff)."""
 
 
 def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
@@ -72,7 +73,7 @@ def test_coordinator_and_worker_killed_together(rig: Rig, strategy: Job) -> None
 def test_nothing_has_expired_when_a_coordinator_returns_after_long(
     process_by_process: Hands,
 ) -> None:
-    """Leases of 2 s and a round that closes after 8 s outlive an outage of 9 s."""
+    """Leases of 4 s and a round that closes after 8 s outlive an outage of 9 s."""
     deadline = {**federated(rounds=1), "options": {"quorum": 1, "round_deadline_s": 8.0}}
     first = process_by_process.coordinator("first")
     address = first.address

@@ -43,7 +43,6 @@ FAILPOINTS: Final = (
     "worker.execute.accepted",
     "worker.blob.committed",
     "worker.build.done",
-    "worker.exchange.given_up",
     "worker.rendezvous.answered",
     "worker.rendezvous.joined",
     "worker.state.received",

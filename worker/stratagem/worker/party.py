@@ -98,7 +98,6 @@ def give_up(work: Work, view: PartyView, reason: str) -> None:
     request = coordinator_pb2.SuspectRequest(
         fence=_fence(view), session=_session(work), reason=reason[:1000]
     )
-    failpoint("worker.exchange.given_up")
     work.control.wait(_suspect(work, request), view.membership)
 
 

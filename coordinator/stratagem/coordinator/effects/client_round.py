@@ -55,7 +55,8 @@ async def _collect(
     result: worker_pb2.ClientRoundResult,
 ) -> None:
     try:
-        entry = await _pull(env, effect, session_ref, result.num_samples)
+        async with env.pulls:
+            entry = await _pull(env, effect, session_ref, result.num_samples)
     except UpdateRejectedError as error:
         rejected = UpdateRejected(
             party=effect.party,

@@ -29,6 +29,9 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 T = TypeVar("T")
 
+MAX_PULLS = 3
+"""Model-sized streams that come in at once: more would not be faster, and each takes buffers."""
+
 PushKey = tuple[Member, RunId, Digest]
 
 
@@ -43,6 +46,7 @@ class Env:
     settings: Settings
     yield_slots: Callable[[Effect], None]
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+    pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
 
     @property
     def state(self) -> CoordinatorState:
