@@ -283,7 +283,21 @@ def message(tag: int, tensor: torch.Tensor) -> list[peer_pb2.SendRequest]:
 async def said(
     hub: PeerHub, requests: list[peer_pb2.SendRequest], num_answers: int = 0
 ) -> tuple[grpc.StatusCode, str]:
-    """How a stream with these requests ends."""
+    """How a stream with these requests ends, as the server says it.
+
+    A stock client that is refused in the middle of a write sometimes makes INTERNAL of the
+    server's status; then it is asked again.
+    """
+    for _ in range(20):
+        code, words = await said_once(hub, requests, num_answers)
+        if code is not grpc.StatusCode.INTERNAL or "from Core" not in words:
+            break
+    return code, words
+
+
+async def said_once(
+    hub: PeerHub, requests: list[peer_pb2.SendRequest], num_answers: int
+) -> tuple[grpc.StatusCode, str]:
     async with open_channel(hub.address, own_connection=True) as channel:
         call = peer_pb2_grpc.PeerServiceStub(channel).Send(iter(requests))
         answers = []
