@@ -39,6 +39,7 @@ def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunS
         segment=number,
         to_step=10,
         base=Base(0, 0, "d"),
+        lineage=0,
         members=tuple(member(name) for name in names),
         num_shards=2,
         by_parameter_server=False,

@@ -25,6 +25,16 @@ _SUFFIX_BYTES: Final = 4
 _MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
 
 
+def child_party(parent: Party, name: str) -> Party:
+    """The path of a party inside another one."""
+    return Party(f"{parent}/{name}" if parent else name)
+
+
+def is_within(party: Party, ancestor: Party) -> bool:
+    """Whether a party is the ancestor or lies below it."""
+    return not ancestor or party == ancestor or party.startswith(f"{ancestor}/")
+
+
 def new_run_id(name: str) -> RunId:
     """A fresh run id: the name as a slug, then eight random hex digits."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_MAX_SLUG_CHARS].strip("-")

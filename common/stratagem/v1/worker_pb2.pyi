@@ -224,11 +224,16 @@ class TrainPlan(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     EVALUATE_SPLITS_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
     """Logical shards of every global batch (num_replicas)."""
     exchange: Global___ExchangeMethod.ValueType
+    lineage: _builtins.int
+    """Raised when the party begins from a given state (a copied population member, a return to the
+    last commit): a state of an earlier lineage is dropped, the base is loaded.
+    """
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -248,10 +253,11 @@ class TrainPlan(_message.Message):
         num_shards: _builtins.int = ...,
         exchange: Global___ExchangeMethod.ValueType = ...,
         evaluate_splits: _abc.Iterable[_builtins.str] | None = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "num_shards", b"num_shards", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_shards", b"num_shards", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker
-from stratagem.coordinator.core.decide import members_of
+from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import (
     Fact,
     Member,
@@ -199,10 +199,10 @@ class App:
 
     def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
         run = self.loop.state.runs.get(run_id)
-        if run is None or run.ended is not None:
+        if run is None:
             return None
-        found = members_of(run, party)
-        return None if found is None else (found[0], len(found[1]))
+        found = parties_of(run).get(party)
+        return None if found is None else (found.membership, len(found.members))
 
     async def _keep_lead(self) -> None:
         """Renew the lease; a leader that was frozen past it finds itself fenced here."""

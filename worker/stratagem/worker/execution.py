@@ -53,8 +53,9 @@ DESERTED_S: Final = 5.0
 
 
 class Key(NamedTuple):
-    """A plan by name, inside its session."""
+    """A plan by name, inside its session; later ones are greater."""
 
+    lineage: int
     segment: int
     kind: str
 
@@ -66,7 +67,7 @@ class Phase(Enum):
 
 
 def key_of(request: pb.ExecuteRequest) -> Key:
-    return Key(request.segment, request.WhichOneof("plan") or "")
+    return Key(request.train.lineage, request.segment, request.WhichOneof("plan") or "")
 
 
 def view_of(request: pb.ExecuteRequest) -> PartyView:

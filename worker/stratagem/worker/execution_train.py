@@ -44,6 +44,10 @@ class Segment:
 def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     """Train to plan.to_step; the result, and the membership that it was computed under."""
     holding = work.holding
+    if holding.lineage != plan.lineage:
+        # The party begins from another state, perhaps with other hyperparameters.
+        holding.drop()
+        holding.lineage = plan.lineage
     if holding.tally.segment != work.segment:
         holding.tally = Tally(work.segment)
     view = work.control.view

@@ -59,9 +59,12 @@ class Session:
 
     def refuse_older(self, key: Key) -> None:
         """A plan that was replaced long ago comes from a call that was under way for too long."""
-        newest = max((k.segment for k in self.executions if k.kind == key.kind), default=0)
-        if key.segment < newest:
-            raise StaleError(f"segment {key.segment} is older than segment {newest} here")
+        newest = max((k for k in self.executions if k.kind == key.kind), default=key)
+        if key < newest:
+            raise StaleError(
+                f"segment {key.segment} of lineage {key.lineage} is older than "
+                f"segment {newest.segment} of lineage {newest.lineage} here"
+            )
 
 
 class Sessions:

@@ -81,6 +81,8 @@ class Holding:
     exchange: Exchange | None = None
     membership: int = -1
     """The membership of the exchange."""
+    lineage: int = 0
+    """The lineage of the state; see TrainPlan."""
     spent: int = -1
     """Highest membership that a rendezvous has ended for; there is no second one for it."""
     tally: Tally = field(default_factory=Tally)

@@ -7,6 +7,7 @@ from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
+    ROOT,
     Evaluated,
     Fact,
     Member,
@@ -72,7 +73,7 @@ def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
 
 def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
     job = JobSpec.from_json(fact.job_json)
-    value = strategy_of(job).init(job)
+    value = strategy_of(job).init(job, ROOT)
     return RunRecord(run_id=run_id, job=job, value=value, submitted_wall_s=fact.wall_s)
 
 
@@ -122,6 +123,9 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
+    """The run's own commits and metrics; those of a party below are its strategy's business."""
+    if getattr(fact, "party", ROOT) != ROOT:
+        return _with_engine(record, fact)
     match fact:
         case ModelBuilt():
             return _with_commit(record, Commit(0, 0, fact.digest))
@@ -130,7 +134,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
             record = _with_metrics(record, {"train.loss": fact.loss, **fact.metrics})
-            return replace(record, engine=fact.engine)
+            return _with_engine(record, fact)
         case UpdateReceived():
             return _with_metrics(record, {"train.loss": fact.loss})
         case Evaluated():
@@ -145,6 +149,10 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case _:
             return record
+
+
+def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
+    return replace(record, engine=fact.engine) if isinstance(fact, SegmentFinished) else record
 
 
 def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:

@@ -5,10 +5,10 @@ how things stand now, one fact at a time, until nobody has anything to add. Both
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.ids import RunId, WorkerId
+from stratagem.common.ids import Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.apply import CLUSTER, apply
@@ -33,7 +33,7 @@ from stratagem.coordinator.core.facts import (
     Fact,
     Member,
     MembersFormed,
-    ProcessDied,
+    PartyFailed,
     RunCancelled,
     RunDeleted,
     RunFailed,
@@ -47,8 +47,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
-from stratagem.coordinator.strategies.federated_rounds import FederatedRun
-from stratagem.coordinator.strategies.segments import PartyRun, reform_in_place
+from stratagem.coordinator.strategies.contract import PartyView
 from stratagem.coordinator.strategies.table import require, strategy_of
 
 MAX_DECISIONS = 10_000
@@ -229,13 +228,11 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, 
 
 def _deaths(state: CoordinatorState, member: Member) -> tuple[Entry, ...]:
     """The process of a member has ended unasked: which segments was it working on?"""
-    entries = []
+    entries: list[Entry] = []
     for run_id, run in state.runs.items():
         if run.ended is None and member in run.touched:
-            match run.value:
-                case PartyRun(open_segment=segment) | FederatedRun(round_num=segment):
-                    fact = ProcessDied(party=ROOT, member=member, segment=segment)
-                    entries.append(Entry(run_id, fact))
+            found = strategy_of(run.job).deaths(run.value, member)
+            entries += [Entry(run_id, fact) for fact in found]
     return tuple(entries)
 
 
@@ -266,6 +263,9 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
         return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
     if isinstance(command.fact, RunFailed):
         return (Entry(command.run_id, command.fact),)
+    if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
+        failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
+        return (Entry(command.run_id, failed),)
     reason = strategy_of(run.job).is_welcome(run.job, run.value, command.fact)
     if reason:
         return _refuse(RefusalKind.STALE, reason)
@@ -276,17 +276,13 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ..
     run = state.runs.get(command.run_id)
     if run is None:
         return _unknown(command.run_id)
-    value = run.value
-    if run.ended is not None or not isinstance(value, PartyRun):
+    found = parties_of(run).get(command.party)
+    if found is None or found.membership != command.membership or not found.members:
         return ()
-    if value.membership != command.membership or not value.members:
-        return ()
-    fact = reform_in_place(value, command.reason)
-    return (Entry(command.run_id, fact, _key(fact)),)
+    fact = strategy_of(run.job).reform(run.value, command.party, command.reason)
+    return () if fact is None else (Entry(command.run_id, fact, _key(fact)),)
 
 
-def members_of(run: RunRecord, party: str) -> tuple[int, tuple[Member, ...]] | None:
-    """(membership, members) of a synchronous party; None when the run has no such party."""
-    if party != ROOT or not isinstance(run.value, PartyRun):
-        return None
-    return run.value.membership, run.value.members
+def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
+    """The parties of a run whose members exchange tensors among themselves."""
+    return {} if run.ended is not None else strategy_of(run.job).parties(run.value)

@@ -42,6 +42,8 @@ class RunSegment:
     base: Base = field(compare=False)
     """For members when none of them holds a state. A commit in mid-segment gives the next
     membership a newer one, but must not begin the segment anew: all members hold a state then."""
+    lineage: int
+    """Raised when the party begins from a given state: what workers hold of before is dropped."""
     members: tuple[Member, ...]
     num_shards: int
     by_parameter_server: bool
@@ -58,6 +60,7 @@ class CommitSegment:
     step: int
     membership: int
     sources: tuple[Member, ...]
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

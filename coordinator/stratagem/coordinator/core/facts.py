@@ -107,6 +107,17 @@ class RunDeleted(Value):
     pass
 
 
+class PartyFailed(Value):
+    """The user's code raised in a party, or it cannot go on; the strategy around it decides.
+
+    At the root there is nobody around it: the run fails.
+    """
+
+    party: Party
+    reason: str
+    error: ErrorRecord | None = None
+
+
 # ---- parties that train synchronously ----
 
 
@@ -257,6 +268,7 @@ Fact = (
     | RunCompleted
     | RunReleased
     | RunDeleted
+    | PartyFailed
     | MembersFormed
     | ProcessDied
     | ModelBuilt

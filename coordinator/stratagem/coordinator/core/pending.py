@@ -36,6 +36,7 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
     for run in state.runs.values():
         live |= {commit.digest for commit in retained(run)}
         live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
+        live |= strategy_of(run.job).blobs(run.value)
         if run.job.data.inline is not None:
             live.add(Digest(run.job.data.inline))
     return frozenset(live)

@@ -7,9 +7,11 @@ from stratagem.coordinator.core import facts as f
 
 
 def sentence(fact: f.Fact) -> str:
-    """What happened, for people."""
+    """What happened, for people; in a party below the root, with its path."""
     kind = type(fact).__name__
-    return _SENTENCES[kind](fact) if kind in _SENTENCES else kind
+    text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
+    party = getattr(fact, "party", f.ROOT)
+    return f"{party}: {text}" if party else text
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
@@ -48,6 +50,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "RunCompleted": lambda e: f"completed: {e.reason}",
     "RunReleased": lambda e: "the workers have let go of the run",
     "RunDeleted": lambda e: "deleted",
+    "PartyFailed": lambda e: f"failed: {e.reason}",
     "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
     "ProcessDied": lambda e: (
         f"the process of worker {e.member.worker_id} ended during segment {e.segment}"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import structlog
 
 from stratagem.common.errors import UnavailableError
-from stratagem.common.ids import Digest, RunId
-from stratagem.coordinator.core.facts import ErrorRecord, Member, RunFailed
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink
 from stratagem.coordinator.run_logs import Line
@@ -83,8 +83,8 @@ class _Attended:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 
 
-async def fail_run(env: Env, run_id: RunId, error: types_pb2.UserError) -> None:
-    """The user's code raised: the run fails with what was raised, and is not retried."""
+async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
+    """The user's code raised: the party fails with what was raised, and is not retried."""
     record = ErrorRecord(
         type=error.type,
         message=error.message,
@@ -93,7 +93,7 @@ async def fail_run(env: Env, run_id: RunId, error: types_pb2.UserError) -> None:
         activity=error.activity,
     )
     reason = f"{record.type}: {record.message} (worker {record.worker_id}, {record.activity})"
-    await env.report(run_id, RunFailed(reason=reason, error=record))
+    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
 
 
 def _line(line: worker_pb2.LogLine) -> Line:

@@ -1,9 +1,10 @@
 """Build: one worker makes the model from the seed; its state becomes segment 0 of everybody."""
 
 from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import child_party
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import ModelBuilt
-from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.snapshot import pull_snapshot
 from stratagem.coordinator.link import session
@@ -13,9 +14,9 @@ from stratagem.v1 import worker_pb2
 async def build(env: Env, effect: Build) -> None:
     """Build, pull the state into the store, and report ModelBuilt."""
     link = env.links.to(effect.member, env.state)
-    job = env.state.runs[effect.run_id].job
+    job = env.job_of(effect.run_id, effect.party)
     # A party of its own, so that building and training never share a key.
-    session_ref = session(effect.run_id, "build")
+    session_ref = session(effect.run_id, child_party(effect.party, "build"))
     request = worker_pb2.ExecuteRequest(
         fence=link.fence(effect.membership),
         session=session_ref,
@@ -26,7 +27,7 @@ async def build(env: Env, effect: Build) -> None:
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error":
-            await fail_run(env, effect.run_id, result.error)
+            await fail_party(env, effect.run_id, effect.party, result.error)
         case "build":
             digest, manifest = await pull_snapshot(
                 env, effect.member, session_ref, effect.membership, 0

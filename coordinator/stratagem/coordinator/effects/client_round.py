@@ -5,13 +5,14 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 """
 
 from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import child_party
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.safefile import read_header
 from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
-from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.offload import Offload
@@ -24,12 +25,12 @@ from stratagem.v1 import types_pb2, worker_pb2
 async def train_client(env: Env, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected, or why the run fails."""
     link = env.links.to(effect.member, env.state)
-    session_ref = session(effect.run_id, f"client{effect.client}")
+    session_ref = session(effect.run_id, child_party(effect.party, f"client{effect.client}"))
     request = worker_pb2.ExecuteRequest(
         fence=link.fence(effect.membership),
         session=session_ref,
         segment=effect.round_num,
-        job_json=env.state.runs[effect.run_id].job.canonical_json(),
+        job_json=env.job_of(effect.run_id, effect.party).canonical_json(),
         client_round=worker_pb2.ClientRoundPlan(
             base=state_ref(effect.base),
             client=effect.client,
@@ -40,7 +41,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error":
-            await fail_run(env, effect.run_id, result.error)
+            await fail_party(env, effect.run_id, effect.party, result.error)
         case "client_round":
             env.yield_slots(effect)
             await _collect(env, effect, session_ref, result.client_round)

@@ -18,8 +18,6 @@ log = structlog.get_logger()
 
 async def commit_segment(env: Env, effect: CommitSegment) -> None:
     """Make the segment's state durable and report SegmentCommitted."""
-    value = env.state.runs[effect.run_id].value
-    metrics = next(f.metrics for f in value.finished if f.segment == effect.segment)
     session_ref = session(effect.run_id, effect.party)
     failure: StratagemError | None = None
     for member in effect.sources:
@@ -38,7 +36,7 @@ async def commit_segment(env: Env, effect: CommitSegment) -> None:
             step=effect.step,
             digest=digest,
             size_bytes=manifest.total_bytes,
-            metrics=dict(metrics),
+            metrics=dict(effect.metrics),
         )
         await env.report(effect.run_id, fact)
         return

@@ -9,7 +9,8 @@ import structlog
 
 from stratagem.common.errors import StaleError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.ids import Digest, RunId
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safefile import from_file, read_header
 from stratagem.common.tensors.transfer import push
@@ -24,6 +25,7 @@ from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.run_logs import RunLogs
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger()
@@ -53,9 +55,14 @@ class Env:
         """The newest durable state."""
         return self.loop.state
 
-    def metrics_of(self, run_id: RunId) -> list[str]:
-        """The metrics that the run's job asks for."""
-        evaluation = self.state.runs[run_id].job.evaluation
+    def job_of(self, run_id: RunId, party: Party) -> JobSpec:
+        """What a party of a run trains: the run's job, but for what its strategies change."""
+        run = self.state.runs[run_id]
+        return strategy_of(run.job).job_of(run.job, run.value, party)
+
+    def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
+        """The metrics that the party's job asks for."""
+        evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
     async def report(self, run_id: RunId, fact: Fact) -> None:

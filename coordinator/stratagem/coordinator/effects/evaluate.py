@@ -1,9 +1,10 @@
 """EvaluateState: evaluate a committed state on a worker."""
 
 from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import child_party
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import Evaluated
-from stratagem.coordinator.effects.attend import attend, fail_run
+from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.coordinator.link import session, state_ref
@@ -15,9 +16,9 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
     link = env.links.to(effect.member, env.state)
     request = worker_pb2.ExecuteRequest(
         fence=link.fence(effect.membership),
-        session=session(effect.run_id, "evaluate"),
+        session=session(effect.run_id, child_party(effect.party, "evaluate")),
         segment=effect.base.segment,
-        job_json=env.state.runs[effect.run_id].job.canonical_json(),
+        job_json=env.job_of(effect.run_id, effect.party).canonical_json(),
         evaluate=worker_pb2.EvaluatePlan(
             base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
         ),
@@ -25,13 +26,15 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error":
-            await fail_run(env, effect.run_id, result.error)
+            await fail_party(env, effect.run_id, effect.party, result.error)
         case "evaluate":
             failpoint("coordinator.evaluation.folded")
             fact = Evaluated(
                 party=effect.party,
                 segment=effect.base.segment,
-                metrics=fold_parts(result.evaluate.parts, env.metrics_of(effect.run_id)),
+                metrics=fold_parts(
+                    result.evaluate.parts, env.metrics_of(effect.run_id, effect.party)
+                ),
             )
             await env.report(effect.run_id, fact)
         case _:

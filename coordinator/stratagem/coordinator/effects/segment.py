@@ -11,8 +11,8 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.coordinator.core.effects import RunSegment
-from stratagem.coordinator.core.facts import Member, RunFailed, SegmentFinished
-from stratagem.coordinator.effects.attend import OnProgress, attend, fail_run
+from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentFinished
+from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.coordinator.effects.parameter_server import serve_steps
@@ -23,7 +23,7 @@ from stratagem.v1 import worker_pb2
 
 async def run_segment(env: Env, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
-    job = env.state.runs[effect.run_id].job
+    job = env.job_of(effect.run_id, effect.party)
     async with asyncio.TaskGroup() as group:
         server = None
         if effect.by_parameter_server:
@@ -53,7 +53,7 @@ async def _attend_member(
         case "train":
             return result.train
         case "error":
-            await fail_run(env, effect.run_id, result.error)
+            await fail_party(env, effect.run_id, effect.party, result.error)
         case _:
             await env.end_early(effect.run_id, member, result)
     return None
@@ -78,6 +78,7 @@ def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb
             num_shards=effect.num_shards,
             exchange=exchange,
             evaluate_splits=effect.evaluate,
+            lineage=effect.lineage,
         ),
     )
 
@@ -117,7 +118,7 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
             for member, result in zip(effect.members, results, strict=True)
         )
         reason = f"the replicas differ after segment {effect.segment}: {who}"
-        await env.report(effect.run_id, RunFailed(reason=reason))
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
     failpoint("coordinator.segment.trained")
     first = results[0]
@@ -131,7 +132,8 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics=fold_parts(
-            (part for result in results for part in result.parts), env.metrics_of(effect.run_id)
+            (part for result in results for part in result.parts),
+            env.metrics_of(effect.run_id, effect.party),
         ),
         num_redone_steps=max(result.num_redone_steps for result in results),
     )

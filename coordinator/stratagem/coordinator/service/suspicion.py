@@ -8,30 +8,29 @@ from stratagem.common.errors import AlreadyExistsError, InvalidInputError, Unava
 from stratagem.common.ids import Party, RunId
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
-from stratagem.coordinator.core.decide import members_of
+from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.link import WorkerLink
 
 log = structlog.get_logger()
 
 
-async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> bool:
+async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
     """An exchange has failed. Lose the members that do not answer; re-form those that do.
 
-    False when the membership is over already and nothing was to be done.
+    Does nothing when the membership is over already.
     """
     run = app.loop.state.runs.get(run_id)
-    found = None if run is None or run.ended else members_of(run, party)
-    if found is None or found[0] != membership:
-        return False
-    answered = await asyncio.gather(*(_answers(app, member) for member in found[1]))
-    silent = [m for m, is_there in zip(found[1], answered, strict=True) if not is_there]
+    found = None if run is None else parties_of(run).get(party)
+    if found is None or found.membership != membership:
+        return
+    answered = await asyncio.gather(*(_answers(app, member) for member in found.members))
+    silent = [m for m, is_there in zip(found.members, answered, strict=True) if not is_there]
     log.info("exchange failed", run_id=run_id, reason=reason, silent=[m.worker_id for m in silent])
     for member in silent:
         await app.loop.submit(LoseWorker(member, f"does not answer ({reason})"))
     if not silent:
         await app.loop.submit(ReportTrouble(run_id, party, membership, reason))
-    return True
 
 
 async def meet(app: App, member: Member, address: str) -> None:

@@ -1,14 +1,18 @@
-"""What the coordinator asks of a strategy."""
+"""What the coordinator asks of a strategy.
+
+A strategy speaks for one party of a run: the root, or one that the strategy around it has made. Its
+run value carries the path of its party, and so does every fact and effect of it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import Fact, Member
+from stratagem.coordinator.core.effects import Base, Effect
+from stratagem.coordinator.core.facts import Fact, Member, ProcessDied
 from stratagem.coordinator.core.state import RunPhase, World
 
 
@@ -29,6 +33,27 @@ class Outlook:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PartyView:
+    """Who exchanges tensors with whom, in order of rank."""
+
+    membership: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a party has come, for the strategy around it."""
+
+    committed: Base | None
+    metrics: Mapping[str, float]
+    """Of the committed segment."""
+    num_rows: Mapping[str, int]
+    """Rows of each split that the party trains on; empty until the model is built."""
+    is_idle: bool
+    """Nothing that was trained waits for its commit or its evaluation."""
+
+
 class Strategy(Protocol):
     """Pure functions over a frozen run value of the strategy's own choosing."""
 
@@ -36,7 +61,7 @@ class Strategy(Protocol):
         """What is wrong with this job under this strategy; asked once, at submit."""
         ...
 
-    def init(self, job: JobSpec) -> Any:
+    def init(self, job: JobSpec, party: Party) -> Any:
         """The run value before anything has happened."""
         ...
 
@@ -55,8 +80,10 @@ class Strategy(Protocol):
         """Why a fact that an effect reports is stale or unexpected; "" when it is welcome."""
         ...
 
-    def pending(self, run_id: RunId, job: JobSpec, value: Any) -> frozenset[Effect]:
-        """All that the run now needs done."""
+    def pending(
+        self, run_id: RunId, job: JobSpec, value: Any, horizon: int | None = None
+    ) -> frozenset[Effect]:
+        """All that the party now needs done; no segment beyond the horizon is begun."""
         ...
 
     def next_deadline(self, value: Any) -> float | None:
@@ -65,4 +92,37 @@ class Strategy(Protocol):
 
     def outlook(self, job: JobSpec, value: Any, world: World) -> Outlook:
         """How the run stands."""
+        ...
+
+    def parties(self, value: Any) -> Mapping[Party, PartyView]:
+        """The parties, from this one down, whose members exchange tensors among themselves."""
+        ...
+
+    def deaths(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
+        """A worker process has ended unasked: what it was working on here."""
+        ...
+
+    def reform(self, value: Any, party: Party, reason: str) -> Fact | None:
+        """The exchange of a party has failed although all its members live: a new membership."""
+        ...
+
+    def job_of(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
+        """What a party, this one or one below, trains."""
+        ...
+
+    def blobs(self, value: Any) -> frozenset[Digest]:
+        """The states that may still be needed, beside those of the run's commits."""
+        ...
+
+
+@runtime_checkable
+class Nestable(Strategy, Protocol):
+    """A strategy that can also run inside another one, segment by segment."""
+
+    def standing(self, value: Any) -> Standing:
+        """How far the party has come."""
+        ...
+
+    def rebase(self, job: JobSpec, value: Any, base: Base) -> Any:
+        """Go on from a state that was given, as if it had just been committed here."""
         ...

@@ -11,10 +11,11 @@ Clients are stateless between rounds, so a lost one is simply trained again else
 for, where its rows lie on one worker). Only a deadline with a quorum leaves anybody out.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability, FedAvg
 from stratagem.coordinator.core.effects import (
@@ -26,11 +27,11 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
-    ROOT,
     ClientsAssigned,
     ClientsSelected,
     Evaluated,
     Fact,
+    Member,
     MembersFormed,
     ModelBuilt,
     ProcessDied,
@@ -42,7 +43,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.federated_rounds import (
     FederatedRun,
     assign,
@@ -70,10 +71,10 @@ def check(job: JobSpec) -> list[Violation]:
     return [Violation("strategy.aggregation.method", message)]
 
 
-def init(job: JobSpec) -> FederatedRun:
+def init(job: JobSpec, party: Party) -> FederatedRun:
     """Nothing placed, nothing built."""
     del job
-    return FederatedRun()
+    return FederatedRun(party)
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
@@ -88,7 +89,7 @@ def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fac
     if value.committed is None:
         return None
     if not value.roster:
-        return form_roster(job, workers)
+        return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
         return complete(value)
     if not value.selected:
@@ -108,14 +109,21 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             return with_death(value, fact.member)
         case ModelBuilt():
             base = Base(0, 0, fact.digest)
-            return replace(value, committed=base, round_num=1, left={}, deaths={})
+            return replace(
+                value,
+                committed=base,
+                round_num=1,
+                num_rows=fact.num_rows,
+                left={},
+                deaths={},
+            )
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
             return _next_round(job, value, fact)
         case Evaluated():
             left = tuple(base for base in value.to_evaluate if base.segment != fact.segment)
-            return replace(value, to_evaluate=left)
+            return replace(value, to_evaluate=left, metrics=fact.metrics)
         case RunResumed():
             return replace(value, helper=(), assigned={}, left={}, deaths={})
         case _:
@@ -157,24 +165,30 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             return ""
 
 
-def pending(run_id: RunId, job: JobSpec, value: FederatedRun) -> frozenset[Effect]:
+def pending(
+    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None = None
+) -> frozenset[Effect]:
     """The build, the clients still to be trained, the fold, the evaluations."""
     effects: set[Effect] = set()
     if value.committed is None:
         if value.helper:
-            effects.add(Build(run_id, ROOT, value.membership, value.helper[0]))
+            effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
         return frozenset(effects)
     if value.accepted:
-        effects.add(AggregateRound(run_id, ROOT, value.round_num, value.committed, value.accepted))
-    else:
+        effects.add(_fold(run_id, value, value.committed))
+    elif horizon is None or value.round_num <= horizon:
         effects |= _training(run_id, job, value, value.committed)
     evaluation = job.evaluation
     if evaluation and value.helper:
         effects |= {
-            EvaluateState(run_id, ROOT, 0, base, (evaluation.split,), value.helper[0])
+            EvaluateState(run_id, value.party, 0, base, (evaluation.split,), value.helper[0])
             for base in value.to_evaluate
         }
     return frozenset(effects)
+
+
+def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
+    return AggregateRound(run_id, value.party, value.round_num, base, value.accepted)
 
 
 def next_deadline(value: FederatedRun) -> float | None:
@@ -199,6 +213,56 @@ def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
         num_clients_done=len(value.updates) + len(value.rejected),
         num_clients=len(value.selected),
         members=tuple(sorted(members, key=lambda m: m.worker_id)),
+    )
+
+
+# ---- what the rest of the coordinator, and a strategy around this one, ask of the party ----
+
+
+def parties(value: FederatedRun) -> Mapping[Party, PartyView]:
+    """Clients never exchange tensors with each other."""
+    del value
+    return {}
+
+
+def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
+    """Whatever the worker had to do in this round."""
+    return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
+
+
+def reform(value: FederatedRun, party: Party, reason: str) -> None:
+    """There is no exchange that could fail."""
+    del value, party, reason
+
+
+def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
+    """The clients' differences stand in their plans."""
+    del value, party
+    return job
+
+
+def blobs(value: FederatedRun) -> frozenset[Digest]:
+    """The global state."""
+    return frozenset({value.committed.digest} if value.committed else ())
+
+
+def standing(value: FederatedRun) -> Standing:
+    """The committed round."""
+    return Standing(value.committed, value.metrics, value.num_rows, is_idle=not value.to_evaluate)
+
+
+def rebase(job: JobSpec, value: FederatedRun, base: Base) -> FederatedRun:
+    """The next round begins from the state that was given."""
+    del job
+    return replace(
+        FederatedRun(value.party),
+        membership=value.membership + 1,
+        helper=value.helper,
+        fingerprint=value.fingerprint,
+        roster=value.roster,
+        num_rows=value.num_rows,
+        committed=base,
+        round_num=base.segment + 1,
     )
 
 
@@ -239,7 +303,7 @@ def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> s
     return {
         TrainClient(
             run_id=run_id,
-            party=ROOT,
+            party=value.party,
             membership=value.assigned[client][1],
             round_num=value.round_num,
             client=client,

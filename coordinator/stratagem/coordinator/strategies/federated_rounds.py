@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from stratagem.common.ids import WorkerId
+from stratagem.common.ids import Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability, Federated
 from stratagem.coordinator.core.effects import (
     Base,
 )
 from stratagem.coordinator.core.facts import (
-    ROOT,
     Accepted,
     Assignment,
     ClientBinding,
@@ -37,12 +36,16 @@ from stratagem.coordinator.strategies.selection import select
 class FederatedRun:
     """The global state, the open round, and who does what in it."""
 
+    party: Party
     membership: int = 0
     helper: tuple[Member, ...] = ()
     """The worker that builds and evaluates; at most one."""
     fingerprint: str = ""
     roster: tuple[ClientBinding, ...] = ()
+    num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation."""
     round_num: int = 0
     """The open round, from 1; 0 until the model is built."""
     selected: tuple[int, ...] = ()
@@ -135,7 +138,7 @@ def new_helper(
         fingerprint = workers[0].capability.numerics_fingerprint
     reason = f"{helper[0].worker_id} builds and evaluates" if helper else "no worker is left"
     return MembersFormed(
-        party=ROOT,
+        party=value.party,
         membership=value.membership + 1,
         members=helper,
         reason=reason,
@@ -143,7 +146,9 @@ def new_helper(
     )
 
 
-def form_roster(job: JobSpec, workers: list[WorkerRecord]) -> RosterFormed | None:
+def form_roster(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> RosterFormed | None:
     """Bind every client to a worker; None while the workers that it takes are not here."""
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
@@ -163,14 +168,14 @@ def form_roster(job: JobSpec, workers: list[WorkerRecord]) -> RosterFormed | Non
     )
     if not select(strategy.client_selection, bindings, job.seed, 1):
         return None
-    return RosterFormed(party=ROOT, clients=bindings)
+    return RosterFormed(party=value.party, clients=bindings)
 
 
 def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
     strategy = spec_of(job)
     deadline = strategy.options.round_deadline_s
     return ClientsSelected(
-        party=ROOT,
+        party=value.party,
         round_num=value.round_num,
         clients=select(strategy.client_selection, value.roster, job.seed, value.round_num),
         deadline_s=None if deadline is None else now_s + deadline,
@@ -199,7 +204,7 @@ def assign(
     if not new:
         return None
     return ClientsAssigned(
-        party=ROOT,
+        party=value.party,
         round_num=value.round_num,
         membership=value.membership + 1,
         assignments=tuple(new),
@@ -244,7 +249,7 @@ def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunF
     if len(value.updates) < _quorum(job, num_selected):
         return RunFailed(reason=f"{reason}; {_quorum(job, num_selected)} are needed")
     return RoundClosed(
-        party=ROOT,
+        party=value.party,
         round_num=value.round_num,
         accepted=tuple(
             Accepted(client=c, digest=u.digest, num_samples=u.num_samples)

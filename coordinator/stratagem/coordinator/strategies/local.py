@@ -4,7 +4,7 @@ The general case with one logical shard and one member; the plain loop of any Py
 """
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact
@@ -22,10 +22,10 @@ def check(job: JobSpec) -> list[Violation]:
     return []
 
 
-def init(job: JobSpec) -> PartyRun:
+def init(job: JobSpec, party: Party) -> PartyRun:
     """Nothing placed, nothing built."""
     del job
-    return PartyRun()
+    return PartyRun(party)
 
 
 def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
@@ -46,9 +46,11 @@ def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:
     return segments.is_welcome(value, fact)
 
 
-def pending(run_id: RunId, job: JobSpec, value: PartyRun) -> frozenset[Effect]:
+def pending(
+    run_id: RunId, job: JobSpec, value: PartyRun, horizon: int | None = None
+) -> frozenset[Effect]:
     """The segment to train and the commit that is due."""
-    return segments.pending(run_id, job, value, SHAPE)
+    return segments.pending(run_id, job, value, SHAPE, horizon)
 
 
 def next_deadline(value: PartyRun) -> float | None:
@@ -60,3 +62,12 @@ def next_deadline(value: PartyRun) -> float | None:
 def outlook(job: JobSpec, value: PartyRun, world: World) -> Outlook:
     """How the run stands."""
     return segments.outlook(job, value, SHAPE, world)
+
+
+parties = segments.parties
+deaths = segments.deaths
+reform = segments.reform
+job_of = segments.job_of
+blobs = segments.blobs
+standing = segments.standing
+rebase = segments.rebase

@@ -4,16 +4,17 @@ Its runs fail with the reason and can be resumed once the package is back; the c
 other runs go on.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import Fact, RunFailed
+from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunFailed
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.contract import Outlook, PartyView
 
 
 def _reason(job: JobSpec) -> str:
@@ -25,9 +26,9 @@ def check(job: JobSpec) -> list[Violation]:
     return [Violation("strategy", _reason(job))]
 
 
-def init(job: JobSpec) -> None:
+def init(job: JobSpec, party: Party) -> None:
     """It has no run value."""
-    del job
+    del job, party
 
 
 def decide(job: JobSpec, value: Any, world: World, now_s: float) -> Fact:
@@ -48,9 +49,11 @@ def is_welcome(job: JobSpec, value: Any, fact: Fact) -> str:
     return _reason(job)
 
 
-def pending(run_id: RunId, job: JobSpec, value: Any) -> frozenset[Effect]:
+def pending(
+    run_id: RunId, job: JobSpec, value: Any, horizon: int | None = None
+) -> frozenset[Effect]:
     """Nothing is due."""
-    del run_id, job, value
+    del run_id, job, value, horizon
     return frozenset()
 
 
@@ -64,3 +67,32 @@ def outlook(job: JobSpec, value: Any, world: World) -> Outlook:
     """The reason."""
     del value, world
     return Outlook(RunPhase.PLACING, "WAITING", _reason(job))
+
+
+def parties(value: Any) -> Mapping[Party, PartyView]:
+    """None."""
+    del value
+    return {}
+
+
+def deaths(value: Any, member: Member) -> tuple[ProcessDied, ...]:
+    """Nobody works for it."""
+    del value, member
+    return ()
+
+
+def reform(value: Any, party: Party, reason: str) -> None:
+    """There is nobody to form."""
+    del value, party, reason
+
+
+def job_of(job: JobSpec, value: Any, party: Party) -> JobSpec:
+    """The run's job."""
+    del value, party
+    return job
+
+
+def blobs(value: Any) -> frozenset[Digest]:
+    """What it needed is not known."""
+    del value
+    return frozenset()

@@ -9,11 +9,10 @@ party returns to its last commit.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Base, Build, CommitSegment, Effect, RunSegment
 from stratagem.coordinator.core.facts import (
-    ROOT,
     Fact,
     Member,
     MembersFormed,
@@ -26,7 +25,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.placement import eligible, why_none
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, Schedule, schedule_of
 
@@ -49,15 +48,22 @@ class Finished:
 class PartyRun:
     """Members of one synchronous party and how far they have come."""
 
+    party: Party
     membership: int = 0
     members: tuple[Member, ...] = ()
     fingerprint: str = ""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the committed segment."""
+    lineage: int = 0
+    """How often the party has begun from a given state."""
     open_segment: int = 0
     """The segment being trained; 0 until the model is built."""
     finished: tuple[Finished, ...] = ()
     """Trained by all members and not yet committed, in order."""
+    left: frozenset[Member] = frozenset()
+    """Members that were lost inside the open segment."""
     num_deaths: int = 0
     """Worker processes that have ended inside the open segment."""
     is_recovering: bool = False
@@ -98,7 +104,7 @@ def _reform(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersF
     first = world.workers[members[0].worker_id].capability if members else None
     fingerprint = run.fingerprint or (first.numerics_fingerprint if first else "")
     return MembersFormed(
-        party=ROOT,
+        party=run.party,
         membership=run.membership + 1,
         members=members,
         reason=_why_reformed(run.members, members, shape),
@@ -114,10 +120,12 @@ def _why_reformed(old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape
     return ", ".join([*filter(None, parts), count])
 
 
-def reform_in_place(run: PartyRun, reason: str) -> MembersFormed:
+def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
     """The same members under a new membership, after their exchange has failed."""
+    if party != run.party:
+        return None
     return MembersFormed(
-        party=ROOT,
+        party=party,
         membership=run.membership + 1,
         members=run.members,
         reason=reason,
@@ -135,7 +143,12 @@ def transition(job: JobSpec, run: PartyRun, fact: Fact) -> PartyRun:
         case ModelBuilt():
             base = Base(0, 0, fact.digest)
             return replace(
-                run, num_rows=fact.num_rows, committed=base, open_segment=1, num_deaths=0
+                run,
+                num_rows=fact.num_rows,
+                committed=base,
+                open_segment=1,
+                left=frozenset(),
+                num_deaths=0,
             )
         case SegmentFinished():
             done = Finished(fact.segment, fact.step, fact.metrics, run.members)
@@ -143,15 +156,16 @@ def transition(job: JobSpec, run: PartyRun, fact: Fact) -> PartyRun:
                 run,
                 finished=(*run.finished, done),
                 open_segment=fact.segment + 1,
+                left=frozenset(),
                 num_deaths=0,
                 is_recovering=False,
             )
         case SegmentCommitted():
             left = tuple(f for f in run.finished if f.segment > fact.segment)
             base = Base(fact.segment, fact.step, fact.digest)
-            return replace(run, finished=left, committed=base)
+            return replace(run, finished=left, committed=base, metrics=fact.metrics)
         case RunResumed():
-            return _returned_to_commit(replace(run, members=(), num_deaths=0))
+            return _returned_to_commit(replace(run, members=(), left=frozenset(), num_deaths=0))
         case _:
             return run
 
@@ -167,6 +181,7 @@ def _with_members(run: PartyRun, fact: MembersFormed) -> PartyRun:
         fingerprint=fact.fingerprint,
         is_recovering=run.open_segment > 0,
         why=fact.reason,
+        left=run.left | (set(run.members) - set(fact.members)),
     )
     return formed if survivors and can_commit else _returned_to_commit(formed)
 
@@ -193,21 +208,33 @@ def is_welcome(run: PartyRun, fact: Fact) -> str:
             return ""
 
 
-def pending(run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape) -> frozenset[Effect]:
+def pending(
+    run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape, horizon: int | None = None
+) -> frozenset[Effect]:
     """The commit that is due, and the segment to train."""
     if run.committed is None:
         if not run.members:
             return frozenset()
-        return frozenset({Build(run_id, ROOT, run.membership, run.members[0])})
+        return frozenset({Build(run_id, run.party, run.membership, run.members[0])})
     effects: set[Effect] = set()
     if run.finished:
         done = run.finished[0]
         sources = tuple(m for m in done.sources if m in run.members)
-        effects.add(CommitSegment(run_id, ROOT, done.segment, done.step, run.membership, sources))
+        metrics = tuple(sorted(done.metrics.items()))
+        effects.add(
+            CommitSegment(
+                run_id, run.party, done.segment, done.step, run.membership, sources, metrics
+            )
+        )
     schedule = schedule_of(job, run.num_rows[TRAIN_SPLIT])
-    if run.members and len(run.finished) < MAX_UNCOMMITTED and _has_open(schedule, run):
+    may_begin = horizon is None or run.open_segment <= horizon
+    if run.members and may_begin and _has_open(schedule, run) and _has_room(run):
         effects.add(_segment(run_id, job, run, shape, schedule))
     return frozenset(effects)
+
+
+def _has_room(run: PartyRun) -> bool:
+    return len(run.finished) < MAX_UNCOMMITTED
 
 
 def _has_open(schedule: Schedule, run: PartyRun) -> bool:
@@ -223,11 +250,12 @@ def _segment(
     splits = (evaluation.split,) if evaluation and schedule.evaluates_at(to_step) else ()
     return RunSegment(
         run_id=run_id,
-        party=ROOT,
+        party=run.party,
         membership=run.membership,
         segment=run.open_segment,
         to_step=to_step,
         base=run.committed,
+        lineage=run.lineage,
         members=run.members,
         num_shards=shape.num_shards,
         by_parameter_server=shape.by_parameter_server,
@@ -240,6 +268,53 @@ def num_segments(job: JobSpec, run: PartyRun) -> int:
     if run.committed is None:
         return -1
     return len(schedule_of(job, run.num_rows[TRAIN_SPLIT]).ends())
+
+
+# ---- what the rest of the coordinator, and a strategy around this one, ask of a party ----
+
+
+def parties(run: PartyRun) -> Mapping[Party, PartyView]:
+    """The party itself."""
+    return {run.party: PartyView(run.membership, run.members)}
+
+
+def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
+    """A member works on the open segment, or did until it was lost."""
+    if member not in run.members and member not in run.left:
+        return ()
+    return (ProcessDied(party=run.party, member=member, segment=run.open_segment),)
+
+
+def job_of(job: JobSpec, run: PartyRun, party: Party) -> JobSpec:
+    """All members train the same."""
+    del run, party
+    return job
+
+
+def blobs(run: PartyRun) -> frozenset[Digest]:
+    """The state to return to."""
+    return frozenset({run.committed.digest} if run.committed else ())
+
+
+def standing(run: PartyRun) -> Standing:
+    """The committed segment."""
+    return Standing(run.committed, run.metrics, run.num_rows, is_idle=not run.finished)
+
+
+def rebase(job: JobSpec, run: PartyRun, base: Base) -> PartyRun:
+    """The members drop what they hold and begin after the base."""
+    del job
+    return replace(
+        run,
+        committed=base,
+        metrics={},
+        lineage=run.lineage + 1,
+        open_segment=base.segment + 1,
+        finished=(),
+        left=frozenset(),
+        num_deaths=0,
+        is_recovering=False,
+    )
 
 
 def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:
