@@ -82,6 +82,12 @@ def read_unsigned(value: object, path: str) -> int:
     return value
 
 
+def read_flag(value: object, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInputError.at(path, f"{value!r} is not true or false")
+    return value
+
+
 def read_real(value: object, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInputError.at(path, f"{value!r} is not a number")
@@ -128,6 +134,7 @@ def read_object(value: object, path: str) -> Mapping[str, object]:
 
 UNSIGNED: Final = Form(read_unsigned, lambda value: value)
 REAL: Final = Form(read_real, write_real)
+FLAG: Final = Form(read_flag, bool)
 TEXT: Final = Form(read_text, str)
 TEXTS: Final = list_of(TEXT)
 ANY_JSON: Final = Form(check_json, lambda value: sort_keys(check_json(value)))

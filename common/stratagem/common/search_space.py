@@ -80,6 +80,17 @@ class Categorical:
 
 
 @dataclass(frozen=True, slots=True)
+class Ordinal:
+    """One of the choices, which stand in order: each has neighbours. Ours; not in the Rust form."""
+
+    name: str = field(metadata=must(NOT_EMPTY))
+    choices: tuple[JSON, ...] = field(metadata=must(NOT_EMPTY))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Conditional:
     """A dimension that is there only while the parent has one of these values."""
 
@@ -92,7 +103,7 @@ class Conditional:
         check_fields(self)
 
 
-Dimension: TypeAlias = Float | Int | Categorical | Conditional
+Dimension: TypeAlias = Float | Int | Categorical | Ordinal | Conditional
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,7 @@ _DIMENSION: Final[Form] = tagged(
     Shape(Float, {"name": TEXT, "low": REAL, "high": REAL, "scale": _SCALE, "default": _DEFAULT}),
     Shape(Int, {"name": TEXT, "low": _INT, "high": _INT, "scale": _SCALE}),
     Shape(Categorical, {"name": TEXT, "choices": list_of(ANY_JSON)}),
+    Shape(Ordinal, {"name": TEXT, "choices": list_of(ANY_JSON)}),
     Shape(
         Conditional,
         {"name": TEXT, "parent": TEXT, "parent_values": list_of(ANY_JSON), "dimension": _INNER},

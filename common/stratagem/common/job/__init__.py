@@ -1,6 +1,7 @@
 """The job document: its sections, how it is read from a file, its canonical text."""
 
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
+from stratagem.common.job.derive import with_fields
 from stratagem.common.job.every import Every
 from stratagem.common.job.files import load_job, parse_yaml
 from stratagem.common.job.sections import (
@@ -35,4 +36,5 @@ __all__ = [
     "effective_strategy",
     "load_job",
     "parse_yaml",
+    "with_fields",
 ]

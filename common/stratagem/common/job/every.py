@@ -1,4 +1,4 @@
-"""How often something happens: "1 epoch", "3 epochs", "100 steps", "2 rounds".
+"""How often something happens: "1 epoch", "100 steps", "2 rounds", "1 generation".
 
 Owns the spelling. Which unit has a meaning under which strategy is for the job to check.
 """
@@ -14,9 +14,9 @@ from pydantic_core import core_schema
 
 from stratagem.common.errors import InvalidInputError
 
-Unit: TypeAlias = Literal["epoch", "step", "round"]
+Unit: TypeAlias = Literal["epoch", "step", "round", "generation"]
 
-_SPELLING: Final = re.compile(r"([1-9][0-9]{0,17}) (epoch|step|round)s?")
+_SPELLING: Final = re.compile(r"([1-9][0-9]{0,17}) (epoch|step|round|generation)s?")
 
 
 @dataclass(frozen=True, slots=True)

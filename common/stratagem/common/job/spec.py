@@ -6,6 +6,7 @@ job back. Does not know whether this installation can carry the job out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
@@ -13,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
 from stratagem.common.job.every import Every, Unit
+from stratagem.common.job.search import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -24,10 +26,22 @@ from stratagem.common.job.sections import (
     PartitionSpec,
 )
 from stratagem.common.json_text import JSON, dump_json, load_json
-from stratagem.common.strategy import Custom, Federated, Local, Strategy, dump_strategy
+from stratagem.common.search_space import SearchSpace, dump_search_space
+from stratagem.common.strategy import (
+    Custom,
+    Federated,
+    Local,
+    PopulationBased,
+    Strategy,
+    dump_strategy,
+)
 
 # One epoch reseeds with seed + epoch, which must stay in torch's range.
 _MAX_SEED = MAX_COUNT // 2
+
+
+_UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
+"""What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
 
 
 class JobSpec(Section):
@@ -47,6 +61,8 @@ class JobSpec(Section):
     strategy: StrategyField = Local()
     execution: ExecutionSpec = ExecutionSpec()
     partition: PartitionSpec | None = None
+    search_space: SearchSpaceField | None = None
+    steps_per_generation: Count | None = None
     retention: Count = 2
 
     @model_validator(mode="after")
@@ -57,15 +73,29 @@ class JobSpec(Section):
             self.__dict__["strategy"] = own
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
-            unit: Unit = "round" if isinstance(self.strategy, Federated) else "epoch"
+            unit = _UNITS.get(type(self.strategy), "epoch")
             settled = evaluation.model_copy(update={"every": Every(1, unit)})
             self.__dict__["evaluation"] = settled
-        refuse([*_length(self), *_federated_only(self), *_units(self), *_graph_strategy(self)])
+        refuse(
+            [
+                *_length(self),
+                *_federated_only(self),
+                *_population_only(self),
+                *_units(self),
+                *_graph_strategy(self),
+            ]
+        )
         return self
 
+    def document(self) -> dict[str, JSON]:
+        """The job as plain values: declared order, kwargs in key order, without what is absent."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
     def canonical_json(self) -> str:
-        """Compact JSON, fields in declared order, kwargs in key order, what is absent left out."""
-        return dump_json(_plain(self))
+        """The document as compact JSON."""
+        return dump_json(self.document())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -79,6 +109,9 @@ def _length(job: JobSpec) -> list[Violation]:
     match job.strategy:
         case Federated():
             text = "has no meaning under Federated; strategy.rounds and options.local_epochs have"
+            return [Violation(name, text) for name in given]
+        case PopulationBased():
+            text = "has no meaning under PopulationBased; steps_per_generation has"
             return [Violation(name, text) for name in given]
         case Custom() if not given:
             return []  # the plug-in may count in units of its own
@@ -103,10 +136,41 @@ def _federated_only(job: JobSpec) -> list[Violation]:
     return found
 
 
+def _population_only(job: JobSpec) -> list[Violation]:
+    if isinstance(job.strategy, PopulationBased):
+        return _population_needs(job)
+    kind = type(job.strategy).__name__
+    text = f"belongs to PopulationBased only; the strategy is {kind}"
+    return [
+        Violation(name, text)
+        for name in ("search_space", "steps_per_generation")
+        if getattr(job, name) is not None
+    ]
+
+
+def _population_needs(job: JobSpec) -> list[Violation]:
+    found = []
+    if job.search_space is None or not job.search_space.dimensions:
+        text = "missing; PopulationBased needs hyperparameters to explore"
+        found.append(Violation("search_space", text))
+    if job.steps_per_generation is None:
+        text = "missing; the optimizer steps of one generation"
+        found.append(Violation("steps_per_generation", text))
+    if job.evaluation is None or job.evaluation.best is None:
+        text = "missing; PopulationBased needs a metric to compare members by"
+        found.append(Violation("evaluation.best", text))
+    if job.checkpoint.every is not None:
+        text = "is not allowed; members are committed after every generation"
+        found.append(Violation("checkpoint.every", text))
+    return found
+
+
 def _units(job: JobSpec) -> list[Violation]:
     found = []
     federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
     allowed: tuple[Unit, ...] = ("round",) if federated else ("step", "epoch")
+    if isinstance(job.strategy, PopulationBased):
+        allowed = ("generation",)
     if isinstance(job.strategy, Custom):
         allowed = ("step", "epoch", "round")
     for name, every in (
@@ -135,6 +199,8 @@ def _plain(value: object) -> JSON:
         return [_plain(each) for each in value]
     if isinstance(value, Every):
         return str(value)
+    if isinstance(value, SearchSpace):
+        return dump_search_space(value)
     if isinstance(value, get_args(Strategy)):
         strategy: Strategy = value
         return dump_strategy(strategy)

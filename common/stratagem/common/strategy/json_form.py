@@ -14,6 +14,7 @@ from typing import Any, Final
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.json_forms import (
     ANY_JSON,
+    FLAG,
     REAL,
     TEXT,
     TEXTS,
@@ -131,7 +132,15 @@ _FEDERATED_OPTIONS: Final = Shape(
     },
     is_extras=True,
 )
-_STRATEGY: Final = tagged(
+# A strategy may hold another one: the form refers to itself.
+_INNER: Final = Form(
+    lambda value, path: None if value is None else _STRATEGY.read(value, path),
+    lambda value: None if value is None else _STRATEGY.write(value),
+)
+_POPULATION_OPTIONS: Final = Shape(
+    kinds.PopulationOptions, {"inner": _INNER, "asynchronous": FLAG}, is_extras=True
+)
+_STRATEGY: Final[Form] = tagged(
     "type",
     Shape(kinds.Local),
     Shape(
@@ -158,6 +167,7 @@ _STRATEGY: Final = tagged(
             "exploit": _EXPLOIT,
             "explore": _EXPLORE,
         },
+        extras=_POPULATION_OPTIONS,
     ),
     Shape(kinds.Custom, {"coordinator": TEXT, "config": ANY_JSON}),
     extras_key="options",

@@ -134,6 +134,18 @@ class Federated:
 
 
 @dataclass(frozen=True, slots=True)
+class PopulationOptions:
+    """How the population trains beyond its shared form.
+
+    inner: how each member trains; Local unless given. asynchronous: a member evolves as soon as it
+    has trained, against the newest scores of the others, without waiting for them.
+    """
+
+    inner: Strategy | None = None
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PopulationBased:
     """A population trains side by side; the worse copy the better and explore from there."""
 
@@ -141,6 +153,7 @@ class PopulationBased:
     generations: int = field(metadata=must(AT_LEAST_1))
     exploit: ExploitStrategy
     explore: ExploreStrategy
+    options: PopulationOptions = PopulationOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,6 +10,7 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     Evaluated,
     Fact,
+    GenerationClosed,
     Member,
     ModelBuilt,
     RoundClosed,
@@ -145,6 +146,10 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
                 for c in record.commits
             )
             return _with_metrics(replace(record, commits=commits), fact.metrics)
+        case GenerationClosed():
+            commit = Commit(fact.generation, fact.step, fact.digest, fact.metrics)
+            record = _with_commit(_with_metrics(record, fact.metrics), commit)
+            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case RoundClosed():
             return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case _:

@@ -257,6 +257,54 @@ class RoundClosed(Value):
     reproducible from the job alone."""
 
 
+# ---- populations ----
+
+
+class PopulationFormed(Value):
+    """The first hyperparameters of every member, in order of member."""
+
+    party: Party
+    params: tuple[Mapping[str, Any], ...]
+
+
+class Copied(Value):
+    """A member goes on from another one's state, with hyperparameters of its own."""
+
+    member: int
+    donor: int
+    digest: Digest
+    step: int
+    params: Mapping[str, Any]
+
+
+class MemberEvolved(Value):
+    """One member has trained a generation and goes on at once, without waiting for the others."""
+
+    party: Party
+    generation: int
+    member: int
+    score: float | None
+    copied: Copied | None = None
+
+
+class GenerationClosed(Value):
+    """All members have trained a generation. The best one's state is the run's commit."""
+
+    party: Party
+    generation: int
+    scores: tuple[float | None, ...]
+    """Higher is better, by member; None: invalid."""
+    best: int
+    digest: Digest
+    step: int
+    metrics: Mapping[str, float]
+    params: Mapping[str, Any]
+    """Of the best member, when it reached its score."""
+    copied: tuple[Copied, ...] = ()
+    by_policy: bool = False
+    """True when the order in which members finished has decided something."""
+
+
 Fact = (
     WorkerRegistered
     | WorkerLost
@@ -281,6 +329,9 @@ Fact = (
     | UpdateReceived
     | UpdateRejected
     | RoundClosed
+    | PopulationFormed
+    | MemberEvolved
+    | GenerationClosed
 )
 
 KINDS: Mapping[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}

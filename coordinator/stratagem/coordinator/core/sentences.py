@@ -39,6 +39,25 @@ def _assigned(fact: f.ClientsAssigned) -> str:
     return f"round {fact.round_num}: clients assigned: {'; '.join(parts)}"
 
 
+def _score(score: float | None) -> str:
+    return "invalid" if score is None else f"{score:.6g}"
+
+
+def _copied(copied: f.Copied) -> str:
+    return f"member {copied.member} copies member {copied.donor}"
+
+
+def _evolved(fact: f.MemberEvolved) -> str:
+    text = f"generation {fact.generation}: member {fact.member} scores {_score(fact.score)}"
+    return f"{text}; {_copied(fact.copied)}" if fact.copied else text
+
+
+def _generation(fact: f.GenerationClosed) -> str:
+    scores = ", ".join(_score(score) for score in fact.scores)
+    text = f"generation {fact.generation}: scores {scores}; member {fact.best} is best"
+    return "; ".join([text, *(_copied(each) for each in fact.copied)])
+
+
 _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
@@ -71,5 +90,8 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),
+    "PopulationFormed": lambda e: f"population of {len(e.params)} members formed",
+    "MemberEvolved": _evolved,
+    "GenerationClosed": _generation,
     "RoundClosed": lambda e: f"round {e.round_num} closed: {e.reason}",
 }

@@ -123,6 +123,9 @@ class Nestable(Strategy, Protocol):
         """How far the party has come."""
         ...
 
-    def rebase(self, job: JobSpec, value: Any, base: Base) -> Any:
-        """Go on from a state that was given, as if it had just been committed here."""
+    def rebase(self, job: JobSpec, value: Any, base: Base, num_rows: Mapping[str, int]) -> Any:
+        """Go on from a state that was given, as if it had just been committed here.
+
+        num_rows: as in Standing, for a party that has not built the model itself.
+        """
         ...

@@ -251,7 +251,9 @@ def standing(value: FederatedRun) -> Standing:
     return Standing(value.committed, value.metrics, value.num_rows, is_idle=not value.to_evaluate)
 
 
-def rebase(job: JobSpec, value: FederatedRun, base: Base) -> FederatedRun:
+def rebase(
+    job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
+) -> FederatedRun:
     """The next round begins from the state that was given."""
     del job
     return replace(
@@ -260,7 +262,7 @@ def rebase(job: JobSpec, value: FederatedRun, base: Base) -> FederatedRun:
         helper=value.helper,
         fingerprint=value.fingerprint,
         roster=value.roster,
-        num_rows=value.num_rows,
+        num_rows=num_rows,
         committed=base,
         round_num=base.segment + 1,
     )

@@ -301,11 +301,12 @@ def standing(run: PartyRun) -> Standing:
     return Standing(run.committed, run.metrics, run.num_rows, is_idle=not run.finished)
 
 
-def rebase(job: JobSpec, run: PartyRun, base: Base) -> PartyRun:
+def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
     """The members drop what they hold and begin after the base."""
     del job
     return replace(
         run,
+        num_rows=num_rows,
         committed=base,
         metrics={},
         lineage=run.lineage + 1,

@@ -1,0 +1,35 @@
+"""Jobs made of other jobs: some fields set by dotted path, everything checked again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job.spec import JobSpec
+from stratagem.common.json_text import JSON
+
+
+def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
+    """The job with fields such as "optimizer.lr" set; None takes a field away.
+
+    Raises InvalidInputError when a path leads through a value or the job becomes invalid.
+    """
+    document = job.document()
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        place = document
+        for depth, key in enumerate(parents):
+            inner = place.setdefault(key, {})
+            if not isinstance(inner, dict):
+                taken = ".".join(parents[: depth + 1])
+                raise InvalidInputError.at(path, f"{taken!r} is a value and holds no fields")
+            place = inner
+        kwargs = place.get("kwargs")
+        if isinstance(kwargs, dict):
+            # An optimizer's further keys stand in kwargs once the job has been read.
+            kwargs.pop(last, None)
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    return JobSpec.parse(document)

@@ -1,0 +1,168 @@
+"""A party inside a strategy, run by a strategy of its own.
+
+The strategy around it makes children, hands them the facts of their parties, asks them for
+decisions and effects, and lets each go as far as its horizon, in segments. What a child cannot
+settle by itself (its failure, what follows when it has reached the horizon) is decided outside.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from stratagem.common.errors import Violation
+from stratagem.common.ids import Digest, Party, RunId, WorkerId, is_within
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import describe
+from stratagem.coordinator.core.effects import Base, Effect
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    PartyFailed,
+    ProcessDied,
+    RunCompleted,
+    RunFailed,
+)
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.contract import Nestable, PartyView, Standing
+from stratagem.coordinator.strategies.table import require, strategy_of
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    party: Party
+    job: JobSpec
+    value: Any
+    """The run value of the child's own strategy."""
+    horizon: int
+    """The last segment that it may train for now."""
+
+
+def check(job: JobSpec) -> list[Violation]:
+    """What is wrong with a child's job, including that its strategy cannot be nested."""
+    strategy = require(job)
+    if not isinstance(strategy, Nestable):
+        return [Violation("strategy", f"{describe(job.strategy)} cannot run inside another one")]
+    return strategy.check(job)
+
+
+def begin(party: Party, job: JobSpec, horizon: int) -> Child:
+    """A child before anything has happened."""
+    return Child(party, job, strategy_of(job).init(job, party), horizon)
+
+
+def standing(child: Child) -> Standing:
+    """How far the child has come."""
+    return _strategy(child).standing(child.value)
+
+
+def is_at_horizon(child: Child) -> bool:
+    """All that the child may train for now is committed and evaluated."""
+    found = standing(child)
+    return (
+        found.committed is not None and found.committed.segment >= child.horizon and found.is_idle
+    )
+
+
+def rebased(
+    child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
+) -> Child:
+    """The child goes on from another state, perhaps with another job."""
+    value = _strategy(child).rebase(job, child.value, base, num_rows)
+    return Child(child.party, job, value, horizon)
+
+
+def decide(child: Child, world: World, now_s: float) -> Fact | None:
+    """The child's next decision."""
+    fact = _strategy(child).decide(child.job, child.value, world, now_s)
+    match fact:
+        case RunCompleted():
+            return None
+        case RunFailed():
+            return PartyFailed(party=child.party, reason=fact.reason, error=fact.error)
+        case _:
+            return fact
+
+
+def transition(child: Child, fact: Fact, now_s: float) -> Child:
+    """Fold a fact of the child's party or of the whole run."""
+    return replace(child, value=_strategy(child).transition(child.job, child.value, fact, now_s))
+
+
+def is_of(child: Child, fact: Fact) -> bool:
+    """Whether a fact concerns the child's party or one below."""
+    party = getattr(fact, "party", None)
+    return party is not None and is_within(party, child.party)
+
+
+def is_welcome(child: Child, fact: Fact) -> str:
+    """Why a reported fact is stale; "" when welcome."""
+    return _strategy(child).is_welcome(child.job, child.value, fact)
+
+
+def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
+    """What the child now needs done."""
+    return _strategy(child).pending(run_id, child.job, child.value, child.horizon)
+
+
+def parties(children: Iterable[Child]) -> dict[Party, PartyView]:
+    """The children's parties and all below."""
+    found: dict[Party, PartyView] = {}
+    for child in children:
+        found.update(_strategy(child).parties(child.value))
+    return found
+
+
+def deaths(children: Iterable[Child], member: Member) -> tuple[ProcessDied, ...]:
+    """What a worker that has died was working on."""
+    return tuple(
+        death for child in children for death in _strategy(child).deaths(child.value, member)
+    )
+
+
+def reform(children: Iterable[Child], party: Party, reason: str) -> Fact | None:
+    """A new membership for the party whose exchange has failed."""
+    for child in children:
+        if is_within(party, child.party):
+            return _strategy(child).reform(child.value, party, reason)
+    return None
+
+
+def job_of(children: Iterable[Child], party: Party) -> JobSpec | None:
+    """What a party among the children, or below, trains."""
+    for child in children:
+        if is_within(party, child.party):
+            return _strategy(child).job_of(child.job, child.value, party)
+    return None
+
+
+def blobs(children: Iterable[Child]) -> frozenset[Digest]:
+    """The states that the children may return to."""
+    return frozenset[Digest]().union(*(_strategy(c).blobs(c.value) for c in children))
+
+
+def next_deadline(children: Iterable[Child]) -> float | None:
+    """The earliest of the children's deadlines."""
+    found = (_strategy(child).next_deadline(child.value) for child in children)
+    return min((deadline for deadline in found if deadline is not None), default=None)
+
+
+def members(children: Iterable[Child]) -> tuple[Member, ...]:
+    """All workers that the children have, by name."""
+    found = {member for view in parties(children).values() for member in view.members}
+    return tuple(sorted(found, key=lambda member: member.worker_id))
+
+
+def world_beside(world: World, siblings: Iterable[Child]) -> World:
+    """The world as a child should see it: workers of its siblings are the more loaded."""
+    load: Counter[WorkerId] = Counter()
+    for view in parties(siblings).values():
+        load.update(member.worker_id for member in view.members)
+    total: Mapping[WorkerId, int] = {
+        worker_id: world.load.get(worker_id, 0) + load[worker_id] for worker_id in world.workers
+    }
+    return World(world.workers, total)
+
+
+def _strategy(child: Child) -> Nestable:
+    return cast(Nestable, strategy_of(child.job))
