@@ -60,7 +60,7 @@ def job(strategy: dict[str, object], **changes: object) -> str:
         "batch_size": 10,
         "strategy": strategy,
     }
-    if strategy["type"] != "Federated":
+    if strategy["type"] not in ("Federated", "PopulationBased"):
         document["epochs"] = 2
     document.update(changes)
     return json.dumps(document)
@@ -141,7 +141,7 @@ def do(effect: Effect) -> list[Fact]:
             return [
                 ModelBuilt(
                     party=effect.party,
-                    digest=digest("built"),
+                    digest=digest(f"{effect.party}built"),
                     size_bytes=1,
                     num_rows=ROWS,
                     num_parameters=7,
@@ -168,9 +168,9 @@ def do(effect: Effect) -> list[Fact]:
                     party=effect.party,
                     segment=effect.segment,
                     step=effect.step,
-                    digest=digest(f"segment{effect.segment}"),
+                    digest=digest(f"{effect.party}segment{effect.segment}"),
                     size_bytes=1,
-                    metrics={},
+                    metrics=dict(effect.metrics),
                 )
             ]
         case TrainClient():
@@ -197,7 +197,11 @@ def do(effect: Effect) -> list[Fact]:
                 )
             ]
         case EvaluateState():
-            return [Evaluated(party="", segment=effect.base.segment, metrics={"test.loss": 0.1})]
+            return [
+                Evaluated(
+                    party=effect.party, segment=effect.base.segment, metrics={"test.loss": 0.1}
+                )
+            ]
         case Release():
             return [RunReleased()]
 

@@ -33,6 +33,26 @@ def job(strategy: Job, *, model: str = "build", every: int = 2, **kwargs: Any) -
     return document
 
 
+def population(inner: Job | None = None) -> Job:
+    """Four members, three generations of four steps."""
+    document = job({"type": "Local"})
+    del document["steps"]
+    strategy = {
+        "type": "PopulationBased",
+        "population_size": 4,
+        "generations": 3,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+        "options": {"inner": inner or {"type": "Local"}},
+    }
+    return document | {
+        "strategy": strategy,
+        "search_space": {"optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"}},
+        "steps_per_generation": 4,
+        "evaluation": {"metrics": ["accuracy"], "best": "loss", "mode": "min"},
+    }
+
+
 def data_parallel(method: str, num_replicas: int = 4, **options: int) -> Job:
     return {
         "type": "DataParallel",
@@ -62,6 +82,7 @@ JOBS: dict[str, Job] = {
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
     "FedAvg": job(FED_AVG),
+    "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.
     "FedAvg-large": job(federated(rounds=1), model="build_large", width=1_000_000),
 }

@@ -25,10 +25,10 @@ TAIL_CHARS = 8000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What every run of one job must agree on, by segment."""
+    """What every run of one job must agree on, by party and segment."""
 
-    digests: Mapping[int, str]
-    metrics: Mapping[int, Mapping[str, float]]
+    digests: Mapping[tuple[str, int], str]
+    metrics: Mapping[tuple[str, int], Mapping[str, float]]
 
 
 @dataclass(slots=True)
@@ -104,18 +104,20 @@ class Rig:
 
 def outcome_of(run: RunHandle) -> Outcome:
     """Wait for the end of a run, which must be a completion."""
-    digests: dict[int, str] = {}
-    metrics: dict[int, Mapping[str, float]] = {}
+    digests: dict[tuple[str, int], str] = {}
+    metrics: dict[tuple[str, int], Mapping[str, float]] = {}
     for event in events_of(run):
         payload = event.payload
         match event.kind:
             case "ModelBuilt":
-                digests[0] = payload["digest"]
+                digests[payload["party"], 0] = payload["digest"]
             case "SegmentCommitted":
-                digests[payload["segment"]] = payload["digest"]
-                metrics[payload["segment"]] = payload["metrics"]
+                digests[payload["party"], payload["segment"]] = payload["digest"]
+                metrics[payload["party"], payload["segment"]] = payload["metrics"]
             case "Evaluated":
-                metrics[payload["segment"]] = payload["metrics"]
+                metrics[payload["party"], payload["segment"]] = payload["metrics"]
+            case "GenerationClosed":
+                digests[payload["party"], payload["generation"]] = payload["digest"]
     run.result()
     return Outcome(digests, metrics)
 

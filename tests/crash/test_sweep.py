@@ -15,19 +15,20 @@ from tests.crash.rig import Rig
 SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
 EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
+NESTED = (*SYNCHRONOUS, "Population")
 
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
-    "coordinator.segment.trained": SYNCHRONOUS,
-    "coordinator.commit.pulled": SYNCHRONOUS,
+    "coordinator.segment.trained": NESTED,
+    "coordinator.commit.pulled": NESTED,
     "coordinator.step.summed": ("ParameterServer",),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.round.folded": ("FedAvg",),
     "coordinator.evaluation.folded": ("FedAvg",),
     "coordinator.run.released": ALL,
-    "coordinator.journal.before_commit": ALL,
-    "coordinator.journal.after_commit": ALL,
+    "coordinator.journal.before_commit": (*ALL, "Population"),
+    "coordinator.journal.after_commit": (*ALL, "Population"),
     "coordinator.blobs.before_rename": ALL,
     "coordinator.blobs.after_rename": ALL,
     "coordinator.spool.after_checkpoint": ("FedAvg-large",),
@@ -36,7 +37,7 @@ REACHED_BY = {
     "coordinator.fold.after_window": ("FedAvg", "FedAvg-large"),
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": SYNCHRONOUS,
-    "worker.step.after_apply": SYNCHRONOUS,
+    "worker.step.after_apply": NESTED,
     "worker.client_round.after_training": ("FedAvg",),
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,
@@ -44,8 +45,8 @@ REACHED_BY = {
     "worker.rendezvous.answered": EXCHANGING,
     "worker.rendezvous.joined": SYNCHRONOUS,
     "worker.state.received": ALL,
-    "worker.segment.finished": SYNCHRONOUS,
-    "worker.snapshot.taken": SYNCHRONOUS,
+    "worker.segment.finished": NESTED,
+    "worker.snapshot.taken": NESTED,
     "worker.round.trained": ("FedAvg",),
 }
 

@@ -1,0 +1,239 @@
+"""Population based training over real processes has the bits of a loop in one process."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem.client.sync import Client
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import PopulationBased
+from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
+from stratagem.coordinator.strategies.population_run import member_job
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.losses import make_loss
+from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    Outcome,
+    assert_same_bits,
+    data_parallel,
+    job,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+
+pytestmark = pytest.mark.cluster
+
+SPACE = {
+    "optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"},
+    "optimizer.momentum": {"low": 0.0, "high": 0.95},
+}
+
+
+def population(
+    size: int = 4,
+    generations: int = 3,
+    exploit: dict[str, Any] | None = None,
+    explore: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> JobSpec:
+    strategy = {
+        "type": "PopulationBased",
+        "population_size": size,
+        "generations": generations,
+        "exploit": exploit or {"method": "Truncation", "fraction": 0.5},
+        "explore": explore or {"method": "Perturbation", "factor": 0.2},
+        "options": options or {},
+    }
+    sections: dict[str, Any] = {
+        "search_space": SPACE,
+        "steps_per_generation": 3,
+        "evaluation": {"split": "test", "metrics": ["accuracy"], "best": "loss", "mode": "min"},
+        "steps": None,
+        "checkpoint": None,
+        **changes,
+    }
+    return job(strategy=strategy, **sections)
+
+
+@dataclass
+class Member:
+    """A member of the reference: an ordinary training loop that can be copied."""
+
+    spec: JobSpec
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    params: dict[str, Any]
+    step: int = 0
+
+    @classmethod
+    def begin(cls, spec: JobSpec, params: dict[str, Any]) -> "Member":
+        model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
+        return cls(spec, model, make_optimizer(spec.optimizer, list(model.parameters())), params)
+
+    def train(self, num_steps: int) -> None:
+        data = load_data(self.spec, ALLOWED, DataSources())["train"]
+        gather = Gather(float_dtype(self.spec), torch.device("cpu"))
+        loss_fn = make_loss(self.spec.loss, ALLOWED)
+        randomness = KeyedRandomness(self.model, torch.device("cpu"))
+        batches = -(-len(data) // self.spec.batch_size)
+        self.model.train()
+        for _ in range(num_steps):
+            epoch, position = divmod(self.step, batches)
+            generator = torch.Generator().manual_seed(self.spec.seed + epoch)
+            order = torch.randperm(len(data), generator=generator)
+            rows = torch.split(order, self.spec.batch_size)[position]
+            randomness.begin(self.spec.seed, self.step, 0, 0)
+            x, y = gather(data, rows, "reference")
+            value = loss_fn(self.model(x), y, len(rows))
+            self.optimizer.zero_grad()
+            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+            for param in self.model.parameters():
+                assert param.grad is not None
+                param.grad /= value.weight
+            rate = learning_rate(self.spec.optimizer, self.step, self.spec.steps or 0)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            self.step += 1
+
+    def loss(self) -> float:
+        data = load_data(self.spec, ALLOWED, DataSources())["test"]
+        gather = Gather(float_dtype(self.spec), torch.device("cpu"))
+        x, y = gather(data, torch.arange(len(data)), "reference")
+        self.model.eval()
+        with torch.no_grad():
+            value = make_loss(self.spec.loss, ALLOWED)(self.model(x), y, len(data))
+        return float(value.mean)
+
+    def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
+        model = copy.deepcopy(self.model)
+        optimizer = make_optimizer(spec.optimizer, list(model.parameters()))
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        for old, new in pairs:
+            optimizer.state[new] = copy.deepcopy(self.optimizer.state[old])
+        return Member(spec, model, optimizer, params, self.step)
+
+
+def population_loop(spec: JobSpec) -> tuple[dict[str, Tensor], list[dict[int, int]]]:
+    """(the best member's state after the last generation, who copied whom in each)."""
+    strategy = spec.strategy
+    assert isinstance(strategy, PopulationBased)
+    assert spec.search_space is not None
+    assert spec.steps_per_generation is not None
+    drawn = [
+        draw(spec.search_space, stream(spec.seed, m, 0)) for m in range(strategy.population_size)
+    ]
+    members = [Member.begin(member_job(spec, m, params), params) for m, params in enumerate(drawn)]
+    history = []
+    for generation in range(1, strategy.generations + 1):
+        for member in members:
+            member.train(spec.steps_per_generation)
+        losses = [member.loss() for member in members]
+        if generation == strategy.generations:
+            break
+        rngs = [stream(spec.seed, m, generation) for m in range(len(members))]
+        copies = donors(strategy.exploit, [-loss for loss in losses], rngs)
+        history.append(copies)
+        old = list(members)
+        for number, donor in copies.items():
+            params = explored(strategy.explore, spec.search_space, old[donor].params, rngs[number])
+            members[number] = old[donor].copy_of(member_job(spec, number, params), params)
+    best = min(range(len(members)), key=lambda m: losses[m])
+    return dict(members[best].model.state_dict()), history
+
+
+def copies_of(outcome: Outcome) -> list[dict[int, int]]:
+    payloads = [event.payload for event in outcome.of("GenerationClosed")]
+    return [{each["member"]: each["donor"] for each in p["copied"]} for p in payloads][:-1]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "truncation and perturbation": {},
+    "binary and resample": {
+        "exploit": {"method": "Binary", "threshold": 0.01},
+        "explore": {"method": "Resample"},
+    },
+    "more members than workers, dropout, adam": {
+        "size": 7,
+        "model": "dropout_mlp",
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "search_space": {"optimizer.lr": SPACE["optimizer.lr"]},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_the_population_loop(client: Client, case: str) -> None:
+    spec = population(**CASES[case])
+    outcome = train(client, spec)
+    state, history = population_loop(spec)
+    assert copies_of(outcome) == history
+    assert any(history)
+    assert_same_bits(outcome.state, state)
+    assert outcome.status.reproducible
+
+
+def test_members_that_are_data_parallel(client: Client) -> None:
+    """Two replicas each: other sums than one replica, but the same on any number of workers."""
+    inner = data_parallel(2)
+    first, second = (
+        train(client, population(size=3, options={"inner": inner}, generations=2)) for _ in "ab"
+    )
+    assert_same_bits(first.state, second.state)
+    sizes = {len(event.payload["members"]) for event in first.of("MembersFormed")}
+    assert sizes == {2}
+    solo = train(client, population(size=3, generations=2))
+    assert copies_of(solo) == copies_of(first)
+    for name, tensor in solo.state.items():
+        torch.testing.assert_close(tensor, first.state[name], rtol=0, atol=1e-5)
+
+
+def test_a_member_whose_code_raises_is_replaced(client: Client) -> None:
+    """Depth 3 is one too many for the model's code; the run goes on with those that are left."""
+    spec = population(
+        model=user("Failing", at_call=1000),
+        search_space={
+            "optimizer.lr": SPACE["optimizer.lr"],
+            "model.kwargs.at_call": {"choices": [2, 1000]},
+        },
+        explore={"method": "Perturbation", "factor": 0.1},
+        optimizer={"name": "sgd", "lr": 0.1},
+    )
+    outcome = train(client, spec)
+    scores = [event.payload["scores"] for event in outcome.of("GenerationClosed")]
+    failed = {number for number, score in enumerate(scores[0]) if score is None}
+    assert failed
+    assert len(failed) < 4
+    assert failed <= copies_of(outcome)[0].keys()
+    assert all(score is not None for score in scores[1])
+    assert {event.payload["error"]["type"] for event in outcome.of("PartyFailed")} == {"KeyError"}
+
+
+def test_asynchronous_members_go_on_alone(client: Client, gates: Gates) -> None:
+    """Nobody waits for the member that is held; the result says that it depends on who was late."""
+    spec = population(
+        size=2,
+        options={"asynchronous": True},
+        data=user("gated", folder=str(gates.folder)),
+        generations=3,
+    )
+    gates.close("worker-0-batch-2")
+    run = client.submit(spec)
+    wait_for(run, "MemberEvolved", 3)
+    gates.open()
+    outcome = outcome_of(run)
+    members = [event.payload["member"] for event in outcome.of("MemberEvolved")]
+    assert len(set(members[:3])) == 1
+    assert sorted(members) == [0, 0, 0, 1, 1, 1]
+    assert not outcome.status.reproducible

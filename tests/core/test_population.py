@@ -1,0 +1,254 @@
+"""Populations in the pure core: generations, losses, failures, inner strategies."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.commands import LoseWorker, Report
+from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.facts import (
+    Copied,
+    ErrorRecord,
+    GenerationClosed,
+    MemberEvolved,
+    PartyFailed,
+    PopulationFormed,
+    RunFailed,
+    SegmentCommitted,
+)
+from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.strategies.table import require
+from tests.core.simulation import RUN, Simulation, job, member, start
+
+pytestmark = pytest.mark.core
+
+
+def population(
+    size: int = 4, generations: int = 3, inner: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    if inner:
+        options["inner"] = inner
+    return {
+        "type": "PopulationBased",
+        "population_size": size,
+        "generations": generations,
+        "exploit": {"method": "Truncation", "fraction": 0.25},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+        "options": options,
+    }
+
+
+SECTIONS: dict[str, Any] = {
+    "search_space": {"optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"}},
+    "steps_per_generation": 5,
+    "evaluation": {"split": "test", "metrics": ["accuracy"], "best": "accuracy"},
+}
+
+
+def spec(**changes: Any) -> str:
+    return job(population(**changes), **SECTIONS)
+
+
+def closed(simulation: Simulation) -> list[GenerationClosed]:
+    return simulation.facts(GenerationClosed)  # type: ignore[return-value]
+
+
+def check(document: str) -> None:
+    """What happens to a job at submit."""
+    found = JobSpec.from_json(document)
+    violations = require(found).check(found)
+    if violations:
+        raise InvalidInputError(violations=violations)
+
+
+def train_until_two_are_done(simulation: Simulation) -> None:
+    while len(simulation.facts(SegmentCommitted)) < 2:
+        simulation.tell(simulation.queue.popleft())
+
+
+INNER = {
+    "Local": None,
+    "DataParallel": {
+        "type": "DataParallel",
+        "num_replicas": 2,
+        "aggregation": {"method": "AllReduce"},
+    },
+    "Federated": {
+        "type": "Federated",
+        "num_clients": 3,
+        "rounds": 5,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    },
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_generations_go_by_and_each_is_a_commit(inner: str) -> None:
+    metric = "loss" if inner == "Federated" else "accuracy"
+    sections = {**SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": metric}}
+    simulation = start(job(population(inner=INNER[inner]), **sections), "a", "b", "c")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED, run.reason
+    assert [commit.segment for commit in run.commits] == [1, 2, 3]
+    assert [len(fact.scores) for fact in closed(simulation)] == [4, 4, 4]
+    assert [len(fact.copied) for fact in closed(simulation)] == [1, 1, 0]
+    assert closed(simulation)[-1].step == 15
+    assert run.is_reproducible
+
+
+def test_members_outnumber_the_workers_and_share_them() -> None:
+    simulation = start(spec(size=5), "a", "b")
+    due = [e for e in pending(simulation.state)]
+    assert len(due) == 5  # five builds on two workers
+    by_worker = {name: sum(e.member == member(name) for e in due) for name in "ab"}  # type: ignore[union-attr]
+    assert sorted(by_worker.values()) == [2, 3]
+
+
+def test_what_is_copied_is_state_and_hyperparameters() -> None:
+    simulation = start(spec(generations=2), "a")
+    (formed,) = simulation.facts(PopulationFormed)
+    simulation.run()
+    (copied,) = closed(simulation)[0].copied
+    assert isinstance(copied, Copied)
+    donor_lr = formed.params[copied.donor]["optimizer.lr"]  # type: ignore[union-attr]
+    assert 0.8 * donor_lr <= copied.params["optimizer.lr"] <= 1.2 * donor_lr
+    digests = [
+        fact.digest
+        for fact in simulation.facts(SegmentCommitted)
+        if fact.party == f"member{copied.donor}" and fact.segment == 1  # type: ignore[union-attr]
+    ]
+    assert [copied.digest] == digests
+
+
+def test_a_copy_begins_from_its_donor_under_a_new_lineage() -> None:
+    simulation = start(spec(generations=2), "a")
+    while not closed(simulation):
+        simulation.tell(simulation.queue.popleft())
+    (copied,) = closed(simulation)[0].copied
+    segments = {e.party: e for e in pending(simulation.state) if isinstance(e, RunSegment)}
+    assert len(segments) == 4
+    for number in range(4):
+        effect = segments[f"member{number}"]
+        is_copy = number == copied.member
+        assert (effect.segment, effect.to_step) == (2, 10)
+        assert effect.lineage == int(is_copy)
+        if is_copy:
+            assert (effect.base.digest, effect.base.step) == (copied.digest, 5)
+            assert copied.digest in live_blobs(simulation.state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_crash_after_any_command_ends_the_same(asynchronous: bool) -> None:
+    undisturbed = start(spec(asynchronous=asynchronous), "a", "b")
+    undisturbed.run()
+    commits = undisturbed.state.runs[RUN].commits
+    assert undisturbed.state.runs[RUN].is_reproducible is not asynchronous
+    for after in range(0, 60, 7):
+        simulation = start(spec(asynchronous=asynchronous), "a", "b")
+        for _ in range(after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.crash()
+        simulation.run()
+        if asynchronous:
+            assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+        else:
+            assert simulation.state.runs[RUN].commits == commits
+
+
+def test_a_lost_worker_hands_its_members_over() -> None:
+    undisturbed = start(spec(), "a", "b")
+    undisturbed.run()
+    simulation = start(spec(), "a", "b")
+    train_until_two_are_done(simulation)
+    simulation.tell(LoseWorker(member("b"), "gone"))
+    simulation.run()
+    assert simulation.state.runs[RUN].commits == undisturbed.state.runs[RUN].commits
+
+
+def test_a_member_that_fails_is_replaced_and_the_run_goes_on() -> None:
+    simulation = start(spec(), "a", "b")
+    train_until_two_are_done(simulation)
+    error = ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
+    failed = PartyFailed(party="member3", reason="E: m", error=error)
+    simulation.tell(Report(RUN, failed))
+    simulation.run()
+    first = closed(simulation)[0]
+    assert first.scores[3] is None
+    assert [copied.member for copied in first.copied] == [3]
+    assert closed(simulation)[1].scores[3] is not None
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_member_that_fails_before_it_has_any_state_goes_on_from_its_donor() -> None:
+    simulation = start(spec(), "a", "b")
+    simulation.tell(Report(RUN, PartyFailed(party="member0", reason="no model")))
+    simulation.run()
+    assert closed(simulation)[0].copied[0].member == 0
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_population_without_a_valid_member_fails_with_the_first_reason() -> None:
+    simulation = start(spec(size=2), "a")
+    for number in range(2):
+        fact = PartyFailed(party=f"member{number}", reason=f"E: {number}")
+        simulation.tell(Report(RUN, fact))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "generation 1: no member is valid; E: 0"
+    assert len(simulation.facts(RunFailed)) == 1
+
+
+def test_asynchronous_members_do_not_wait() -> None:
+    """Member 0 is two generations ahead while the others have not begun."""
+    simulation = start(spec(asynchronous=True), "a", "b")
+    for _ in range(1000):
+        first = [c for c in simulation.queue if c.fact.party.startswith("member0")]  # type: ignore[union-attr]
+        if not first:
+            break
+        simulation.queue.remove(first[0])
+        simulation.tell(first[0])
+    evolved = simulation.facts(MemberEvolved)
+    assert [(f.member, f.generation) for f in evolved] == [(0, 1), (0, 2), (0, 3)]  # type: ignore[union-attr]
+    assert not closed(simulation)
+    simulation.run()
+    assert [fact.generation for fact in closed(simulation)] == [1, 2, 3]
+    assert not simulation.state.runs[RUN].is_reproducible
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"search_space": None}, "search_space: missing"),
+        ({"steps_per_generation": None}, "steps_per_generation: missing"),
+        ({"evaluation": None}, "evaluation.best: missing"),
+        ({"epochs": 3}, "epochs: has no meaning under PopulationBased; steps_per_generation"),
+        ({"checkpoint": {"every": "1 generation"}}, "checkpoint.every: is not allowed"),
+        (
+            {"search_space": {"lr": {"low": 0.1, "high": 1.0}}},
+            "search_space.lr: is not a hyperparameter",
+        ),
+        (
+            {"search_space": {"optimizer.lr": {"low": 1.0}}},
+            "search_space.optimizer.lr.high: missing",
+        ),
+    ],
+)
+def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
+    document = {**SECTIONS, **changes}
+    kept = {key: value for key, value in document.items() if value is not None}
+    with pytest.raises(InvalidInputError) as caught:
+        check(job(population(), **kept))
+    assert str(caught.value).startswith(expected)
+
+
+def test_an_inner_strategy_is_checked_with_its_place() -> None:
+    inner = {**INNER["DataParallel"], "num_replicas": 99}  # type: ignore[dict-item]
+    found = JobSpec.from_json(spec(inner=inner))
+    (violation,) = require(found).check(found)
+    assert str(violation).startswith("strategy.options.inner.num_replicas: 99 replicas cannot")
