@@ -16,6 +16,8 @@ def option(name: str) -> str:
 
 
 def main() -> None:
+    if "--coordinator" in sys.argv and option("--coordinator") == "-":
+        sys.argv[sys.argv.index("-")] = sys.stdin.readline().strip()
     folder = Path(option("--data-dir"))
     facts = {"argv": sys.argv[1:], "failpoints": os.environ.get("STRATAGEM_FAILPOINTS")}
     (folder / "facts.json").write_text(json.dumps(facts))

@@ -201,7 +201,7 @@ class LocalCluster:
         def argv(addresses: Mapping[str, str]) -> list[str]:
             return [
                 *self.programs["worker"],
-                *("--coordinator", addresses[COORDINATOR], "--name", name),
+                *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
                 *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
                 *(part for each in self.allow for part in ("--allow", each)),
                 *(part for each in self.import_path for part in ("--import-path", str(each))),

@@ -23,7 +23,9 @@ class Command:
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
-    """From the addresses of the processes that have been ready, this one's own included."""
+    """From the addresses of the processes that have been ready, this one's own included.
+
+    The addresses of those it needs may be missing: it is told them on its standard input."""
     ready_file: Path
     log_file: Path
     environment: Mapping[str, str]

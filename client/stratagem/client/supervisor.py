@@ -1,8 +1,10 @@
 """Keeps a few child processes alive from one thread.
 
-A process is started once those it needs are ready, is ready when its ready file names an address,
-and is started again when it ends; one that keeps ending soon waits longer each time. No child
-outlives this process, however that ends (see guard.py). Knows nothing of what the commands do.
+All are started at once. A process that needs others reads their addresses, a line each, from its
+standard input once they are ready; when it is started again they stand in its arguments. It is
+ready when its ready file names an address, and is started again when it ends; one that keeps ending
+soon waits longer each time. No child outlives this process, however that ends (see guard.py). Knows
+nothing of what the commands do.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -133,11 +136,12 @@ class Supervisor:
 
     def _look_after(self, child: _Child) -> None:
         if child.process is None:
-            if time.monotonic() >= child.due_s and self._has_needs(child):
+            if time.monotonic() >= child.due_s:
                 self._spawn(child)
         elif child.process.poll() is not None:
             self._note_end(child)
         elif not child.is_ready:
+            self._tell_addresses(child)
             address = read_address(child.command.ready_file)
             if address:
                 self._addresses[child.command.name] = address
@@ -148,6 +152,16 @@ class Supervisor:
         # "has been ready once" is enough: whoever is needed comes back at the same address.
         return all(name in self._addresses for name in child.command.needs)
 
+    def _tell_addresses(self, child: _Child) -> None:
+        """Write what the process waits for into its standard input."""
+        assert child.process is not None
+        pipe = child.process.stdin
+        if pipe is None or pipe.closed or not self._has_needs(child):
+            return
+        text = "".join(f"{self._addresses[name]}\n" for name in child.command.needs)
+        with suppress(BrokenPipeError), pipe:
+            pipe.write(text.encode())
+
     def _spawn(self, child: _Child) -> None:
         command = child.command
         command.ready_file.unlink(missing_ok=True)
@@ -155,7 +169,7 @@ class Supervisor:
         with command.log_file.open("ab") as log:
             child.process = subprocess.Popen(
                 [*guard, *command.argv(self._addresses)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if self._has_needs(child) else subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(command.environment),
@@ -170,6 +184,8 @@ class Supervisor:
     def _note_end(self, child: _Child) -> None:
         assert child.process is not None
         now_s = time.monotonic()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
         child.last_exit, child.process, child.is_ready = child.process.returncode, None, False
         if child.pidfd is not None:
             os.close(child.pidfd)
@@ -185,7 +201,7 @@ class Supervisor:
         """When to look again if nothing wakes us; None: not before that."""
         looks = [None if sys.platform == "linux" else 0.2]
         for child in self._children.values():
-            if child.process is None and self._has_needs(child):
+            if child.process is None:
                 looks.append(max(0.0, child.due_s - time.monotonic()))
             elif child.process is not None and not child.is_ready:
                 looks.append(BOOT_TICK_S)

@@ -7,6 +7,7 @@ of the worker reads the environment or the command line.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -61,7 +62,9 @@ class WorkerSettings(BaseSettings):
         cli_avoid_json=True,
     )
 
-    coordinator: str = Field(description="HOST:PORT of the coordinator")
+    coordinator: str = Field(
+        description="HOST:PORT of the coordinator; - reads it from standard input"
+    )
     name: str = Field(description="id of this worker, stable over restarts")
     listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
     advertise: str = Field(
@@ -107,6 +110,11 @@ class WorkerSettings(BaseSettings):
         if value not in LEVELS:
             raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
         return value
+
+    @field_validator("coordinator", mode="before")
+    @classmethod
+    def _from_standard_input(cls, value: str) -> str:
+        return sys.stdin.readline().strip() if value == "-" else value
 
     @field_validator("coordinator", "listen")
     @classmethod

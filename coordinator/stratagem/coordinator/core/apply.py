@@ -13,6 +13,7 @@ from stratagem.coordinator.core.facts import (
     GenerationClosed,
     Member,
     ModelBuilt,
+    Noted,
     RoundClosed,
     RunCancelled,
     RunCompleted,
@@ -146,6 +147,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
                 for c in record.commits
             )
             return _with_metrics(replace(record, commits=commits), fact.metrics)
+        case Noted():
+            if fact.digest:
+                commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+                record = _with_commit(_with_metrics(record, fact.metrics), commit)
+            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case GenerationClosed():
             commit = Commit(fact.generation, fact.step, fact.digest, fact.metrics)
             record = _with_commit(_with_metrics(record, fact.metrics), commit)

@@ -257,6 +257,27 @@ class RoundClosed(Value):
     reproducible from the job alone."""
 
 
+# ---- strategies of other packages ----
+
+
+class Noted(Value):
+    """A decision of a strategy that has no fact of its own for it."""
+
+    party: Party
+    kind: str
+    """What was decided, in the strategy's own words."""
+    data: Mapping[str, Any]
+    """Plain JSON values that the strategy folds into its run value."""
+    reason: str = ""
+    segment: int = 0
+    digest: Digest = Digest("")
+    """A state, of any party below, that becomes the run's commit of this segment."""
+    step: int = 0
+    metrics: Mapping[str, float] = {}
+    by_policy: bool = False
+    """True when timing has decided: the result is replayable, not reproducible."""
+
+
 # ---- populations ----
 
 
@@ -329,6 +350,7 @@ Fact = (
     | UpdateReceived
     | UpdateRejected
     | RoundClosed
+    | Noted
     | PopulationFormed
     | MemberEvolved
     | GenerationClosed

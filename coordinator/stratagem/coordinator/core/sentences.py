@@ -90,6 +90,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),
+    "Noted": lambda e: f"{e.kind}: {e.reason}" if e.reason else e.kind,
     "PopulationFormed": lambda e: f"population of {len(e.params)} members formed",
     "MemberEvolved": _evolved,
     "GenerationClosed": _generation,

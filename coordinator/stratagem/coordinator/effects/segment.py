@@ -11,7 +11,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.coordinator.core.effects import RunSegment
-from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentFinished
+from stratagem.coordinator.core.facts import ROOT, Member, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
@@ -103,7 +103,7 @@ def _address(env: Env, member: Member) -> str:
 
 def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
     def show(progress: worker_pb2.Progress) -> None:
-        if rank == 0:
+        if rank == 0 and effect.party == ROOT:  # the steps of parties below are no run's
             latest = Progress(progress.step, progress.loss, progress.rows_per_s, progress.engine)
             env.feed.set_progress(effect.run_id, latest)
 
