@@ -19,7 +19,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     Tick,
 )
-from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.decide import parties_of, world_of
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected, decode
 from stratagem.coordinator.core.pending import pending, pending_of
@@ -42,7 +42,20 @@ FEDERATED: dict[str, object] = {
     "aggregation": {"method": "FedAvg"},
     "client_selection": {"method": "All"},
 }
-STRATEGIES = {"local": LOCAL, "data_parallel": DATA_PARALLEL, "federated": FEDERATED}
+POPULATION: dict[str, object] = {
+    "type": "PopulationBased",
+    "population_size": 2,
+    "generations": 2,
+    "exploit": {"method": "Truncation", "fraction": 0.5},
+    "explore": {"method": "Resample"},
+}
+STRATEGIES = {
+    "local": LOCAL,
+    "data_parallel": DATA_PARALLEL,
+    "federated": FEDERATED,
+    "population_based": POPULATION,
+}
+UNITS = {"Federated": "1 round", "PopulationBased": "1 generation"}
 NUM_POINTS = 14
 """Disturbances happen after each of the first so many effects, which is the whole of a run."""
 
@@ -104,8 +117,13 @@ def _replay(simulation: Simulation, phase_of: PhaseOf, observed: Observed) -> No
 
 def _scenarios(strategy: dict[str, object]) -> Iterator[Simulation]:
     federated = strategy["type"] == "Federated"
-    every = "1 round" if federated else "1 epoch"
-    text = job(strategy, evaluation={"split": "test", "every": every, "metrics": ["accuracy"]})
+    every = UNITS.get(str(strategy["type"]), "1 epoch")
+    evaluation = {"split": "test", "every": every, "metrics": ["accuracy"], "best": "accuracy"}
+    sections: dict[str, object] = {"evaluation": evaluation}
+    if strategy["type"] == "PopulationBased":
+        sections["search_space"] = {"optimizer.lr": {"low": 0.01, "high": 1.0}}
+        sections["steps_per_generation"] = 5
+    text = job(strategy, **sections)
     for point in range(NUM_POINTS):
         yield _disturbed(text, point, _lose_one)
         yield _disturbed(text, point, _lose_all)
@@ -165,8 +183,8 @@ def _user_error(simulation: Simulation) -> None:
 
 
 def _trouble(simulation: Simulation) -> None:
-    membership = simulation.state.runs[RUN].value.membership
-    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
+    for party, view in parties_of(simulation.state.runs[RUN]).items():
+        simulation.tell(ReportTrouble(RUN, party, view.membership, "socket closed"))
 
 
 def _late_worker(text: str) -> Simulation:

@@ -19,6 +19,7 @@ from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.job import JobSpec, sections
 from stratagem.common.job.every import Every
 from stratagem.common.job.spec import _MAX_SEED
+from stratagem.common.search_space import SearchSpace
 from stratagem.common.strategy import Strategy, choices, kinds
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import decide
@@ -57,6 +58,12 @@ STRATEGY_OBJECTS: Mapping[str, tuple[type, ...]] = {
             *get_args(choices.FederatedAggregation),
             *get_args(choices.ClientSelection),
         ),
+        (
+            kinds.PopulationBased,
+            *get_args(choices.ExploitStrategy),
+            *get_args(choices.ExploreStrategy),
+        ),
+        (kinds.Custom,),
     )
 }
 CHECKED_BY = {
@@ -119,6 +126,8 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
 def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
     if get_origin(annotation) is Literal:
         return "text", ", ".join(f"`{each}`" for each in get_args(annotation))
+    if annotation is SearchSpace:
+        return "mapping", "see [Search space](#search-space)"
     if annotation is Every:
         return "how often", "`1 epoch`, `100 steps`, `2 rounds`"
     if get_origin(annotation) is list:
@@ -189,9 +198,13 @@ def _object_rows(kind: Any, prefix: str = "", owner: str = "") -> Iterator[tuple
 
 def _sort(hint: Any) -> tuple[str, str]:
     """(type, the names of the choices if it is one)."""
+    if set(get_args(Strategy)) <= set(get_args(hint)):
+        return "strategy", "any that can be nested"
     arms = [each for each in get_args(hint) or (hint,) if each not in (type(None), Ellipsis)]
     if all(dataclasses.is_dataclass(each) for each in arms):
         return "mapping", "`method`: " + ", ".join(f"`{each.__name__}`" for each in arms)
+    if any(get_origin(each) is dict for each in arms):
+        return "any JSON", ""
     words = " or ".join(PLAIN_TYPES[each] for each in arms)
     return (f"list of {words}" if get_origin(hint) is tuple else words), ""
 
@@ -236,6 +249,16 @@ SAMPLES: tuple[dict[str, Any], ...] = (
 )
 
 
+NEEDED: Mapping[str, dict[str, Any]] = {
+    "PopulationBased": {
+        "search_space": {"optimizer.lr": {"low": 0.01, "high": 1.0}},
+        "steps_per_generation": 1,
+        "evaluation": {"best": "loss"},
+    }
+}
+"""What a sample's job has beside the strategy."""
+
+
 def what_runs() -> str:
     """What this coordinator says to a job of each strategy."""
     return table(("strategy", "at submit"), map(_answer, SAMPLES))
@@ -246,7 +269,10 @@ def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
     parts = [strategy["type"], choice.get("method") or choice.get("protocol") or ""]
     name = f"`{'/'.join(filter(None, parts))}`"
     try:
-        decide(CoordinatorState(), SubmitRun(RUN, job(strategy), 0.0))
+        decide(
+            CoordinatorState(),
+            SubmitRun(RUN, job(strategy, **NEEDED.get(strategy["type"], {})), 0.0),
+        )
     except InvalidInputError as error:
         return name, f"refused: {'; '.join(map(str, error.violations))}"
     return name, "runs"

@@ -88,6 +88,7 @@ training_strategies: st.SearchStrategy[s.Strategy] = st.one_of(
         _counts,
         st.builds(s.Truncation, _shares) | st.builds(s.Binary, _not_negative),
         st.builds(s.Perturbation, st.floats(0, 1)) | st.just(s.Resample()),
+        st.builds(s.PopulationOptions, st.none() | st.just(s.Local()), st.booleans()),
     ),
     st.builds(s.Custom, _texts, json_values),
 )

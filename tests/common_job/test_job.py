@@ -22,8 +22,26 @@ from stratagem.common.job import (
     OptimizerSpec,
     PartitionSpec,
     ScheduleSpec,
+    with_fields,
 )
-from stratagem.common.strategy import AllReduce, DataParallel, Federated, Local, parse_strategy
+from stratagem.common.job.search import read_search_space
+from stratagem.common.search_space import (
+    Categorical,
+    Conditional,
+    Float,
+    Int,
+    Ordinal,
+    Scale,
+    SearchSpace,
+)
+from stratagem.common.strategy import (
+    AllReduce,
+    DataParallel,
+    Federated,
+    Local,
+    PopulationBased,
+    parse_strategy,
+)
 from tests.common_job.strategies import EXAMPLES, json_values, training_strategies
 
 pytestmark = pytest.mark.core
@@ -115,6 +133,82 @@ def test_the_canonical_text_is_pinned() -> None:
     )
 
 
+SPACE = SearchSpace((Float("optimizer.lr", 0.01, 1.0, Scale.LOG),))
+POPULATION: dict[str, Any] = {
+    "search_space": SPACE,
+    "steps_per_generation": 3,
+    "evaluation": EvaluationSpec(best="loss"),
+}
+POPULATION_DOCUMENT: dict[str, Any] = {
+    "search_space": {"optimizer.lr": {"low": 0.01, "high": 1.0, "scale": "log"}},
+    "steps_per_generation": 3,
+    "evaluation": {"best": "loss"},
+}
+
+
+def test_a_search_space_in_short_form_is_the_shared_one() -> None:
+    short = {
+        "optimizer.lr": {"low": 0.01, "high": 1.0, "scale": "log"},
+        "model.kwargs.depth": {"low": 1, "high": 4},
+        "optimizer.name": {"choices": ["sgd", "adam"]},
+        "model.kwargs.width": {"choices": [32, 64], "ordered": True},
+        "optimizer.momentum": {"low": 0, "high": 0.9, "when": {"optimizer.name": "sgd"}},
+    }
+    assert read_search_space(short) == SearchSpace(
+        (
+            Float("optimizer.lr", 0.01, 1.0, Scale.LOG),
+            Int("model.kwargs.depth", 1, 4, Scale.LINEAR),
+            Categorical("optimizer.name", ("sgd", "adam")),
+            Ordinal("model.kwargs.width", (32, 64)),
+            Conditional(
+                "optimizer.momentum",
+                "optimizer.name",
+                ("sgd",),
+                Float("optimizer.momentum", 0.0, 0.9, Scale.LINEAR),
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_range", "expected"),
+    [
+        ({"low": 1}, "x.high: missing; or give choices"),
+        ({"low": 1, "hihg": 2}, "x.hihg: unknown key; did you mean high?"),
+        ({"low": 1, "high": 2, "scale": "Log"}, "x.scale: 'Log' is not one of linear, log"),
+        ({"low": 3, "high": 2}, "dimensions[0].low: 3 is not below high, 2"),
+        ({"choices": []}, "dimensions[0].choices: () is not allowed; must not be empty"),
+        ({"choices": [1], "ordered": 1}, "x.ordered: 1 is not true or false"),
+        ({"low": 1, "high": 2, "when": {}}, "x.when: names 0 fields; must name one"),
+        (3, "x: 3 is not an object"),
+    ],
+)
+def test_ranges_that_are_refused(given_range: object, expected: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        read_search_space({"x": given_range})
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"optimizer.lr": 0.5}, {"lr": 0.5, "momentum": 0.9}),
+        ({"optimizer.momentum": 0.1}, {"lr": 0.1, "momentum": 0.1}),
+        ({"optimizer.momentum": None}, {"lr": 0.1}),
+    ],
+)
+def test_fields_are_set_by_path(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    job = with_fields(JobSpec.parse({**MINIMAL, "optimizer": optimizer}), fields)
+    assert job == JobSpec.parse({**MINIMAL, "optimizer": {"name": "sgd", **expected}})
+
+
+def test_a_field_cannot_be_set_inside_a_value() -> None:
+    job = JobSpec.parse(MINIMAL)
+    with pytest.raises(InvalidInputError, match="'batch_size' is a value and holds no fields"):
+        with_fields(job, {"batch_size.x": 1})
+
+
 @given(training_strategies, st.dictionaries(st.text("abc", min_size=1), json_values))
 def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) -> None:
     job = JobSpec(
@@ -123,9 +217,10 @@ def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) 
         data=DataSpec(inline="0" * 64),
         loss=LossSpec(entrypoint="m:loss"),
         optimizer=OptimizerSpec(name="sgd", lr=0.5, kwargs=kwargs),
-        steps=None if isinstance(strategy, Federated) else 7,
+        steps=None if isinstance(strategy, Federated | PopulationBased) else 7,
         batch_size=8,
         strategy=strategy,
+        **(POPULATION if isinstance(strategy, PopulationBased) else {}),
     )
     assert JobSpec.from_json(job.canonical_json()) == job
 
@@ -133,9 +228,10 @@ def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_strategy_makes_a_job(example: str) -> None:
     strategy = json.loads(example)
-    job = JobSpec.parse(
-        {**(FEDERATED_JOB if "rounds" in strategy else MINIMAL)} | {"strategy": strategy}
-    )
+    sections = FEDERATED_JOB if "rounds" in strategy else MINIMAL
+    if strategy["type"] == "PopulationBased":
+        sections = {k: v for k, v in MINIMAL.items() if k != "epochs"} | POPULATION_DOCUMENT
+    job = JobSpec.parse({**sections, "strategy": strategy})
     assert job.strategy == parse_strategy(example)
 
 

@@ -88,7 +88,7 @@ def test_the_default_of_a_float_may_be_missing() -> None:
         (FLOAT | {"name": ""}, "name: '' is not allowed; must not be empty"),
         (FLOAT | {"dim_type": "Int"}, "low: 0.0001 is not a whole number"),
         ({"dim_type": "Categorical", "name": "a", "choices": []}, "choices: () is not allowed"),
-        ({"dim_type": "Bool"}, "dim_type: 'Bool' is not one of Float, Int, Categorical, Cond"),
+        ({"dim_type": "Bool"}, "dim_type: 'Bool' is not one of Float, Int, Categorical, Ordinal"),
         (
             {"dim_type": "Conditional", "name": "a", "parent": "b", "parent_values": [1]}
             | {"dimension": FLOAT},

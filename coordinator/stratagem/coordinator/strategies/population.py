@@ -145,7 +145,9 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
     reason = f"generation {value.generation}: {scored} of {len(value.members)} members have a score"
     phase, strategy_phase = RunPhase.RUNNING, "TRAINING"
     if not members:
-        phase, strategy_phase, reason = RunPhase.PLACING, "WAITING", why_none(job, world, "")
+        has_begun = any(nested.standing(child).committed for child in value.children())
+        phase = RunPhase.RECOVERING if has_begun else RunPhase.PLACING
+        strategy_phase, reason = "WAITING", why_none(job, world, "")
     elif any(not nested.members([member.child]) for member in training):
         phase, reason = RunPhase.RECOVERING, f"{reason}; {why_none(job, world, '')}"
     return Outlook(
