@@ -13,6 +13,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    ExchangeMethod,
     RunSegment,
 )
 from stratagem.coordinator.core.facts import Member, RunReleased
@@ -32,6 +33,7 @@ def member(name: str) -> Member:
 
 
 def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunSegment:
+    members = tuple(member(name) for name in names)
     return RunSegment(
         run_id=RunId(run),
         party=ROOT,
@@ -40,9 +42,10 @@ def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunS
         to_step=10,
         base=Base(0, 0, "d"),
         lineage=0,
-        members=tuple(member(name) for name in names),
+        members=members,
         num_shards=2,
-        by_parameter_server=False,
+        exchange=ExchangeMethod.ALL_REDUCE,
+        parts=(members,),
         evaluate=(),
     )
 

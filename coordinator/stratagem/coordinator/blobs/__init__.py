@@ -6,6 +6,6 @@
 Knows bytes and digests. What a blob holds is the business of `common/tensors/safefile.py`.
 """
 
-from stratagem.coordinator.blobs.store import BlobStore, BlobWriter
+from stratagem.coordinator.blobs.store import BlobStore, BlobWriter, Scratch
 
-__all__ = ["BlobStore", "BlobWriter"]
+__all__ = ["BlobStore", "BlobWriter", "Scratch"]

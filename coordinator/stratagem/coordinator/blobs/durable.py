@@ -74,16 +74,17 @@ class DurableFile:
         self._sent_bytes = self.num_bytes
 
 
-def pieces(descriptor: int, num_bytes: int) -> Iterator[memoryview]:
-    """The first num_bytes of a file, in pieces that share one buffer; fewer if it is shorter."""
+def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
+    """num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
-    offset = 0
-    while offset < num_bytes:
-        got = os.preadv(descriptor, [buffer[: num_bytes - offset]], offset)
+    left = num_bytes
+    while left:
+        got = os.preadv(descriptor, [buffer[:left]], offset)
         if got == 0:
             return
         yield buffer[:got]
         offset += got
+        left -= got
 
 
 def open_regular(path: Path) -> int:

@@ -55,6 +55,10 @@ class BlobStore:
         """A writer for a blob of exactly total_bytes."""
         return BlobWriter(self, self._temporary, total_bytes)
 
+    def scratch(self) -> Scratch:
+        """A file for bytes that will become part of a blob."""
+        return Scratch(self._temporary)
+
     def open(self, digest: Digest) -> BinaryIO:
         """The blob as a file to read. Raises NotFoundError, or IntegrityError when it is damaged.
 
@@ -188,6 +192,32 @@ class BlobWriter:
         if self._file.descriptor >= 0:
             self._temporary.unlink(missing_ok=True)
             self._file.close()
+
+
+class Scratch:
+    """Bytes on their way into a blob, to be read in another order than they came. Not durable."""
+
+    def __init__(self, folder: Path) -> None:
+        with space_needed():
+            self._temporary, self._descriptor = _new_temporary(folder)
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes. Raises UnavailableError when the disk is full."""
+        view = memoryview(data).cast("B")
+        with space_needed():
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+    def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        """A range of what was written, in pieces that share one buffer."""
+        yield from pieces(self._descriptor, num_bytes, offset)
+
+    def close(self) -> None:
+        """Forget what was written; no error after the first time."""
+        if self._descriptor >= 0:
+            self._temporary.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def _new_temporary(folder: Path) -> tuple[Path, int]:

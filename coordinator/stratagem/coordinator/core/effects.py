@@ -6,9 +6,17 @@ idempotent: after a crash it is simply done again.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.core.facts import Accepted, Member
+
+
+class ExchangeMethod(StrEnum):
+    """What the members of a party do with each other in a step."""
+
+    ALL_REDUCE = "AllReduce"
+    PARAMETER_SERVER = "ParameterServer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +54,23 @@ class RunSegment:
     """Raised when the party begins from a given state: what workers hold of before is dropped."""
     members: tuple[Member, ...]
     num_shards: int
-    by_parameter_server: bool
+    exchange: ExchangeMethod
+    parts: tuple[tuple[Member, ...], ...]
+    """Members that hold the same state afterwards; together the parts are the whole state."""
     evaluate: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitSegment:
-    """Pull the snapshot of a finished segment from any of its members into the blob store."""
+    """Pull the snapshot of a finished segment, part by part, as one blob into the store."""
 
     run_id: RunId
     party: Party
     segment: int
     step: int
     membership: int
-    sources: tuple[Member, ...]
+    parts: tuple[tuple[Member, ...], ...]
+    """Per part of the state, the members any of which has it."""
     metrics: tuple[tuple[str, float], ...] = ()
 
 

@@ -1,44 +1,90 @@
-"""CommitSegment: pull the snapshot of a finished segment from any of its members.
+"""CommitSegment: pull the snapshot of a finished segment from members that have it.
 
-The members train on meanwhile; all of them hold the same bits, so whoever answers will do.
+The members train on meanwhile. Of members that hold the same bits whoever answers will do; where
+the state is divided among members, every part is pulled, and the parts become one blob.
 """
 
-import structlog
+import asyncio
+import threading
 
-from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest
+from stratagem.common.tensors.manifest import Limits
+from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.core.effects import CommitSegment
-from stratagem.coordinator.core.facts import SegmentCommitted
+from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.effects.snapshot import pull_snapshot
+from stratagem.coordinator.effects.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.link import session
-
-log = structlog.get_logger()
+from stratagem.coordinator.merge import ContradictionError, Part, merged_manifest, write_merged
 
 
 async def commit_segment(env: Env, effect: CommitSegment) -> None:
     """Make the segment's state durable and report SegmentCommitted."""
     session_ref = session(effect.run_id, effect.party)
-    failure: StratagemError | None = None
-    for member in effect.sources:
-        try:
-            digest, manifest = await pull_snapshot(
+    if len(effect.parts) == 1:
+        digest, manifest = await from_any(
+            effect.parts[0],
+            lambda member: pull_snapshot(
                 env, member, session_ref, effect.membership, effect.segment
-            )
-        except StratagemError as error:
-            log.info("no snapshot here", worker_id=member.worker_id, reason=str(error))
-            failure = error
-            continue
-        failpoint("coordinator.commit.pulled")
-        fact = SegmentCommitted(
-            party=effect.party,
-            segment=effect.segment,
-            step=effect.step,
-            digest=digest,
-            size_bytes=manifest.total_bytes,
-            metrics=dict(effect.metrics),
+            ),
         )
-        await env.report(effect.run_id, fact)
-        return
-    if failure is not None:
-        raise failure
+        size_bytes = manifest.total_bytes
+    else:
+        try:
+            digest, size_bytes = await _merge(env, effect)
+        except ContradictionError as error:
+            reason = f"segment {effect.segment} cannot be committed: {error}"
+            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+            return
+    failpoint("coordinator.commit.pulled")
+    fact = SegmentCommitted(
+        party=effect.party,
+        segment=effect.segment,
+        step=effect.step,
+        digest=digest,
+        size_bytes=size_bytes,
+        metrics=dict(effect.metrics),
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def _merge(env: Env, effect: CommitSegment) -> tuple[Digest, int]:
+    """Pull all parts, few at a time, and write them as one blob; its digest and size in bytes."""
+    parts: list[Part] = []
+    cancelled = threading.Event()
+    try:
+        # Not a task group: what the first part raises must reach the caller as it is.
+        pulls = [asyncio.ensure_future(_part(env, effect, members)) for members in effect.parts]
+        try:
+            await asyncio.gather(*pulls)
+        finally:
+            for task in pulls:
+                task.cancel()
+            ended = await asyncio.gather(*pulls, return_exceptions=True)
+            parts += [each for each in ended if isinstance(each, Part)]
+        return await env.in_thread(lambda: _write(env, parts, cancelled))
+    finally:
+        cancelled.set()
+        for part in parts:
+            part.data.close()
+
+
+async def _part(env: Env, effect: CommitSegment, members: tuple[Member, ...]) -> Part:
+    session_ref = session(effect.run_id, effect.party)
+    async with env.pulls:
+        return await from_any(
+            members,
+            lambda member: pull_part(env, member, session_ref, effect.membership, effect.segment),
+        )
+
+
+def _write(env: Env, parts: list[Part], cancelled: threading.Event) -> tuple[Digest, int]:
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    manifest = merged_manifest([part.manifest for part in parts], limits)
+    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    try:
+        digest = write_merged(manifest, parts, writer, cancelled.is_set)
+    finally:
+        writer.abort()
+    return digest, manifest.total_bytes

@@ -10,7 +10,7 @@ import asyncio
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
-from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import ROOT, Member, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.env import Env
@@ -20,13 +20,18 @@ from stratagem.coordinator.feed import Progress
 from stratagem.coordinator.link import session, state_ref
 from stratagem.v1 import worker_pb2
 
+EXCHANGE = {
+    ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
+    ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
+}
+
 
 async def run_segment(env: Env, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
     job = env.job_of(effect.run_id, effect.party)
     async with asyncio.TaskGroup() as group:
         server = None
-        if effect.by_parameter_server:
+        if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             server = group.create_task(serve_steps(env, effect))
         attending = [
             group.create_task(_attend_member(env, effect, job, rank))
@@ -60,11 +65,6 @@ async def _attend_member(
 
 
 def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb2.ExecuteRequest:
-    exchange = (
-        worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER
-        if effect.by_parameter_server
-        else worker_pb2.EXCHANGE_METHOD_ALL_REDUCE
-    )
     link = env.links.to(effect.members[rank], env.state)
     return worker_pb2.ExecuteRequest(
         fence=link.fence(effect.membership),
@@ -76,7 +76,7 @@ def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb
             base=state_ref(effect.base),
             to_step=effect.to_step,
             num_shards=effect.num_shards,
-            exchange=exchange,
+            exchange=EXCHANGE[effect.exchange],
             evaluate_splits=effect.evaluate,
             lineage=effect.lineage,
         ),
@@ -111,13 +111,9 @@ def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
 
 
 async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
-    fingerprints = {result.state_fingerprint for result in results}
-    if len(fingerprints) > 1:
-        who = ", ".join(
-            f"{member.worker_id} {result.state_fingerprint}"
-            for member, result in zip(effect.members, results, strict=True)
-        )
-        reason = f"the replicas differ after segment {effect.segment}: {who}"
+    differing = _differing(effect, results)
+    if differing:
+        reason = f"the replicas differ after segment {effect.segment}: {differing}"
         await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
     failpoint("coordinator.segment.trained")
@@ -138,3 +134,12 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         num_redone_steps=max(result.num_redone_steps for result in results),
     )
     await env.report(effect.run_id, fact)
+
+
+def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
+    """Who holds what, of members that should hold the same; "" when all is well."""
+    by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
+    for part in effect.parts:
+        if len({by_member[member] for member in part}) > 1:
+            return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
+    return ""

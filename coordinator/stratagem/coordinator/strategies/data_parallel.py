@@ -12,8 +12,13 @@ coordinator, which only adds them up.
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import DataParallel, Decentralized, ParameterServer
-from stratagem.coordinator.core.effects import Effect
+from stratagem.common.strategy import (
+    DataParallel,
+    Decentralized,
+    GradientAggregation,
+    ParameterServer,
+)
+from stratagem.coordinator.core.effects import Effect, ExchangeMethod
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies import segments
@@ -27,8 +32,13 @@ def _shape(job: JobSpec) -> Shape:
     return Shape(
         num_shards=strategy.num_replicas,
         min_members=strategy.options.min_replicas,
-        by_parameter_server=isinstance(strategy.aggregation, ParameterServer),
+        exchange=_exchange(strategy.aggregation),
     )
+
+
+def _exchange(aggregation: GradientAggregation) -> ExchangeMethod:
+    is_server = isinstance(aggregation, ParameterServer)
+    return ExchangeMethod.PARAMETER_SERVER if is_server else ExchangeMethod.ALL_REDUCE
 
 
 def check(job: JobSpec) -> list[Violation]:
@@ -63,7 +73,7 @@ def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | 
 def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
     """Fold one fact."""
     del now_s
-    return segments.transition(job, value, fact)
+    return segments.transition(value, fact, _shape(job))
 
 
 def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:

@@ -36,8 +36,8 @@ def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | 
 
 def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
     """Fold one fact."""
-    del now_s
-    return segments.transition(job, value, fact)
+    del job, now_s
+    return segments.transition(value, fact, SHAPE)
 
 
 def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:

@@ -1,0 +1,56 @@
+"""The life of a party that trains synchronously, shared by the strategies that do.
+
+Members are formed, one of them builds the model, and then segment after segment is trained by all
+members together and committed while the next one already runs.
+
+When a member is lost, what each member holds decides what follows (`Shape`). Where all hold the
+same, the survivors go on inside the open segment, from the newest state that any of them holds;
+when all are lost the party returns to its last commit. Where each member holds what nobody else
+has (a sole copy), any change of members returns the party to its last commit.
+
+    run.py         the run value and the fold of facts into it
+    decisions.py   who belongs to the party, and when it ends
+    due.py         the effects that are due
+    views.py       what others ask of a party
+"""
+
+from stratagem.coordinator.strategies.segments.decisions import decide, reform
+from stratagem.coordinator.strategies.segments.due import pending
+from stratagem.coordinator.strategies.segments.run import (
+    PartyRun,
+    Shape,
+    is_welcome,
+    num_segments,
+    one_part,
+    part_per_member,
+    rebase,
+    transition,
+)
+from stratagem.coordinator.strategies.segments.views import (
+    blobs,
+    deaths,
+    job_of,
+    outlook,
+    parties,
+    standing,
+)
+
+__all__ = [
+    "PartyRun",
+    "Shape",
+    "blobs",
+    "deaths",
+    "decide",
+    "is_welcome",
+    "job_of",
+    "num_segments",
+    "one_part",
+    "outlook",
+    "part_per_member",
+    "parties",
+    "pending",
+    "rebase",
+    "reform",
+    "standing",
+    "transition",
+]

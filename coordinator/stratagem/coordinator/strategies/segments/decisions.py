@@ -1,0 +1,79 @@
+"""What a synchronous party decides: who belongs to it, and when it ends."""
+
+from stratagem.common.ids import Party
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    MembersFormed,
+    RunCompleted,
+    RunFailed,
+)
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.placement import eligible
+from stratagem.coordinator.strategies.segments.run import PartyRun, Shape, num_segments
+
+MAX_PROCESS_DEATHS = 3
+"""A segment that ends this many worker processes fails its run: it would go on for ever."""
+
+
+def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | None:
+    """The next fact: a death too many, the end, or other members."""
+    if run.num_deaths >= MAX_PROCESS_DEATHS:
+        return RunFailed(
+            reason=f"segment {run.open_segment} has ended {run.num_deaths} worker processes"
+        )
+    if run.committed is not None and run.committed.segment == num_segments(job, run):
+        return RunCompleted(reason=f"{run.committed.step} steps committed")
+    return _reform(job, run, shape, world)
+
+
+def _reform(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
+    alive = tuple(member for member in run.members if world.holds(member))
+    members = alive + _joining(job, run, shape, world, alive)
+    if len(members) < shape.min_members:
+        members = ()
+    if members == run.members:
+        return None
+    first = world.workers[members[0].worker_id].capability if members else None
+    fingerprint = run.fingerprint or (first.numerics_fingerprint if first else "")
+    return MembersFormed(
+        party=run.party,
+        membership=run.membership + 1,
+        members=members,
+        reason=_why_reformed(run.members, members, shape),
+        fingerprint=fingerprint if job.execution.deterministic else "",
+    )
+
+
+def _joining(
+    job: JobSpec, run: PartyRun, shape: Shape, world: World, alive: tuple[Member, ...]
+) -> tuple[Member, ...]:
+    if shape.is_sole_copy and run.finished and alive == run.members:
+        # They would return the party to its last commit: let them wait until there is a new one.
+        return ()
+    spare = [
+        worker for worker in eligible(job, world, run.fingerprint) if worker.member not in alive
+    ]
+    return tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
+
+
+def _why_reformed(old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape) -> str:
+    lost = ", ".join(str(m.worker_id) for m in old if m not in new)
+    joined = ", ".join(str(m.worker_id) for m in new if m not in old)
+    parts = [f"{lost} lost" if lost else "", f"{joined} joined" if joined else ""]
+    count = f"{len(new)} of {shape.num_shards} workers"
+    return ", ".join([*filter(None, parts), count])
+
+
+def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
+    """The same members under a new membership, after their exchange has failed."""
+    if party != run.party:
+        return None
+    return MembersFormed(
+        party=party,
+        membership=run.membership + 1,
+        members=run.members,
+        reason=reason,
+        fingerprint=run.fingerprint,
+    )
