@@ -117,7 +117,7 @@ def test_modules_that_take_more_than_a_tensor() -> None:
         ({"id": "a", "module": "LSTM", "kwargs": {"banana": 3}}, "banana"),
         ({"id": "forward", "module": "ReLU"}, "cannot be the id"),
         ({"id": "training", "module": "ReLU"}, "cannot be the id"),
-        ({"id": "_order", "module": "ReLU"}, "cannot be the id"),
+        ({"id": "_program", "module": "ReLU"}, "cannot be the id"),
     ],
 )
 def test_wrong_nodes_are_refused(node: dict[str, Any], reason: str) -> None:

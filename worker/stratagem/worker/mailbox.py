@@ -9,7 +9,7 @@ gRPC.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,6 +83,11 @@ class Mailbox:
         self._messages: dict[Route, _Message] = {}
         """Under way, or early and complete; gone once they are in their tensor."""
         self._early_bytes = 0
+        self._early: set[Route] = set()
+        """Those messages that count as early."""
+        self._first_step = 0
+        self._awaited: set[Route] | None = None
+        """What is still to come of the first step; None while steps are not opened."""
         self._present: dict[int, int] = {}
         """Open streams by source."""
         self._gone: dict[int, str] = {}
@@ -121,6 +126,34 @@ class Mailbox:
                 return
             reason = self._reason(source, receive.route) or f"nothing within {timeout_s:g} s"
             raise ExchangeError(f"receive of {receive.route}: {reason}")
+
+    def open_step(self, step: int, awaited: Iterable[Route]) -> None:
+        """From now on take these messages of this step, each once, and none of an older one.
+
+        They are taken with `take`, whatever their size, and do not count as early.
+        """
+        with self.changed:
+            self._first_step, self._awaited = step, set(awaited)
+            for route in [route for route in self._messages if route.step <= step]:
+                if route not in self._awaited:
+                    raise ExchangeError(f"{route} is here, but not awaited")
+                self._awaited.remove(route)
+                self._unreserve(route)
+
+    def take(self, route: Route, timeout_s: float) -> memoryview:
+        """Block until a message of unknown size is here whole; its bytes are the caller's."""
+
+        def is_here() -> bool:
+            message = self._messages.get(route)
+            return message is not None and message.is_complete
+
+        with self.changed:
+            self.changed.wait_for(lambda: is_here() or self._reason(route.source, route), timeout_s)
+            if not is_here():
+                reason = self._reason(route.source, route) or f"nothing within {timeout_s:g} s"
+                raise ExchangeError(f"receive of {route}: {reason}")
+            self._unreserve(route)
+            return self._messages.pop(route).buffer
 
     def end(self, reason: str) -> None:
         """Make all waits fail, now and later; nothing is written into a tensor afterwards."""
@@ -163,7 +196,9 @@ class Mailbox:
             if route in self._messages:
                 raise InvalidInputError.at("header.tag", f"{route} is here already")
             receive = self._posted.get(route)
-            if receive is None:
+            if self._is_awaited(route):
+                pass
+            elif receive is None:
                 self._reserve(route, spec.size_bytes)
             elif (receive.size_bytes, receive.dtype) != (spec.size_bytes, spec.dtype):
                 raise InvalidInputError.at("header.manifest", _mismatch(receive, spec))
@@ -185,6 +220,18 @@ class Mailbox:
 
     # ---- inside ----
 
+    def _is_awaited(self, route: Route) -> bool:
+        """True for a message of the open step; refuses what is stale or comes twice."""
+        if self._awaited is None or route.step > self._first_step:
+            return False
+        if route.step < self._first_step:
+            text = f"{route} is stale, the receiver is at step {self._first_step}"
+            raise InvalidInputError.at("header.step", text)
+        if route not in self._awaited:
+            raise InvalidInputError.at("header.tag", f"{route} is not awaited, or here twice")
+        self._awaited.remove(route)
+        return True
+
     def _reserve(self, route: Route, size_bytes: int) -> None:
         if self._early_bytes + size_bytes > self._max_early_bytes:
             raise LimitError(
@@ -192,6 +239,12 @@ class Mailbox:
                 f"the limit is {self._max_early_bytes}"
             )
         self._early_bytes += size_bytes
+        self._early.add(route)
+
+    def _unreserve(self, route: Route) -> None:
+        if route in self._early:
+            self._early.remove(route)
+            self._early_bytes -= self._messages[route].size_bytes
 
     def _deliver(self, route: Route, message: _Message) -> None:
         """Hand a message over when it is complete and waited for."""
@@ -201,7 +254,7 @@ class Mailbox:
         if message.buffer is not receive.view:
             if message.size_bytes:
                 receive.view[:] = message.buffer
-            self._early_bytes -= message.size_bytes
+            self._unreserve(route)
         del self._messages[route]
         receive.is_done = True
         self.changed.notify_all()

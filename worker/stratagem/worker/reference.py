@@ -1,9 +1,10 @@
 """What "correct" means: short single-process loops that distributed runs are compared with.
 
 `plain_loop` is the loop everybody writes. `sharded_loop` is the same with each batch cut into
-logical shards whose gradients are added in the fixed tree; every synchronous strategy must equal it
-to the bit. `federated_loop` is FedAvg. They share model, data, loss, optimizer and keyed randomness
-with the engine, but none of its stepping, buffers, exchange or state.
+logical shards, whose gradients are added in the fixed tree, and each shard into micro-batches,
+whose gradients are added in a row; every synchronous strategy must equal it to the bit.
+`federated_loop` is FedAvg. They share model, data, loss, optimizer and keyed randomness with the
+engine, but none of its stepping, buffers, exchange or state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import LossFunction, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 
 _CPU = torch.device("cpu")
@@ -63,12 +65,22 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
 
 
 def sharded_loop(
-    job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_steps: int | None = None
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    num_shards: int,
+    num_steps: int | None = None,
+    micro_batch_size: int | None = None,
 ) -> Result:
-    """Steps over batches cut into shards; sums and means in a fixed order."""
-    model, loss_fn, params, take = _setup(job, entrypoints)
+    """Steps over batches cut into shards and these into micro-batches; all in a fixed order.
+
+    micro_batch_size: rows, by default all of the shard. The model must then be one that can be
+    cut; its tied parameters are summed node by node.
+    """
+    model, loss_fn, _, take = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
+    trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
+    params = [each.param for each in trained]
     optimizer = make_optimizer(job.optimizer, params)
     randomness = KeyedRandomness(model, _CPU)
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
@@ -84,22 +96,30 @@ def sharded_loop(
         before = [tensor.clone() for tensor in buffers]
         parts: list[list[Tensor]] = []
         reached: set[int] = set()
-        for shard, rows in enumerate(shards):
+        for shard, shard_rows in enumerate(shards):
             for tensor, old in zip(buffers, before, strict=True):
                 tensor.copy_(old)
-            optimizer.zero_grad()
-            randomness.begin(job.seed, step, shard, 0)
-            x, y = take(rows)
-            value = loss_fn(model(x), y, len(rows))
-            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
-            reached |= {i for i, param in enumerate(params) if param.grad is not None}
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
-            weight = torch.tensor(float(value.weight), dtype=torch.float64)
+            for each in trained:
+                each.forget()
+            weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
+            for micro_batch, rows in enumerate(torch.split(shard_rows, micro_batch_size or 2**62)):
+                randomness.begin(job.seed, step, shard, micro_batch)
+                x, y = take(rows)
+                value = loss_fn(model(x), y, len(rows))
+                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                weight += value.weight
+                loss += value.mean.detach().double() * value.weight
+            found = [each.gradient() for each in trained]
+            reached |= {i for i, grad in enumerate(found) if grad is not None}
+            grads = [
+                torch.zeros_like(param) if grad is None else grad.clone()
+                for param, grad in zip(params, found, strict=True)
+            ]
             changes = [
                 _change(old, new, shard, len(shards))
                 for old, new in zip(before, buffers, strict=True)
             ]
-            parts.append([weight, value.mean.detach().double() * weight, *grads, *changes])
+            parts.append([weight, loss, *grads, *changes])
         sums = [_tree([part[i] for part in parts]) for i in range(len(parts[0]))]
         total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,21 +53,30 @@ class Evaluator:
         return [self._part(split, dataset, batch) for batch in range(rank, num_batches, size)]
 
     def _part(self, split: str, dataset: Dataset, batch: int) -> Part:
+        x, y, num_rows = self.begin_batch(split, dataset, batch)
+        with user_code(f"evaluating {split}"):
+            output = self.model(x)
+        part = self.measure(split, batch, output, y, num_rows)
+        self.randomness.end()
+        return part
+
+    def begin_batch(self, split: str, dataset: Dataset, batch: int) -> tuple[Any, Any, int]:
+        """(x, y, number of rows) of a batch; what is drawn from now on is drawn for it."""
         start = batch * self.batch_size
         indices = torch.arange(start, min(start + self.batch_size, len(dataset)))
-        activity = f"evaluating {split}"
         self.randomness.begin("evaluate", split, batch)
-        x, y = self.gather(dataset, indices, activity)
-        with user_code(activity):
-            output = self.model(x)
-            loss = self.loss(output, y, len(indices))
+        return *self.gather(dataset, indices, f"evaluating {split}"), len(indices)
+
+    def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> Part:
+        """Loss and metrics of a batch."""
+        with user_code(f"evaluating {split}"):
+            loss = self.loss(output, y, num_rows)
             sums = {"loss": float(loss.mean) * loss.weight}
             for name, metric in self.metrics.items():
-                mean, weight = metric(output, y, len(indices))
+                mean, weight = metric(output, y, num_rows)
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
-        self.randomness.end()
         return Part(split, batch, loss.weight, sums)

@@ -66,11 +66,15 @@ class KeyedRandomness:
             if draws_random_numbers(module):
                 module.register_forward_pre_hook(partial(self._before_call, _number(name)))
 
-    def begin(self, *key: int | str) -> None:
-        """Starts the computation named by `key`: a shard of a step, a batch of an evaluation."""
+    def begin(self, *key: int | str, forget: bool = True) -> None:
+        """Starts the computation named by `key`: a shard of a step, a batch of an evaluation.
+
+        forget=False where the backward of an earlier computation is still to come.
+        """
         self._prefix = mix(*key)
         self._num_calls.clear()
-        self._keys.clear()
+        if forget:
+            self._keys.clear()
         self._seed(self._prefix)
         # Augmentation in the user's data set may use these two.
         random.seed(self._prefix)

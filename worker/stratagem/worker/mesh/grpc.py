@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
@@ -94,14 +95,23 @@ class GrpcLink:
             for out in self._out.values():
                 tasks.create_task(out.run())
 
-    def send(self, peer: int, tag: int, tensor: Tensor) -> Send:
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
         out = self._out[peer]
-        work = Send(out, tag, tensor)
+        work = Send(out, tag, tensor, step)
         self._hub.call(lambda: out.queue.put_nowait(work))
         return work
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> Receive:
         return self._endpoint.box.post(Route(peer, 0, tag), tensor)
+
+    def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
+        """From now on take these messages, (source, tag), of this step, each once, and no older
+        step's. For messages whose size the receiver does not know."""
+        self._endpoint.box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
+
+    def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
+        """The bytes of one message, which are the caller's. Raises ExchangeError."""
+        return self._endpoint.box.take(Route(peer, step, tag), timeout_s)
 
     def cut(self) -> None:
         self._hub.end(self._endpoint, "the link was cut", cut=True)
@@ -120,10 +130,10 @@ class GrpcLink:
 class Send:
     """One send. `is_done` is guarded by the mailbox's condition."""
 
-    __slots__ = ("_out", "is_done", "size_bytes", "tag", "tensor")
+    __slots__ = ("_out", "is_done", "size_bytes", "step", "tag", "tensor")
 
-    def __init__(self, out: _Outbound, tag: int, tensor: Tensor) -> None:
-        self._out, self.tag, self.tensor = out, tag, tensor
+    def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int) -> None:
+        self._out, self.tag, self.tensor, self.step = out, tag, tensor, step
         self.size_bytes = tensor.nbytes
         self.is_done = False
 
@@ -167,7 +177,7 @@ class _Outbound:
 
     async def _talk(self, call: Any) -> None:
         await call.wait_for_connection()
-        await write_message(call, self._header(0, None))
+        await write_message(call, self._header(0, 0, None))
         if await call.read() is grpc.aio.EOF:
             return
         self.connected.set_result(None)
@@ -199,7 +209,7 @@ class _Outbound:
                 self._room.clear()
                 await self._room.wait()
             self._unanswered.append(work.size_bytes)
-            await write_message(call, self._header(work.tag, work.tensor))
+            await write_message(call, self._header(work.step, work.tag, work.tensor))
             pieces = from_buffers([bytes_of(work.tensor)])(0)
             for frame in iter_frames(pieces):
                 await write_message(call, frame)
@@ -208,7 +218,7 @@ class _Outbound:
                 self._box.changed.notify_all()
         await call.done_writing()
 
-    def _header(self, tag: int, tensor: Tensor | None) -> peer_pb2.SendRequest:
+    def _header(self, step: int, tag: int, tensor: Tensor | None) -> peer_pb2.SendRequest:
         group = self._group
         return peer_pb2.SendRequest(
             header=peer_pb2.PeerHeader(
@@ -217,6 +227,7 @@ class _Outbound:
                 party=group.party,
                 source=group.rank,
                 destination=self._peer,
+                step=step,
                 tag=tag,
                 manifest=_manifest(tensor),
             )

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.graph import GraphSpec, NodeSpec
+from stratagem.common.pipeline.program import Program, flatten
 from stratagem.worker.losses import unknown
+from stratagem.worker.models.program import Slots, evaluate, run_calls
 
 
 class Add(nn.Module):
@@ -125,18 +127,13 @@ class GraphModule(nn.Module):
 
     The model's inputs go to the input nodes, ahead of what edges bring there. One output is
     returned as it is, several as a tuple. Without named inputs or outputs those are the nodes
-    without incoming and without outgoing edges.
+    without incoming and without outgoing edges. Subgraphs are modules for the sake of their
+    names only: the outermost graph runs all nodes.
     """
 
     def __init__(self, graph: GraphSpec) -> None:
         super().__init__()
-        edges = sorted(graph.edges, key=lambda edge: edge.port)
-        self._sources = {
-            name: [edge.source for edge in edges if edge.target == name]
-            for name in graph.node_ids()
-        }
-        self._inputs, self._outputs = graph.input_ids(), graph.output_ids()
-        self._order = graph.topological_order()
+        self._program = flatten(graph)
         for node in graph.nodes:
             self._add(node.id, _make_node(node))
         for subgraph in graph.subgraphs:
@@ -148,20 +145,16 @@ class GraphModule(nn.Module):
         self.add_module(name, module)
 
     def forward(self, *inputs: Any) -> Any:
-        if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
-            inputs = tuple(inputs[0])
-        if len(inputs) == 1:  # one input goes to every input node
-            inputs = inputs * len(self._inputs)
-        if len(inputs) != len(self._inputs):
-            raise ValueError(f"the graph has {len(self._inputs)} inputs, {len(inputs)} were given")
-        given = dict(zip(self._inputs, inputs, strict=True))
-        values: dict[str, Any] = {}
-        for name in self._order:
-            arguments = [given[name]] if name in given else []
-            arguments += [values[source] for source in self._sources[name]]
-            values[name] = self.get_submodule(name)(*arguments)
-        outputs = tuple(values[name] for name in self._outputs)
-        return outputs[0] if len(outputs) == 1 else outputs
+        program, slots = self._program, Slots()
+        modules = node_modules(self, program)
+        given = inputs[0] if len(inputs) == 1 else inputs
+        run_calls(program.calls, modules, program.num_uses, given, slots)
+        return evaluate(program.output, given, slots)
+
+
+def node_modules(model: nn.Module, program: Program) -> dict[str, nn.Module]:
+    """The module of each node of the program."""
+    return {call.node: model.get_submodule(call.node.replace("/", ".")) for call in program.calls}
 
 
 def graph_module(graph: GraphSpec) -> nn.Module:

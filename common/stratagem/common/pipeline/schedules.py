@@ -1,0 +1,258 @@
+"""Pipeline schedules as data: for each rank the list of what it does, in order.
+
+Sends and receives are not in the lists: a rank sends an activation as soon as it is computed and
+waits for what an action needs before the action. Forward and backward numbers rise in every list,
+so gradients are added in the same order under each of them. A list is checked by `simulation`
+before it runs. Times in this file are in units of one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+from stratagem.common.errors import InvalidInputError
+
+
+class Kind(StrEnum):
+    """What is computed for one micro-batch on one stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    """The half of a backward that others wait for: the gradient of the stage's inputs."""
+    WEIGHT = "W"
+    """The other half: the gradient of the stage's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}.{self.stage}"
+
+
+Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+"""The actions of each rank."""
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards: Huang et al., arXiv:1811.06965. Keeps M activations."""
+    _check(num_stages, num_micro_batches)
+    return tuple(_pairs(stage, num_micro_batches, num_micro_batches) for stage in range(num_stages))
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """PipeDream-Flush, arXiv:2006.09503: min(S − k − 1, M) forwards of warm-up on stage k, then
+    forward and backward in turn. Keeps min(S − k, M) activations."""
+    _check(num_stages, num_micro_batches)
+    return tuple(
+        _pairs(stage, num_micro_batches, num_stages - stage - 1) for stage in range(num_stages)
+    )
+
+
+def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """1F1B with twice the warm-up: a hop between stages then delays no steady pair.
+
+    Keeps min(2 (S − k − 1) + 1, M) activations.
+    """
+    _check(num_stages, num_micro_batches)
+    return tuple(
+        _pairs(stage, num_micro_batches, 2 * (num_stages - stage - 1))
+        for stage in range(num_stages)
+    )
+
+
+def interleaved(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
+    """Interleaved 1F1B, Narayanan et al., arXiv:2104.04473; rank k owns the stages k + v·S.
+
+    M must be a multiple of S. One chunk is plain 1F1B, which has the smaller warm-up.
+    """
+    _check(num_ranks, num_micro_batches)
+    if chunks < 1:
+        raise InvalidInputError.at("chunks", f"{chunks} is not >= 1")
+    if chunks == 1:
+        return one_f_one_b(num_ranks, num_micro_batches)
+    if num_micro_batches % num_ranks:
+        raise InvalidInputError.at(
+            "num_micro_batches",
+            f"{num_micro_batches} is no multiple of the {num_ranks} ranks, as the interleaved "
+            "schedule needs",
+        )
+    return tuple(
+        _interleaved_rank(k, num_ranks, chunks, num_micro_batches) for k in range(num_ranks)
+    )
+
+
+def _interleaved_rank(
+    rank: int, size: int, chunks: int, num_micro_batches: int
+) -> tuple[Action, ...]:
+    total = num_micro_batches * chunks
+
+    def action(kind: Kind, step: int) -> Action:
+        micro_batch = step // (size * chunks) * size + step % size
+        chunk = step % (size * chunks) // size
+        chunk = chunk if kind is Kind.FORWARD else chunks - 1 - chunk
+        return Action(kind, rank + chunk * size, micro_batch)
+
+    warmup = min(2 * (size - rank - 1) + (chunks - 1) * size, total)
+    actions = [action(Kind.FORWARD, step) for step in range(warmup)]
+    for step in range(total - warmup):
+        actions += [action(Kind.FORWARD, warmup + step), action(Kind.BACKWARD, step)]
+    actions += [action(Kind.BACKWARD, step) for step in range(total - warmup, total)]
+    return tuple(actions)
+
+
+def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Backward split in two (Qi et al., arXiv:2401.10241, like ZB-H1): weight gradients fill the
+    bubbles. Keeps at most S activations on every rank."""
+    _check(num_stages, num_micro_batches)
+    return list_schedule(
+        range(num_stages), num_micro_batches, max_live=num_stages, split_backward=True
+    )
+
+
+def list_schedule(
+    rank_of: Sequence[int],
+    num_micro_batches: int,
+    *,
+    max_live: int | None = None,
+    split_backward: bool = False,
+) -> Schedule:
+    """A schedule for any placement of stages on ranks, whatever their number and order.
+
+    Plays the step with actions of equal length: a free rank does a backward if one is ready, else
+    a forward if it keeps fewer than `max_live` activations, else a weight gradient. The default
+    limit is what 1F1B keeps, per stage of the rank.
+    """
+    _check(len(rank_of), num_micro_batches)
+    board = _Board(tuple(rank_of), num_micro_batches, max_live, split_backward)
+    while board.num_left:
+        board.tick()
+    return tuple(tuple(actions) for actions in board.lists)
+
+
+class _Board:
+    """The state of `list_schedule`: how far each stage is."""
+
+    def __init__(
+        self, rank_of: tuple[int, ...], num_micro_batches: int, max_live: int | None, split: bool
+    ) -> None:
+        self._rank_of, self._count, self._is_split = rank_of, num_micro_batches, split
+        num_stages, num_ranks = len(rank_of), max(rank_of) + 1
+        self._done = {kind: [0] * num_stages for kind in Kind}
+        self._back = Kind.INPUT if split else Kind.BACKWARD
+        self._release = Kind.WEIGHT if split else Kind.BACKWARD
+        self._limit = [
+            max_live if max_live is not None else num_stages - stage for stage in range(num_stages)
+        ]
+        self.lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.num_left = num_stages * num_micro_batches * (3 if split else 2)
+
+    def tick(self) -> None:
+        """One unit of time: every rank does what was ready at its beginning."""
+        for action in [self._choose(rank) for rank in range(len(self.lists))]:
+            if action is not None:
+                self.lists[self._rank_of[action.stage]].append(action)
+                self._done[action.kind][action.stage] += 1
+                self.num_left -= 1
+
+    def _choose(self, rank: int) -> Action | None:
+        stages = [stage for stage, owner in enumerate(self._rank_of) if owner == rank]
+        for kind in (self._back, Kind.FORWARD, Kind.WEIGHT):
+            ready = [(self._done[kind][s], -s) for s in stages if self._is_ready(kind, s)]
+            if ready:
+                micro_batch, stage = min(ready)
+                return Action(kind, -stage, micro_batch)
+        return None
+
+    def _is_ready(self, kind: Kind, stage: int) -> bool:
+        done = self._done
+        number = done[kind][stage]
+        if number == self._count:
+            return False
+        if kind is Kind.FORWARD:
+            live = number - done[self._release][stage]
+            return live < self._limit[stage] and (stage == 0 or done[kind][stage - 1] > number)
+        if kind is Kind.WEIGHT:
+            return self._is_split and done[Kind.INPUT][stage] > number
+        last = stage == len(self._rank_of) - 1
+        return done[Kind.FORWARD][stage] > number and (last or done[kind][stage + 1] > number)
+
+
+def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
+    """The named schedule (`SCHEDULES`) for stages placed on ranks.
+
+    Where it does not fit the placement, or the number of micro-batches of a last short batch, the
+    answer is a list schedule: the order of work changes, the result does not.
+    """
+    if name not in SCHEDULES:
+        raise InvalidInputError.at("schedule", f"{name!r} is not one of {', '.join(SCHEDULES)}")
+    num_ranks, num_stages = max(rank_of) + 1, len(rank_of)
+    is_split = name == "zero_bubble"
+    looped = all(rank_of[i] == rank_of[i % num_ranks] for i in range(num_stages))
+    if not looped or num_stages % num_ranks or len(set(rank_of)) != num_ranks:
+        return list_schedule(rank_of, num_micro_batches, split_backward=is_split)
+    chunks = num_stages // num_ranks
+    if chunks > 1:
+        if is_split or num_micro_batches % num_ranks:
+            return list_schedule(rank_of, num_micro_batches, split_backward=is_split)
+        lists = interleaved(num_ranks, chunks, num_micro_batches)
+    else:
+        lists = SCHEDULES[name](num_ranks, num_micro_batches)
+    place = {rank_of[k]: k for k in range(num_ranks)}
+    return tuple(lists[place[rank]] for rank in range(num_ranks))
+
+
+def should_warm_up_more(forward_s: float, backward_s: float, hop_s: float, num_stages: int) -> bool:
+    """Whether hops cost plain 1F1B more than 2 % of its time, which the eager order would save.
+
+    forward_s, backward_s: of one micro-batch on one stage; hop_s: from a send to its receive.
+    """
+    exposed_s = 2 * hop_s * (num_stages - 1) / num_stages
+    return exposed_s > 0.02 * (forward_s + backward_s)
+
+
+SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
+    "1f1b": one_f_one_b,
+    "eager": eager_one_f_one_b,
+    "gpipe": gpipe,
+    "zero_bubble": zero_bubble,
+}
+"""By name, for one stage per rank; (num_stages, num_micro_batches) -> Schedule. With several stages
+per rank, all but zero_bubble mean the interleaved one."""
+
+
+def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
+    """Evaluation: every rank passes the micro-batches through its stages, in order."""
+    num_ranks = max(rank_of) + 1
+    return tuple(
+        tuple(
+            Action(Kind.FORWARD, stage, micro_batch)
+            for micro_batch in range(num_micro_batches)
+            for stage, owner in enumerate(rank_of)
+            if owner == rank
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def _pairs(stage: int, count: int, warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then pairs of forward and backward, then what is left of the backwards."""
+    warmup = min(warmup, count)
+    actions = [Action(Kind.FORWARD, stage, m) for m in range(warmup)]
+    for m in range(count - warmup):
+        actions += [Action(Kind.FORWARD, stage, warmup + m), Action(Kind.BACKWARD, stage, m)]
+    actions += [Action(Kind.BACKWARD, stage, m) for m in range(count - warmup, count)]
+    return tuple(actions)
+
+
+def _check(num_stages: int, num_micro_batches: int) -> None:
+    for name, value in (("num_stages", num_stages), ("num_micro_batches", num_micro_batches)):
+        if value < 1:
+            raise InvalidInputError.at(name, f"{value} is not >= 1")

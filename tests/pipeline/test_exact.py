@@ -1,0 +1,147 @@
+"""Any schedule, any split: the bits of the sharded loop with the same micro-batches."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.worker.pipeline.build import Placement
+from stratagem.worker.reference import sharded_loop
+from tests.engine.support import assert_same_bits
+from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, NESTED, SGD, SKIPS, Party, cut, job
+
+torch.set_num_threads(1)
+DEEP = [str(i) for i in range(8)]
+
+
+def assert_exact(spec: Any, placement: Placement, num_steps: int = 5) -> None:
+    party = Party(spec, placement)
+    losses = party.train(num_steps)
+    size = placement.micro_batch_size or 1000
+    expected = sharded_loop(spec, ALLOWED, 1, num_steps, micro_batch_size=size)
+    assert losses == expected.losses
+    assert_same_bits(party.model(), dict(expected.state))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
+@pytest.mark.parametrize("precision", ["Single", "Full"])
+@pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 4, 3), (2, 2, 1, 3)], ids=str)
+def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any]) -> None:
+    """Dropout, batch norm, in-place nodes; batches of 8, 8 and 5 rows in micro-batches of 3."""
+    spec = job(optimizer=optimizer, execution={"precision": precision})
+    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3)
+    assert_exact(spec, placement)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager", "zero_bubble"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2, 4])
+def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
+    placement = Placement(cut(DEEP, 2, 3, 3), (0, 1, 2), micro_batch_size, schedule)
+    assert_exact(job(optimizer=ADAM), placement)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("ranks", [(0, 1, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (0, 1, 2, 0)], ids=str)
+def test_several_stages_per_rank(ranks: tuple[int, ...], schedule: str) -> None:
+    """Interleaved where the number of micro-batches allows it (8 rows), else a list schedule."""
+    placement = Placement(cut(DEEP, 2, 2, 2, 2), ranks, 2, schedule)
+    assert_exact(job(optimizer=ADAM), placement)
+
+
+def test_seven_rows_in_micro_batches_of_two() -> None:
+    data = {"entrypoint": "tests.pipeline.userland:classes", "kwargs": {"num_rows": 14}}
+    spec = job("InARow", batch_size=7, data=data)
+    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 2))
+    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 1))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
+@pytest.mark.parametrize(
+    ("copies", "sizes", "ranks"),
+    [(2, (4,), (0,)), (2, (2, 2), (0, 1)), (3, (2, 2, 3), (0, 1, 2)), (3, (2, 2, 3), (0, 1, 0))],
+)
+def test_tied_parameters(
+    copies: int, sizes: tuple[int, ...], ranks: tuple[int, ...], optimizer: dict[str, Any]
+) -> None:
+    """Tokens, with the loss over those that count; two or three stages hold the embedding."""
+    names = [str(i) for i in range(sum(sizes))]
+    spec = job(
+        {"entrypoint": "tests.pipeline.userland:tied", "kwargs": {"copies": copies}},
+        data={"entrypoint": "tests.pipeline.userland:tokens"},
+        loss="token_cross_entropy",
+        optimizer=optimizer,
+    )
+    assert_exact(spec, Placement(cut(names, *sizes), ranks, 3))
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("a", "t", "b", "c", "d", "sum", "e", "all", "head"),),
+        (("a", "t"), ("b", "c", "d", "sum"), ("e", "all", "head")),
+        (("a", "t", "b"), ("c", "d"), ("sum",), ("e", "all", "head")),
+        (("all", "head"), ("e", "sum", "d", "c", "b"), ("t", "a")),
+        (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head")),
+    ],
+    ids=lambda each: "|".join("".join(nodes) for nodes in each),
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_skips_that_are_used_by_several_stages(
+    partitions: tuple[tuple[str, ...], ...], schedule: str
+) -> None:
+    placement = Placement(partitions, tuple(range(len(partitions))), 3, schedule)
+    assert_exact(job({"graph": SKIPS}, optimizer=ADAM), placement)
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("a", "norm"), ("left",), ("right",)),
+        (("right",), ("left",), ("a", "norm")),
+        (("a",), ("norm", "left"), ("right",)),
+        (("a", "norm", "right"), ("left",)),
+    ],
+)
+def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> None:
+    spec = job({"graph": BRANCHES}, loss="tests.pipeline.userland:two_heads")
+    assert_exact(spec, Placement(partitions, tuple(range(len(partitions))), 4))
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("start", "enc"), ("pick", "join", "end")),
+        (("start", "enc/x"), ("enc/y",), ("enc/m", "pick", "join", "end")),
+    ],
+)
+def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> None:
+    assert_exact(job({"graph": NESTED}), Placement(partitions, tuple(range(len(partitions))), 3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("structured", (1, 1)),
+        ("frozen_start", (1, 2)),
+        ("frozen_start", (2, 1)),
+        ("shared_block", (3, 1)),
+    ],
+)
+def test_values_of_all_kinds_cross(model: str, sizes: tuple[int, ...], schedule: str) -> None:
+    names = [str(i) for i in range(sum(sizes))]
+    assert_exact(job(model), Placement(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule))
+
+
+def test_augmentation_in_the_data_is_drawn_alike_by_first_and_last_stage() -> None:
+    spec = job(data={"entrypoint": "tests.pipeline.userland:noisy"})
+    assert_exact(spec, Placement(cut(DEEP, 4, 4), (0, 1), 3))
+
+
+def test_one_micro_batch_is_the_loop_without_micro_batches() -> None:
+    spec = job(optimizer=ADAM)
+    party = Party(spec, Placement(cut(DEEP, 3, 5), (0, 1)))
+    losses = party.train(5)
+    expected = sharded_loop(spec, ALLOWED, 1, 5)
+    assert losses == expected.losses
+    assert_same_bits(party.model(), dict(expected.state))

@@ -1,0 +1,38 @@
+"""Messages of stages over PeerService: a `GrpcLink` carries each as one run of bytes.
+
+What arrives early is kept by the mailbox, what is stale or comes twice is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stratagem.worker.mesh.grpc import GrpcLink, Send
+from stratagem.worker.pipeline.message import Address, Message, pack, unpack
+
+
+class PeerTransport:
+    """A rank whose peers are the members of a link, rank by rank."""
+
+    def __init__(self, link: GrpcLink) -> None:
+        self._link = link
+        self._sends: list[Send] = []
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._link.open_step(step, [(each.source, each.tag) for each in awaited])
+
+    def send(self, address: Address, message: Message) -> None:
+        frame = pack(address, message)
+        self._sends.append(self._link.send(address.target, address.tag, frame, address.step))
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        frame = self._link.take(address.source, address.step, address.tag, timeout_s)
+        return unpack(address, frame)
+
+    def end(self, timeout_s: float) -> None:
+        for work in self._sends:
+            work.wait(timeout_s)
+        self._sends.clear()
+
+    def cut(self) -> None:
+        self._link.cut()

@@ -1,0 +1,171 @@
+"""One pass of a rank through its action list: compute, send at once, wait for what is needed.
+
+Owns addresses, the micro-batches that are under way on this rank, and the messages between stages
+of the same rank. Must not know the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.common.pipeline.schedules import Action, Kind
+from stratagem.common.pipeline.tags import base_of, control_tag, tag_of
+from stratagem.common.pipeline.tiling import Boundary, StagePlan
+from stratagem.worker.entrypoints import user_code
+from stratagem.worker.pipeline.message import Address, Message
+from stratagem.worker.pipeline.stage import Kept, StagePart
+from stratagem.worker.pipeline.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a rank is to the others: its number, and how it reaches them."""
+
+    plan: StagePlan
+    rank_of: tuple[int, ...]
+    """By stage."""
+    rank: int
+    transport: Transport
+    timeout_s: float
+    """Longest wait for one message."""
+
+    @property
+    def size(self) -> int:
+        return max(self.rank_of) + 1
+
+    def stages(self) -> list[int]:
+        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
+
+    def address(
+        self, step: int, boundary: Boundary, count: int, micro_batch: int, *, backward: bool
+    ) -> Address:
+        """The address of an activation, or of its gradient; `count` micro-batches make the step."""
+        ends = (self.rank_of[boundary.source], self.rank_of[boundary.target])
+        source, target = reversed(ends) if backward else ends
+        tag = tag_of(base_of(boundary.number, count), micro_batch, backward=backward)
+        direction = "backward" if backward else "forward"
+        label = f"boundary {boundary.number}, micro-batch {micro_batch}, {direction}"
+        return Address(step, source, target, tag, label)
+
+    def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
+        """The address of what is said once per step."""
+        tag = control_tag(self.plan.num_boundaries, count, number)
+        return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass computes, apart from the stages.
+
+    begin(micro_batch) starts the drawing of random numbers; load() then reads (x, y, rows);
+    lose(output, y, rows, micro_batch) answers the loss to begin a backward with, or None.
+    """
+
+    activity: str
+    begin: Callable[[int], None]
+    load: Callable[[int], tuple[Any, Any, int]]
+    lose: Callable[[Any, Any, int, int], Tensor | None]
+
+
+class RankPass:
+    """The state of one pass: `step` is its number, `count` how many micro-batches it has."""
+
+    def __init__(self, lane: Lane, parts: Mapping[int, StagePart], step: int, count: int) -> None:
+        self._lane, self._parts, self._step, self._count = lane, parts, step, count
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._local: dict[Address, Message] = {}
+
+    def awaited(self) -> Iterator[Address]:
+        """All that may come from other ranks: activations, and their gradients or credits."""
+        for micro_batch in range(self._count):
+            for part in self._parts.values():
+                for boundaries, backward in ((part.before, False), (part.after, True)):
+                    for boundary in boundaries:
+                        address = self._address(boundary, micro_batch, backward=backward)
+                        if address.source != address.target:
+                            yield address
+
+    def train(self, actions: Sequence[Action], work: Work) -> None:
+        """Forward and backward of all micro-batches."""
+        for action in actions:
+            part, key = self._parts[action.stage], (action.stage, action.micro_batch)
+            if action.kind is Kind.FORWARD:
+                self._kept[key] = self._forward(part, action.micro_batch, work)
+                continue
+            if action.kind is Kind.WEIGHT:
+                with user_code(work.activity):
+                    part.backward_weight(self._kept.pop(key))
+                continue
+            is_whole = action.kind is Kind.BACKWARD
+            kept = self._kept.pop(key) if is_whole else self._kept[key]
+            received = {
+                boundary.number: self._recv(boundary, action.micro_batch, backward=True)
+                for boundary in part.after
+                if kept.left[boundary.number]
+            }
+            with user_code(work.activity):
+                sent = (part.backward if is_whole else part.backward_input)(kept, received)
+            for boundary in part.before:
+                if boundary.number in sent:
+                    message = sent[boundary.number]
+                    self._send(boundary, action.micro_batch, message, backward=True)
+
+    @torch.no_grad()
+    def forward_only(self, actions: Sequence[Action], work: Work, window: int) -> None:
+        """Forward of all micro-batches, at most `window` of them ahead of the next stage.
+
+        The backward tag of a micro-batch then carries nothing, which says: one more may be sent.
+        """
+        for action in actions:
+            part, micro_batch = self._parts[action.stage], action.micro_batch
+            for boundary in part.after:
+                if micro_batch >= window:
+                    self._recv(boundary, micro_batch - window, backward=True)
+            self._forward(part, micro_batch, work)
+            for boundary in part.before:
+                self._send(boundary, micro_batch, Message(), backward=True)
+        for part in self._parts.values():
+            for boundary in part.after:
+                for micro_batch in range(max(0, self._count - window), self._count):
+                    self._recv(boundary, micro_batch, backward=True)
+
+    def _forward(self, part: StagePart, micro_batch: int, work: Work) -> Kept:
+        received = {
+            boundary.number: self._recv(boundary, micro_batch, backward=False)
+            for boundary in part.before
+        }
+        work.begin(micro_batch)
+        x, y, num_rows = None, None, 0
+        if part.reads_input or part.is_last:
+            x, y, num_rows = work.load(micro_batch)
+        with user_code(work.activity):
+            kept, sent = part.forward(x, received)
+            if part.is_last:
+                kept.loss = work.lose(kept.output, y, num_rows, micro_batch)
+                kept.output = None
+        for boundary in part.after:
+            self._send(boundary, micro_batch, sent[boundary.number], backward=False)
+        return kept
+
+    def _address(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Address:
+        return self._lane.address(self._step, boundary, self._count, micro_batch, backward=backward)
+
+    def _send(
+        self, boundary: Boundary, micro_batch: int, message: Message, *, backward: bool
+    ) -> None:
+        address = self._address(boundary, micro_batch, backward=backward)
+        if address.source == address.target:
+            self._local[address] = message
+        else:
+            self._lane.transport.send(address, message)
+
+    def _recv(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Message:
+        address = self._address(boundary, micro_batch, backward=backward)
+        if address.source == address.target:
+            return self._local.pop(address)
+        return self._lane.transport.recv(address, self._lane.timeout_s)

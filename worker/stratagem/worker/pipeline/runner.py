@@ -1,0 +1,331 @@
+"""The training step of one rank of a pipeline, its evaluation, and its part of the state.
+
+A rank computes its stages of every micro-batch, adds gradients up in order of micro-batch, and
+steps its own optimizer after the last backward. What all ranks must agree on (weight, loss, norm of
+all gradients, tied parameters) goes round in three small messages. Nothing changes before all ranks
+have said that their gradients are finite. Must not know gRPC and the coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.common.pipeline.schedules import Schedule, choose, forward_only
+from stratagem.common.pipeline.simulation import check
+from stratagem.common.shards import split_rows
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.engine import state
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.trainer import StepReport
+from stratagem.worker.entrypoints import user_code
+from stratagem.worker.models.nodes import Trained
+from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.pipeline.agreement import Agreement, Verdict
+from stratagem.worker.pipeline.rank_pass import Lane, RankPass, Work
+from stratagem.worker.pipeline.stage import StagePart
+
+# Places of the extras, as in the data-parallel trainer: [weight, sum of the loss, wish to stop,
+# one per parameter, buffers].
+WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
+_WINDOW_PER_STAGE: Final = 2
+_UNBOUNDED: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What a replica adds to a step: the seam for data parallelism around a pipeline.
+
+    gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
+    reach. extras: float64 [weight, loss sum, wish to stop, 1 per parameter that was reached,
+    buffers], to be added in the same order as gradients.
+    """
+
+    gradients: Mapping[str, Tensor]
+    extras: Tensor
+
+
+Reduce = Callable[[StageGradients | None], StageGradients]
+"""Adds up over the replicas of this rank in the tree of shards. None: this replica's shard has no
+rows. Called between the last backward and the division by the weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSetup:
+    """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
+
+    job: JobSpec
+    model: nn.Module
+    trained: list[Trained]
+    """All trainable parameters of the whole model, in its order, with all their copies."""
+    parts: Mapping[int, StagePart]
+    lane: Lane
+    data: Mapping[str, Dataset]
+    evaluator: Evaluator
+    micro_batch_size: int | None
+    schedule: str
+
+
+class StageRunner:
+    """Used by one thread."""
+
+    def __init__(self, setup: RunnerSetup) -> None:
+        self._setup, self._job, self.model = setup, setup.job, setup.model
+        lane, gather = setup.lane, setup.evaluator.gather
+        self._lane, self._randomness = lane, setup.evaluator.randomness
+        self._agreement = Agreement(lane, setup.trained)
+        self._own = self._agreement.own
+        self.params = [(each.name, each.param) for each in self._own]
+        self.optimizer = (
+            make_optimizer(self._job.optimizer, [p for _, p in self.params]) if self._own else None
+        )
+        self._buffers = Buffers(self.model, gather.device)
+        self.num_extras = FIXED + len(self._own) + self._buffers.num_elements
+        self._order = BatchOrder(len(setup.data["train"]), self._job.batch_size, self._job.seed)
+        self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
+        self._schedules: dict[int, Schedule] = {}
+        self._num_passes = 0
+        self.step = 0
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self._setup.data.items()}
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The action lists of all ranks for a step of so many micro-batches, proven to end."""
+        if num_micro_batches not in self._schedules:
+            lane = self._lane
+            made = choose(self._setup.schedule, lane.rank_of, num_micro_batches)
+            check(made, lane.rank_of, num_micro_batches, lane.plan.dependencies())
+            self._schedules[num_micro_batches] = made
+        return self._schedules[num_micro_batches]
+
+    def train_step(
+        self,
+        *,
+        shard: int = 0,
+        num_shards: int = 1,
+        stop: bool = False,
+        reduce: Reduce | None = None,
+    ) -> StepReport:
+        """One optimizer step over the next global batch, of which this pipeline computes a shard.
+
+        Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
+        ExchangeError; parameters, buffers and optimizer are then as before.
+        """
+        _, indices = self._order.batch(self.step)
+        live = [rows for rows in split_rows(len(indices), num_shards) if rows]
+        micro_batches: tuple[Tensor, ...] = ()
+        if shard < len(live):
+            rows = indices[live[shard].start : live[shard].stop]
+            micro_batches = torch.split(rows, self._setup.micro_batch_size or _UNBOUNDED)
+        self.model.train()
+        self._buffers.snapshot()
+        try:
+            extras = self._compute(micro_batches, shard, len(live), stop, reduce)
+            verdict = self._divide_and_agree(extras)
+        except BaseException:
+            self._undo()
+            self._lane.transport.cut()
+            raise
+        loss = float(extras[LOSS] / extras[WEIGHT]) if extras[WEIGHT] else math.nan
+        try:
+            self._check_finite("loss" if extras[WEIGHT] else "loss (nothing was counted)", loss)
+            self._check_finite("gradient", 0.0 if verdict.is_finite else math.nan)
+        except UserCodeError:
+            self._undo()
+            raise
+        self._apply(extras, len(live), verdict)
+        return StepReport(self.step, loss, float(extras[WEIGHT]), len(indices), verdict.stop)
+
+    def evaluate(self, split: str) -> list[Part]:
+        """Sums per batch on the rank of the last stage; nothing on the others."""
+        parts: list[Part] = []
+        evaluator = self._setup.evaluator
+
+        def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
+            parts.append(evaluator.measure(split, batch, output, y, num_rows))
+
+        self._forward_only(split, measure)
+        return parts
+
+    def predict(self, split: str) -> list[Any]:
+        """The model's output per batch of the evaluation on the rank of the last stage."""
+        outputs: list[Any] = []
+        self._forward_only(split, lambda output, *_: outputs.append(output))
+        return outputs
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """(live tensors, metadata) of this rank's nodes; the union over ranks is the whole state.
+
+        Names are those of a single process. Optimizer state of a tied parameter comes from the
+        rank that holds its first copy.
+        """
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, str] = {}
+        if self.optimizer is not None:
+            mine = [(each.name, each.param) for each in self._own if self._agreement.is_first(each)]
+            tensors, numbers = state.optimizer_state(self.optimizer, mine)
+        metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
+        return {**state.model_state(self.model), **tensors}, metadata
+
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """`state`, copied to the CPU: stays as it is while training goes on."""
+        tensors, metadata = self.state()
+        return state.copied(tensors), metadata
+
+    def wants(self, name: str) -> bool:
+        """Whether `load_state` needs this tensor or number of the whole state."""
+        if name.startswith(state.OPTIMIZER):
+            return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
+        return name.removeprefix(state.MODEL) in self.model.state_dict()
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a whole state, or from at least what this rank wants of it."""
+        if metadata.get("format") != state.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
+        state.load_model_state(self.model, own)
+        if self.optimizer is not None:
+            numbers = {name: value for name, value in metadata.items() if self.wants(name)}
+            state.load_optimizer_state(self.optimizer, self.params, own, numbers)
+        self.step = int(metadata["step"])
+
+    def fingerprint(self) -> str:
+        """Of this rank's part of the state."""
+        return state.fingerprint(*self.state())
+
+    def _compute(
+        self,
+        micro_batches: tuple[Tensor, ...],
+        shard: int,
+        num_live: int,
+        stop: bool,
+        reduce: Reduce | None,
+    ) -> Tensor:
+        """Forward and backward of everything; leaves sums in .grad and answers the extras."""
+        activity = f"training step {self.step + 1}"
+        totals = torch.zeros(2, dtype=torch.float64)
+        for each in self._setup.trained:
+            each.forget()
+
+        def begin(micro_batch: int) -> None:
+            key = (self._job.seed, self.step, shard, micro_batch)
+            self._randomness.begin(*key, forget=micro_batch == 0)
+
+        def load(micro_batch: int) -> tuple[Any, Any, int]:
+            rows, gather = micro_batches[micro_batch], self._setup.evaluator.gather
+            return *gather(self._setup.data["train"], rows, activity), len(rows)
+
+        def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
+            value = self._setup.evaluator.loss(output, y, num_rows)
+            totals[WEIGHT] += value.weight
+            totals[LOSS] += float(value.mean.detach()) * value.weight
+            return value.mean * value.weight
+
+        lane, count = self._lane, len(micro_batches)
+        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count)
+        self._agreement.begin(self._num_passes, count)
+        self._num_passes += 1
+        lane.transport.begin(
+            self._agreement.step, [*one_pass.awaited(), *self._agreement.awaited()]
+        )
+        if count:
+            actions = self.schedule(count)[lane.rank]
+            one_pass.train(actions, Work(activity, begin, load, lose))
+        self._randomness.end()
+        totals = self._agreement.share_totals(totals)
+        reached = self._agreement.sum_tied()
+        extras = torch.zeros(self.num_extras, dtype=torch.float64)
+        extras[:STOP], extras[STOP] = totals, float(stop)
+        extras[FIXED : FIXED + len(reached)] = torch.tensor(reached, dtype=torch.float64)
+        if count:
+            extras[FIXED + len(reached) :] = self._buffers.contribution(shard, num_live)
+        return extras if reduce is None else self._reduced(reduce, extras, has_rows=count > 0)
+
+    def _reduced(self, reduce: Reduce, extras: Tensor, *, has_rows: bool) -> Tensor:
+        gradients = {
+            name: torch.zeros_like(param) if param.grad is None else param.grad
+            for name, param in self.params
+        }
+        answer = reduce(StageGradients(gradients, extras) if has_rows else None)
+        reached = answer.extras[FIXED : FIXED + len(self.params)].tolist()
+        for (name, param), count in zip(self.params, reached, strict=True):
+            param.grad = answer.gradients[name] if count else None
+        return answer.extras
+
+    def _divide_and_agree(self, extras: Tensor) -> Verdict:
+        weight = float(extras[WEIGHT])
+        grads = [param.grad for _, param in self.params if param.grad is not None]
+        if weight:
+            for grad in grads:
+                grad.div_(weight)
+        is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        max_norm = self._job.optimizer.clip_norm
+        verdict = self._agreement.verdict(is_finite, bool(extras[STOP] > 0), max_norm is not None)
+        self._lane.transport.end(self._lane.timeout_s)
+        return verdict
+
+    def _apply(self, extras: Tensor, num_live: int, verdict: Verdict) -> None:
+        self._buffers.apply(extras[FIXED + len(self._own) :], num_live)
+        max_norm = self._job.optimizer.clip_norm
+        if self.optimizer is not None:
+            rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
+            set_learning_rate(self.optimizer, rate)
+            if max_norm is not None and verdict.norm is not None:
+                params = [param for _, param in self.params]
+                nn.utils.clip_grads_with_norm_(params, max_norm, verdict.norm, foreach=False)
+            with user_code(f"training step {self.step + 1}"):
+                self.optimizer.step()
+        self.step += 1
+
+    def _undo(self) -> None:
+        self._randomness.end()
+        self._buffers.restore()
+        for each in self._setup.trained:
+            each.forget()
+
+    def _forward_only(self, split: str, use: Callable[[Any, Any, int, int], None]) -> None:
+        if split not in self._setup.data:
+            known = ", ".join(self._setup.data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        evaluator, lane = self._setup.evaluator, self._lane
+        dataset = self._setup.data[split]
+        count = -(-len(dataset) // evaluator.batch_size)
+        self.model.eval()
+        work = Work(
+            f"evaluating {split}",
+            lambda batch: self._randomness.begin("evaluate", split, batch),
+            lambda batch: evaluator.begin_batch(split, dataset, batch),
+            use,
+        )
+        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count)
+        self._num_passes += 1
+        try:
+            lane.transport.begin(self._num_passes - 1, one_pass.awaited())
+            actions = forward_only(lane.rank_of, count)[lane.rank] if count else ()
+            one_pass.forward_only(actions, work, _WINDOW_PER_STAGE * len(lane.rank_of))
+            lane.transport.end(lane.timeout_s)
+        except BaseException:
+            lane.transport.cut()
+            raise
+        finally:
+            self._randomness.end()
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise UserCodeError(
+                "FloatingPointError",
+                f"non-finite {what} at step {self.step + 1}",
+                activity=f"training step {self.step + 1}",
+            )

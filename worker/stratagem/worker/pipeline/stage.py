@@ -1,0 +1,183 @@
+"""One stage on a worker: forward and backward of one micro-batch, and what goes in and out.
+
+What enters is made the beginning of a graph of its own: one leaf per use of a value, so that the
+gradients of uses in different stages can be added in the order of the model's program. Must not
+know schedules or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.errors import IntegrityError
+from stratagem.common.pipeline.program import ModelInput, leaves
+from stratagem.common.pipeline.tiling import Boundary, StagePlan
+from stratagem.worker.models.program import Slots, add_uses, evaluate, run_calls
+from stratagem.worker.pipeline.message import Message, put_together, take_apart
+
+Place: TypeAlias = tuple[str, int, int]
+"""(node, use, number of the tensor in the node's output)."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a stage keeps of one micro-batch from its forward to its backward."""
+
+    entered: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
+    """By boundary: the leaves whose gradients are sent back."""
+    left: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
+    """By boundary: the tensors for which gradients will come."""
+    output: Any = None
+    """Of the model; on the last stage only."""
+    loss: Tensor | None = None
+    """Mean · weight, to begin the backward with; on the last stage only."""
+    roots: tuple[list[Tensor], list[Tensor | None]] = field(default_factory=lambda: ([], []))
+    """What the second half of a split backward begins with."""
+
+
+class StagePart:
+    """The nodes of one stage."""
+
+    def __init__(
+        self, plan: StagePlan, stage: int, modules: Mapping[str, nn.Module], device: torch.device
+    ) -> None:
+        nodes = set(plan.stages[stage].nodes)
+        self._program, self._modules, self._device = plan.program, modules, device
+        self._calls = [call for call in plan.program.calls if call.node in nodes]
+        self.before, self.after = plan.before(stage), plan.after(stage)
+        self.is_last = stage == len(plan.stages) - 1
+        output = self._program.output if self.is_last else None
+        self.reads_input = plan.stages[stage].reads_input or (
+            output is not None and any(isinstance(leaf, ModelInput) for leaf in leaves(output))
+        )
+        params = {id(p): p for node in nodes for p in modules[node].parameters()}
+        self._params = [param for param in params.values() if param.requires_grad]
+
+    def forward(
+        self, given: Any, received: Mapping[int, Message]
+    ) -> tuple[Kept, dict[int, Message]]:
+        """Runs the stage's nodes; (what is kept, what each boundary sends). With gradients if
+        torch's grad mode says so."""
+        kept, slots = Kept(), Slots()
+        for boundary in self.before:
+            kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
+        run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
+        sent = {}
+        for boundary in self.after:
+            message, kept.left[boundary.number] = _leave(boundary, slots)
+            sent[boundary.number] = message
+        if self.is_last:
+            kept.output = evaluate(self._program.output, given, slots)
+        return kept, sent
+
+    def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
+        """The whole backward; gradients of parameters are added to their .grad."""
+        tensors, gradients = self._roots(kept, received)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        return self._gradients(kept)
+
+    def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
+        """The half that other stages wait for. Walks the graph and keeps it."""
+        kept.roots = self._roots(kept, received)
+        inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]
+        if kept.roots[0] and inputs:
+            torch.autograd.backward(*kept.roots, inputs=inputs, retain_graph=True)
+        return self._gradients(kept)
+
+    def backward_weight(self, kept: Kept) -> None:
+        """The other half. Walks the graph a second time."""
+        if kept.roots[0] and self._params:
+            torch.autograd.backward(*kept.roots, inputs=self._params)
+
+    def _enter(self, boundary: Boundary, message: Message, slots: Slots) -> dict[Place, Tensor]:
+        values = message.words["values"]
+        if [node for node, *_ in values] != list(boundary.uses):
+            raise IntegrityError(f"boundary {boundary.number}: other nodes than the plan says")
+        entered: dict[Place, Tensor] = {}
+        start = 0
+        for node, skeleton, needs_grad in values:
+            tensors = [t.to(self._device) for t in message.tensors[start : start + len(needs_grad)]]
+            start += len(needs_grad)
+            for use in boundary.uses[node]:
+                inputs = list(tensors)
+                for i in range(len(tensors)):
+                    if needs_grad[i] and torch.is_grad_enabled():
+                        leaf = entered[node, use, i] = tensors[i].detach().requires_grad_()
+                        inputs[i] = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+                slots[node, use] = put_together(skeleton, inputs)
+        return entered
+
+    def _roots(
+        self, kept: Kept, received: Mapping[int, Message]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        tensors: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if kept.loss is not None:
+            tensors.append(kept.loss)
+            gradients.append(None)
+        for number, message in received.items():
+            for place, gradient in zip(message.words["places"], message.tensors, strict=True):
+                tensors.append(kept.left[number][tuple(place)])
+                gradients.append(gradient.to(self._device))
+        return tensors, gradients
+
+    def _gradients(self, kept: Kept) -> dict[int, Message]:
+        """The gradients of what entered, for each boundary over which any are due."""
+        sent = {}
+        for boundary in self.before:
+            if entered := kept.entered[boundary.number]:
+                found = self._by_place(boundary, entered)
+                sent[boundary.number] = Message(
+                    list(found.values()), {"places": [list(place) for place in found]}
+                )
+        return sent
+
+    def _by_place(self, boundary: Boundary, entered: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        found: dict[Place, Tensor] = {}
+        for node, uses in boundary.uses.items():
+            for number in sorted({i for name, _, i in entered if name == node}):
+                gradients = [entered[node, use, number].grad for use in uses]
+                merged = list(zip(uses, gradients, strict=True))
+                if _is_tail(uses, self._program.num_uses[node]):
+                    # The sum begins with these, so they may be added here: fewer bytes.
+                    merged = [(uses[-1], add_uses(gradients))]
+                found |= {(node, use, number): g for use, g in merged if g is not None}
+        return found
+
+
+def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tensor]]:
+    """The message of a boundary, and the tensors for which gradients will come."""
+    tensors: list[Tensor] = []
+    values: list[Any] = []
+    left: dict[Place, Tensor] = {}
+    for node, uses in boundary.uses.items():
+        for use in uses:
+            found: list[Tensor] = []
+            skeleton = take_apart(slots.pop((node, use)), found)
+            left |= {(node, use, i): each for i, each in enumerate(found) if each.requires_grad}
+            if use == uses[0]:
+                values.append([node, skeleton, [each.requires_grad for each in found]])
+                tensors += [each.detach() for each in found]
+    return Message(tensors, {"values": values}), left
+
+
+def _is_tail(uses: Sequence[int], num_uses: int) -> bool:
+    return list(uses) == list(range(num_uses - len(uses), num_uses))
+
+
+class _Enter(torch.autograd.Function):
+    """Between a leaf and the first node, which may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

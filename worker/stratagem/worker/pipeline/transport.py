@@ -1,0 +1,131 @@
+"""The one interface between stages and whatever carries their messages, and the carrier in memory.
+
+A transport belongs to one rank of one membership. It is cut when anything fails and not repaired.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+from stratagem.common.errors import StaleError
+from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.pipeline.message import Address, Message
+
+
+class Transport(Protocol):
+    """Carries messages from and to the other ranks. Used by one thread, but for `cut`."""
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        """A pass begins: these messages, each once, and none of an older step will be taken."""
+
+    def send(self, address: Address, message: Message) -> None:
+        """Returns at once; the message is the transport's from now on."""
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        """Raises ExchangeError, which names the message, its sender and what went wrong."""
+
+    def end(self, timeout_s: float) -> None:
+        """The pass is over: returns when nothing of it is under way any more."""
+
+    def cut(self) -> None:
+        """Make every wait fail soon, here and at the other ranks. From any thread."""
+
+
+class Exchange:
+    """Where ranks of one process leave messages for each other: the tensors themselves."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        # All below is guarded by `_changed`.
+        self._messages: dict[Address, Message] = {}
+        self._steps = [-1] * size
+        self._taken: list[set[Address]] = [set() for _ in range(size)]
+        self._end = ""
+
+    def begin(self, rank: int, step: int) -> None:
+        with self._changed:
+            self._steps[rank], self._taken[rank] = step, set()
+
+    def put(self, address: Address, message: Message) -> None:
+        with self._changed:
+            self._check_open()
+            if address.step < self._steps[address.target]:
+                raise StaleError(f"{address}: member {address.target} is at a later step")
+            if address in self._messages or address in self._taken[address.target]:
+                raise ExchangeError(f"{address} was sent twice")
+            self._messages[address] = message
+            self._changed.notify_all()
+
+    def take(self, address: Address, timeout_s: float) -> Message:
+        with self._changed:
+            self._changed.wait_for(lambda: address in self._messages or self._end, timeout_s)
+            self._check_open()
+            if address not in self._messages:
+                raise ExchangeError(f"receive of {address}: nothing within {timeout_s:g} s")
+            self._taken[address.target].add(address)
+            return self._messages.pop(address)
+
+    def cut(self) -> None:
+        with self._changed:
+            self._end = "the party was cut"
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._end:
+            raise ExchangeError(self._end)
+
+
+class LocalTransport:
+    """A rank of an `Exchange`."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._exchange.begin(self._rank, step)
+
+    def send(self, address: Address, message: Message) -> None:
+        self._exchange.put(address, message)
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        return self._exchange.take(address, timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        return
+
+    def cut(self) -> None:
+        self._exchange.cut()
+
+
+class TakingTurns:
+    """Any transport, for ranks that are threads of one process: they share torch's generators, so
+    only the one that holds `turn` computes, and it gives `turn` away while it waits."""
+
+    def __init__(self, inner: Transport, turn: threading.Lock) -> None:
+        self._inner, self._turn = inner, turn
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._inner.begin(step, awaited)
+
+    def send(self, address: Address, message: Message) -> None:
+        self._inner.send(address, message)
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        self._turn.release()
+        try:
+            return self._inner.recv(address, timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def end(self, timeout_s: float) -> None:
+        self._turn.release()
+        try:
+            self._inner.end(timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def cut(self) -> None:
+        self._inner.cut()
