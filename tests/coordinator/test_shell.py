@@ -46,6 +46,7 @@ def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunS
         num_shards=2,
         exchange=ExchangeMethod.ALL_REDUCE,
         parts=(members,),
+        ranks=(),
         evaluate=(),
     )
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.core
 ROOT = Party("")
 JOB = JobSpec.from_json(job({"type": "Local"}, checkpoint={"every": "5 steps"}))
 SOLE = Shape(num_shards=3, min_members=1, parts_of=segments.part_per_member, is_sole_copy=True)
-PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m: (m[0::2], m[1::2]))
+PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
 """Two parts; two members hold each of them."""
 A, B, C, D = (member(name) for name in "abcd")
 

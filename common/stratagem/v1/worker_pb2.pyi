@@ -225,6 +225,7 @@ class TrainPlan(_message.Message):
     EXCHANGE_FIELD_NUMBER: _builtins.int
     EVALUATE_SPLITS_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
@@ -244,6 +245,13 @@ class TrainPlan(_message.Message):
     def evaluate_splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Splits to evaluate at the end of the segment, divided among the members by batches."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Under model parallelism: for each partition of the strategy the rank that owns it, within a
+        replica. Members stand replica by replica, each with all its ranks in order. None when every
+        member has the whole model.
+        """
+
     def __init__(
         self,
         *,
@@ -254,10 +262,11 @@ class TrainPlan(_message.Message):
         exchange: Global___ExchangeMethod.ValueType = ...,
         evaluate_splits: _abc.Iterable[_builtins.str] | None = ...,
         lineage: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_shards", b"num_shards", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

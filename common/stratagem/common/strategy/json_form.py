@@ -119,8 +119,16 @@ _EXPLOIT: Final = tagged(
 _EXPLORE: Final = tagged(
     "method", Shape(choices.Perturbation, {"factor": REAL}), Shape(choices.Resample)
 )
+# A strategy may hold another one: the form refers to itself.
+_INNER: Final = Form(
+    lambda value, path: None if value is None else _STRATEGY.read(value, path),
+    lambda value: None if value is None else _STRATEGY.write(value),
+)
 _DATA_PARALLEL_OPTIONS: Final = Shape(
-    kinds.DataParallelOptions, {"min_replicas": UNSIGNED}, is_extras=True
+    kinds.DataParallelOptions, {"min_replicas": UNSIGNED, "inner": _INNER}, is_extras=True
+)
+_MODEL_PARALLEL_OPTIONS: Final = Shape(
+    kinds.ModelParallelOptions, {"schedule": TEXT}, is_extras=True
 )
 _FEDERATED_OPTIONS: Final = Shape(
     kinds.FederatedOptions,
@@ -131,11 +139,6 @@ _FEDERATED_OPTIONS: Final = Shape(
         "server_learning_rate": REAL,
     },
     is_extras=True,
-)
-# A strategy may hold another one: the form refers to itself.
-_INNER: Final = Form(
-    lambda value, path: None if value is None else _STRATEGY.read(value, path),
-    lambda value: None if value is None else _STRATEGY.write(value),
 )
 _POPULATION_OPTIONS: Final = Shape(
     kinds.PopulationOptions, {"inner": _INNER, "asynchronous": FLAG}, is_extras=True
@@ -148,7 +151,11 @@ _STRATEGY: Final[Form] = tagged(
         {"num_replicas": UNSIGNED, "aggregation": _GRADIENT_AGGREGATION},
         extras=_DATA_PARALLEL_OPTIONS,
     ),
-    Shape(kinds.ModelParallel, {"partitions": list_of(_PARTITION), "communication": _PROTOCOL}),
+    Shape(
+        kinds.ModelParallel,
+        {"partitions": list_of(_PARTITION), "communication": _PROTOCOL},
+        extras=_MODEL_PARALLEL_OPTIONS,
+    ),
     Shape(
         kinds.Federated,
         {

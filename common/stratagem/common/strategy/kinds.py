@@ -20,6 +20,7 @@ from stratagem.common.field_rules import (
     must,
 )
 from stratagem.common.json_text import JSON, check_json
+from stratagem.common.pipeline.names import SCHEDULE_NAMES
 from stratagem.common.strategy.choices import (
     ClientSelection,
     CommunicationProtocol,
@@ -29,11 +30,15 @@ from stratagem.common.strategy.choices import (
     FedYogi,
     GradientAggregation,
     Partition,
+    Pipeline,
 )
 
 _IS_QUORUM: Final = Rule(
     lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),
     "must be a count >= 1 or a share in (0, 1]",
+)
+_IS_SCHEDULE: Final = Rule(
+    lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
 )
 _POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
 
@@ -47,9 +52,13 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelOptions:
-    """min_replicas: go on with as few workers as this while the others are away."""
+    """min_replicas: go on with as few workers as this while the others are away.
+
+    inner: what each replica is; ModelParallel makes it a pipeline over several workers.
+    """
 
     min_replicas: int = field(default=1, metadata=must(AT_LEAST_1))
+    inner: Strategy | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -73,14 +82,29 @@ class DataParallel:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelParallelOptions:
+    """schedule: in which order the stages work on micro-batches; of Pipeline only."""
+
+    schedule: str = field(default="1f1b", metadata=must(_IS_SCHEDULE))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelParallel:
     """The nodes of the model are spread over workers."""
 
     partitions: tuple[Partition, ...] = field(metadata=must(NOT_EMPTY))
     communication: CommunicationProtocol
+    options: ModelParallelOptions = ModelParallelOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)
+        is_default = self.options == ModelParallelOptions()
+        if not isinstance(self.communication, Pipeline) and not is_default:
+            text = f"belongs to Pipeline only, not to {type(self.communication).__name__}"
+            raise InvalidInputError.at("options.schedule", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,9 @@ class RunSegment:
     exchange: ExchangeMethod
     parts: tuple[tuple[Member, ...], ...]
     """Members that hold the same state afterwards; together the parts are the whole state."""
+    ranks: tuple[int, ...]
+    """For each partition of the model the rank, within a replica, that owns it; none when every
+    member has the whole model."""
     evaluate: tuple[str, ...]
 
 

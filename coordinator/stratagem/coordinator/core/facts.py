@@ -130,6 +130,8 @@ class MembersFormed(Value):
     reason: str
     fingerprint: str = ""
     """Numerics that every member of the run has from here on; "" when any will do."""
+    ranks: tuple[int, ...] = ()
+    """Under model parallelism: for each partition the rank, within a replica, that owns it."""
 
 
 class ProcessDied(Value):

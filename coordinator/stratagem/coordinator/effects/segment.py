@@ -79,12 +79,14 @@ def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb
             exchange=EXCHANGE[effect.exchange],
             evaluate_splits=effect.evaluate,
             lineage=effect.lineage,
+            ranks=effect.ranks,
         ),
     )
 
 
 def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
-    shards = assign_shards(effect.num_shards, len(effect.members))
+    per_replica = len(set(effect.ranks)) or 1
+    shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
     return [
         worker_pb2.Member(
             worker_id=member.worker_id,
@@ -93,7 +95,8 @@ def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
             first_shard=owned.start,
             num_shards=len(owned),
         )
-        for member, owned in zip(effect.members, shards, strict=True)
+        for rank, member in enumerate(effect.members)
+        for owned in (shards[rank // per_replica],)
     ]
 
 

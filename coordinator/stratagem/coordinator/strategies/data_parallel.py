@@ -13,15 +13,19 @@ from stratagem.common.errors import Violation
 from stratagem.common.ids import Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import (
+    AllReduce,
     DataParallel,
     Decentralized,
     GradientAggregation,
+    Local,
+    ModelParallel,
     ParameterServer,
+    describe,
 )
 from stratagem.coordinator.core.effects import Effect, ExchangeMethod
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.strategies import segments
+from stratagem.coordinator.strategies import model_parallel, segments
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.segments import PartyRun, Shape
 
@@ -29,6 +33,9 @@ from stratagem.coordinator.strategies.segments import PartyRun, Shape
 def _shape(job: JobSpec) -> Shape:
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
+    options = strategy.options
+    if isinstance(options.inner, ModelParallel):
+        return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
     return Shape(
         num_shards=strategy.num_replicas,
         min_members=strategy.options.min_replicas,
@@ -45,7 +52,7 @@ def check(job: JobSpec) -> list[Violation]:
     """Refuse what cannot be trained: an unsupported aggregation, or more replicas than rows."""
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
-    violations = []
+    violations = _check_inner(job, strategy)
     if isinstance(strategy.aggregation, Decentralized):
         message = "'Decentralized' has no implementation here; use AllReduce or ParameterServer"
         violations.append(Violation("strategy.aggregation.method", message))
@@ -56,6 +63,29 @@ def check(job: JobSpec) -> list[Violation]:
         )
         violations.append(Violation("strategy.num_replicas", message))
     return violations
+
+
+def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
+    """A replica is one worker, or a pipeline whose gradients are all-reduced stage by stage."""
+    inner = strategy.options.inner
+    if inner is None or isinstance(inner, Local):
+        return []
+    if not isinstance(inner, ModelParallel):
+        message = (
+            f"{describe(inner)} cannot be a replica, which takes part in every step; "
+            "Local and ModelParallel can"
+        )
+        return [Violation("strategy.options.inner", message)]
+    if not isinstance(strategy.aggregation, AllReduce):
+        message = (
+            f"{type(strategy.aggregation).__name__!r} does not go together with an inner "
+            "ModelParallel; AllReduce does"
+        )
+        return [Violation("strategy.aggregation.method", message)]
+    return [
+        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
+        for each in model_parallel.check_partitions(job, inner)
+    ]
 
 
 def init(job: JobSpec, party: Party) -> PartyRun:

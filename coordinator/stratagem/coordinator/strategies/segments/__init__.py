@@ -17,7 +17,9 @@ has (a sole copy), any change of members returns the party to its last commit.
 from stratagem.coordinator.strategies.segments.decisions import decide, reform
 from stratagem.coordinator.strategies.segments.due import pending
 from stratagem.coordinator.strategies.segments.run import (
+    Parts,
     PartyRun,
+    Placed,
     Shape,
     is_welcome,
     num_segments,
@@ -36,7 +38,9 @@ from stratagem.coordinator.strategies.segments.views import (
 )
 
 __all__ = [
+    "Parts",
     "PartyRun",
+    "Placed",
     "Shape",
     "blobs",
     "deaths",

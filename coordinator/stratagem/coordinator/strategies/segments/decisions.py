@@ -1,5 +1,7 @@
 """What a synchronous party decides: who belongs to it, and when it ends."""
 
+from collections.abc import Callable
+
 from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import (
@@ -11,7 +13,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.placement import eligible
-from stratagem.coordinator.strategies.segments.run import PartyRun, Shape, num_segments
+from stratagem.coordinator.strategies.segments.run import PartyRun, Placed, Shape, num_segments
 
 MAX_PROCESS_DEATHS = 3
 """A segment that ends this many worker processes fails its run: it would go on for ever."""
@@ -29,10 +31,8 @@ def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | No
 
 
 def _reform(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
-    alive = tuple(member for member in run.members if world.holds(member))
-    members = alive + _joining(job, run, shape, world, alive)
-    if len(members) < shape.min_members:
-        members = ()
+    placed = (shape.place or _any_workers(shape))(job, run, world)
+    members = placed.members
     if members == run.members:
         return None
     first = world.workers[members[0].worker_id].capability if members else None
@@ -43,7 +43,19 @@ def _reform(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersF
         members=members,
         reason=_why_reformed(run.members, members, shape),
         fingerprint=fingerprint if job.execution.deterministic else "",
+        ranks=placed.ranks,
     )
+
+
+def _any_workers(shape: Shape) -> Callable[[JobSpec, PartyRun, World], Placed]:
+    """The members that are left and any that can join, up to one per shard."""
+
+    def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
+        alive = tuple(member for member in run.members if world.holds(member))
+        members = alive + _joining(job, run, shape, world, alive)
+        return Placed(members if len(members) >= shape.min_members else ())
+
+    return place
 
 
 def _joining(
@@ -62,7 +74,7 @@ def _why_reformed(old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape
     lost = ", ".join(str(m.worker_id) for m in old if m not in new)
     joined = ", ".join(str(m.worker_id) for m in new if m not in old)
     parts = [f"{lost} lost" if lost else "", f"{joined} joined" if joined else ""]
-    count = f"{len(new)} of {shape.num_shards} workers"
+    count = f"{len(new)} workers" if shape.place else f"{len(new)} of {shape.num_shards} workers"
     return ", ".join([*filter(None, parts), count])
 
 
@@ -76,4 +88,5 @@ def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
         members=run.members,
         reason=reason,
         fingerprint=run.fingerprint,
+        ranks=run.ranks,
     )

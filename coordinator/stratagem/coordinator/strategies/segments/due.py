@@ -23,7 +23,7 @@ def pending(
         done = run.finished[0]
         parts = tuple(
             tuple(member for member in part if member in run.members)
-            for part in shape.parts_of(done.sources)
+            for part in shape.parts_of(done.sources, run.ranks)
         )
         metrics = tuple(sorted(done.metrics.items()))
         effects.add(
@@ -64,6 +64,7 @@ def _segment(
         members=run.members,
         num_shards=shape.num_shards,
         exchange=shape.exchange,
-        parts=shape.parts_of(run.members),
+        parts=shape.parts_of(run.members, run.ranks),
+        ranks=run.ranks,
         evaluate=splits,
     )

@@ -16,6 +16,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
 )
+from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, schedule_of
 
 
@@ -35,6 +36,8 @@ class PartyRun:
     membership: int = 0
     members: tuple[Member, ...] = ()
     fingerprint: str = ""
+    ranks: tuple[int, ...] = ()
+    """See MembersFormed."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -53,17 +56,27 @@ class PartyRun:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Who is to belong to a party; nobody while not all that it takes are there."""
+
+    members: tuple[Member, ...]
+    ranks: tuple[int, ...] = ()
+
+
 Parts = tuple[tuple[Member, ...], ...]
 """Per part of a state, the members that hold it, any of which will do."""
 
 
-def one_part(members: tuple[Member, ...]) -> Parts:
+def one_part(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
     """Every member holds the whole state."""
+    del ranks
     return (members,)
 
 
-def part_per_member(members: tuple[Member, ...]) -> Parts:
+def part_per_member(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
     """Every member holds what no other one has."""
+    del ranks
     return tuple((member,) for member in members)
 
 
@@ -74,8 +87,12 @@ class Shape:
     num_shards: int
     min_members: int
     exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
-    parts_of: Callable[[tuple[Member, ...]], Parts] = one_part
-    """How members, in order of rank, divide the state among them."""
+    parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
+    """How members, in order of rank, divide the state among them; also from the party's ranks."""
+    place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
+    """Who is to belong to the party, where not any workers will do."""
+    why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
+    """What `place` waits for, for people."""
     is_sole_copy: bool = False
     """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
     any change of members, and any failed exchange, returns the party to its last commit."""
@@ -124,6 +141,7 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
         membership=fact.membership,
         members=fact.members,
         fingerprint=fact.fingerprint,
+        ranks=fact.ranks,
         is_recovering=run.open_segment > 0,
         why=fact.reason,
         left=run.left | (set(run.members) - set(fact.members)),
@@ -134,7 +152,8 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
     survivors = set(run.members) & set(fact.members)
     # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
     held = (run.members, *(done.sources for done in run.finished))
-    is_whole = all(survivors & set(part) for members in held for part in shape.parts_of(members))
+    parts = (part for members in held for part in shape.parts_of(members, run.ranks))
+    is_whole = all(survivors & set(part) for part in parts)
     return formed if is_whole else _returned_to_commit(formed)
 
 

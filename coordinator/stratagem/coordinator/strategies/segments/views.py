@@ -63,6 +63,8 @@ def _phase(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> tuple[Run
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
         reason = f"{need}: {why_none(job, world, run.fingerprint)}"
+        if shape.why_missing is not None:
+            reason = shape.why_missing(job, run, world)
         phase = RunPhase.RECOVERING if run.open_segment else RunPhase.PLACING
         return phase, "WAITING", reason
     if run.open_segment == 0:
