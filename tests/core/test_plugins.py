@@ -75,10 +75,3 @@ def test_every_strategy_has_the_whole_contract(strategy: ModuleType) -> None:
 
     wanted = {name for name in vars(Strategy) if not name.startswith("_")}
     assert wanted <= set(vars(strategy))
-
-
-def test_subgraph_with_another_strategy_is_refused() -> None:
-    inner = {"nodes": [{"id": "a", "module": "Linear"}], "training_strategy": FEDERATED}
-    graph = {"subgraphs": [{"id": "part", "graph": inner}]}
-    with pytest.raises(InvalidInputError, match=r"subgraphs\.part\.training_strategy"):
-        Simulation().tell(SubmitRun(RUN, job(LOCAL, model={"graph": graph}), 0.0))

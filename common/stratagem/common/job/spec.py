@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
 from stratagem.common.job.every import Every, Unit
+from stratagem.common.job.nesting import effective
 from stratagem.common.job.search import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -71,6 +72,8 @@ class JobSpec(Section):
         own = self.model.graph.training_strategy if self.model.graph else None
         if own is not None and "strategy" not in self.model_fields_set:
             self.__dict__["strategy"] = own
+        if self.model.graph is not None:
+            self.__dict__["strategy"] = effective(self.strategy, self.model.graph)
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
             unit = _UNITS.get(type(self.strategy), "epoch")
@@ -185,7 +188,7 @@ def _units(job: JobSpec) -> list[Violation]:
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:
     own = job.model.graph.training_strategy if job.model.graph else None
-    if own is None or own == job.strategy:
+    if own is None or job.model.graph is None or effective(own, job.model.graph) == job.strategy:
         return []
     return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]
 

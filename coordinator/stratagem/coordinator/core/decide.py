@@ -7,10 +7,9 @@ how things stand now, one fact at a time, until nobody has anything to add. Both
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from stratagem.common.errors import InvalidInputError, Violation
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.ids import Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import describe
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -147,27 +146,11 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         if known.job == job:
             return ()
         return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
-    violations = require(job).check(job) + _mixed_strategies(job)
+    violations = require(job).check(job)
     if violations:
         raise InvalidInputError(violations=violations)
     fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s)
     return (Entry(command.run_id, fact, _key(fact)),)
-
-
-def _mixed_strategies(job: JobSpec) -> list[Violation]:
-    """A subgraph may inherit the strategy or repeat it; another one is not supported."""
-    if job.model.graph is None:
-        return []
-    violations = []
-    waiting = [("model.graph", job.model.graph)]
-    while waiting:
-        path, graph = waiting.pop()
-        own = graph.training_strategy
-        if own is not None and own != job.strategy:
-            message = f"{describe(own)} differs from the run's {describe(job.strategy)}"
-            violations.append(Violation(f"{path}.training_strategy", message))
-        waiting += [(f"{path}.subgraphs.{sub.id}", sub.graph) for sub in graph.subgraphs]
-    return violations
 
 
 def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
