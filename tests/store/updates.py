@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from stratagem.common.ids import Party, RunId
@@ -52,6 +53,11 @@ def arrays(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
 
 def data_of(manifest: Manifest, seed: int) -> bytes:
     return b"".join(raw.tobytes() for raw in arrays(manifest, seed).values())
+
+
+def update_digest(data: bytes) -> str:
+    """What an accepted update of these data is called."""
+    return f"crc32c:{google_crc32c.value(data):08x}"
 
 
 def key(client: int, round_num: int = 1) -> SpoolKey:

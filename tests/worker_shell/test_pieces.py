@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.errors import ConflictError, IntegrityError, NotFoundError, StaleError
+from stratagem.common.errors import ConflictError, NotFoundError, StaleError
 from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safefile import blob_digest
@@ -76,18 +76,6 @@ async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
     cache.clear()
     assert not files_in(tmp_path)
     assert cache.find("run", data) is None
-
-
-async def test_a_wrong_blob_never_becomes_visible(tmp_path: Path) -> None:
-    cache = BlobCache(tmp_path, 0)
-    manifest, buffers = manifest_of({"x": torch.ones(3)}, Purpose.STATE)
-    one = cache.open_upload("run", "0" * 64, manifest)
-    for chunk in iter_chunks(buffers):
-        one.writer.write(chunk)
-    with pytest.raises(IntegrityError):
-        cache.commit("run", one)
-    assert cache.find("run", "0" * 64) is None
-    assert not files_in(tmp_path)
 
 
 class Cut:

@@ -1,13 +1,12 @@
-"""Runs a blocking sink in a thread of its own, a few pieces behind the stream that feeds it.
+"""Runs a blocking sink in a thread, a few pieces behind the stream that feeds it.
 
-Hashing and writing then overlap with receiving, and the event loop stays free. The stream waits
+Checking and writing then overlap with receiving, and the event loop stays free. The stream waits
 when the thread falls behind, so memory is bounded. Made and used on the event loop.
 """
 
 import asyncio
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 from stratagem.common.tensors.chunks import Sink
 
@@ -20,29 +19,65 @@ class Offload:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sink")
-        self._under_way: deque[asyncio.Future[None]] = deque()
+        self._pieces: deque[tuple[int, Any]] = deque()
+        self._worker: asyncio.Future[None] | None = None
+        self._has_room = asyncio.Event()
+        self._is_held_up = False
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: Any) -> None:
         """Hand over the next piece; returns at once."""
-        done = self._loop.run_in_executor(self._thread, self._sink, offset, data)
-        self._under_way.append(done)
+        self._pieces.append((offset, data))
+        self._ensure_worker()
 
     async def keep_up(self) -> None:
-        """Wait until few pieces are under way. Raises what the sink raised."""
-        while len(self._under_way) > MAX_PIECES_BEHIND:
-            await self._under_way.popleft()
+        """Wait until few pieces are waiting. Raises what the sink raised."""
+        self._check()
+        if len(self._pieces) <= MAX_PIECES_BEHIND:
+            return
+        self._has_room.clear()
+        self._is_held_up = True
+        while len(self._pieces) > MAX_PIECES_BEHIND // 2:
+            self._ensure_worker()
+            assert self._worker is not None
+            room = asyncio.ensure_future(self._has_room.wait())
+            await asyncio.wait((room, self._worker), return_when=asyncio.FIRST_COMPLETED)
+            room.cancel()
+            self._check()
+        self._is_held_up = False
 
     async def finish(self) -> None:
         """Wait until all pieces are written. Raises what the sink raised."""
-        while self._under_way:
-            await self._under_way.popleft()
+        while self._pieces or (self._worker is not None and not self._worker.done()):
+            self._ensure_worker()
+            assert self._worker is not None
+            await self._worker
+        self._check()
 
     async def close(self) -> None:
         """Let the piece in hand be written and drop the others; the sink is free afterwards."""
-        for piece in self._under_way:
-            piece.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
-        self._under_way.clear()
-        # The thread may still be inside the one piece that could not be cancelled.
-        await asyncio.to_thread(self._thread.shutdown)
+        self._pieces.clear()
+        if self._worker is not None:
+            await asyncio.gather(self._worker, return_exceptions=True)
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None or (self._worker.done() and self._worker.exception() is None):
+            self._worker = self._loop.run_in_executor(None, self._work)
+
+    def _check(self) -> None:
+        if self._worker is not None and self._worker.done():
+            self._worker.result()
+
+    def _work(self) -> None:
+        """Write until nothing is waiting; a piece stays in the queue while it is written."""
+        while self._pieces:
+            try:
+                offset, data = self._pieces[0]
+            except IndexError:  # dropped meanwhile
+                return
+            self._sink(offset, data)
+            try:
+                self._pieces.popleft()
+            except IndexError:
+                return
+            if self._is_held_up and len(self._pieces) <= MAX_PIECES_BEHIND // 2:
+                self._loop.call_soon_threadsafe(self._has_room.set)

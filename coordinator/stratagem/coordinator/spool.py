@@ -86,6 +86,11 @@ class Spool:
                 self._remove(path)
         return self._writer(upload)
 
+    def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
+        """The accepted update of a client, if there is one, else from where to ask for it."""
+        self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        return self.entry(key), self.likely_offset(key)
+
     def likely_offset(self, key: SpoolKey) -> int:
         """From where to ask for an update before its manifest is known.
 

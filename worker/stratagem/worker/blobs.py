@@ -2,14 +2,15 @@
 
 Owns what is kept of each run (all data, the newest two states), where it lies (memory, or a file
 above a limit), and uploads that are not complete yet, which a later call may continue. A blob is
-visible once all its bytes are here and its digest is right. Lives on the event loop. Knows nothing
-of sessions.
+visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
+
+The digest is a name here and is not computed again: the coordinator has checked the file against
+it, and the checksum of every chunk guards the way. SHA-256 of a state costs more than receiving it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
-from stratagem.common.errors import ConflictError, IntegrityError
+from stratagem.common.errors import ConflictError
 from stratagem.common.tensors.chunks import ChunkWriter, Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes
@@ -31,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Blob(Protocol):
-    """One complete, verified blob. `load` gives tensors that the caller must not change."""
+    """One complete blob. `load` gives tensors that the caller must not change."""
 
     @property
     def purpose(self) -> Purpose: ...
@@ -124,22 +125,15 @@ class Upload:
         self.manifest = manifest
         self.is_open = False
         self._place = place
-        self._hash = hashlib.sha256(header_bytes(manifest))
-        self.writer = ChunkWriter(manifest.total_bytes, self._take)
+        self.writer = ChunkWriter(manifest.total_bytes, place.sink)
 
     def finish(self) -> Blob:
-        """The verified blob; IntegrityError when the bytes are not those that the digest names."""
+        """The blob; IntegrityError while bytes are missing."""
         self.writer.finish()
-        if self._hash.hexdigest() != self.digest:
-            raise IntegrityError(f"blob {self.digest}: its bytes have another digest")
         return self._place.finish()
 
     def drop(self) -> None:
         self._place.drop()
-
-    def _take(self, offset: int, data: bytes) -> None:
-        self._place.sink(offset, data)
-        self._hash.update(data)
 
 
 class BlobCache:
@@ -178,13 +172,9 @@ class BlobCache:
         return upload
 
     def commit(self, run_id: str, upload: Upload) -> None:
-        """Make a complete upload a blob; IntegrityError, and the bytes gone, when it is wrong."""
+        """Make a complete upload a blob."""
+        blob = upload.finish()
         self._uploads.pop((run_id, upload.digest), None)
-        try:
-            blob = upload.finish()
-        except IntegrityError:
-            upload.drop()
-            raise
         self._keep(run_id, upload.digest, blob)
 
     def drop_run(self, run_id: str) -> None:

@@ -64,6 +64,9 @@ R = TypeVar("R")
 
 KeepUp = Callable[[], Awaitable[None]]
 
+FrameSource = Callable[[int], Iterator[bytes]]
+"""Gives the range from an offset on as serialized messages, see `frames`."""
+
 Accept = Callable[[Manifest], Sink | memoryview]
 """Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
 
@@ -236,6 +239,26 @@ async def push(
     was cut goes on there. Raises an error of our tree.
     """
     source = content if callable(content) else from_buffers(content)
+    await push_frames(
+        method,
+        header,
+        manifest,
+        lambda offset: iter_frames(source(offset), offset),
+        idle_timeout_s=idle_timeout_s,
+        retry=retry,
+    )
+
+
+async def push_frames(
+    method: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+    header: Any,
+    manifest: Manifest,
+    frames: FrameSource,
+    *,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+) -> None:
+    """As push, of chunks that are serialized already, which several receivers may share."""
     agreed = 0  # the offset from which the receiver has wanted bytes last
 
     async def attempt() -> None:
@@ -243,7 +266,7 @@ async def push(
         call = method()
         try:
             agreed = await _handshake(call, header, manifest.total_bytes, idle_timeout_s)
-            await _send(call, iter_frames(source(agreed), agreed), idle_timeout_s)
+            await _send(call, frames(agreed), idle_timeout_s)
         finally:
             call.cancel()  # does nothing to a call that has ended
 

@@ -131,9 +131,8 @@ class BlobStore:
             raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
         self._verified[digest] = identity
 
-    def _adopt(self, file: DurableFile, temporary: Path) -> Digest:
+    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
         """Give a complete, synced file its name. One of the same name is replaced by its equal."""
-        digest = Digest(file.sha256.hexdigest())
         path = self._path(digest)
         with self._lock:
             make_folder(path.parent)
@@ -143,7 +142,6 @@ class BlobStore:
             failpoint("coordinator.blobs.after_rename")
             self._written_s[digest] = self._monotonic()
             self._verified[digest] = _identity(file.descriptor)
-        return digest
 
 
 class BlobWriter:
@@ -155,6 +153,7 @@ class BlobWriter:
         with space_needed():
             self._temporary, descriptor = _new_temporary(folder)
         self._file = DurableFile(descriptor)
+        self._sha256 = hashlib.sha256()
 
     @property
     def num_bytes(self) -> int:
@@ -167,6 +166,7 @@ class BlobWriter:
             if self._file.num_bytes + memoryview(data).nbytes > self._total_bytes:
                 raise IntegrityError(f"more than the announced {self._total_bytes} bytes")
             self._file.write(data)
+            self._sha256.update(data)
         except BaseException:
             self.abort()
             raise
@@ -179,8 +179,9 @@ class BlobWriter:
                     f"{self._file.num_bytes} of the announced {self._total_bytes} bytes"
                 )
             self._file.sync()
+            digest = Digest(self._sha256.hexdigest())
             with space_needed():
-                digest = self._store._adopt(self._file, self._temporary)
+                self._store._adopt(digest, self._file, self._temporary)
         except BaseException:
             self.abort()
             raise

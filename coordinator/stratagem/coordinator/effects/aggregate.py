@@ -12,6 +12,7 @@ from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.fold import fold_weighted_mean
+from stratagem.coordinator.strategies.federated_rounds import spec_of
 from stratagem.coordinator.upload import SpoolEntry
 
 
@@ -24,6 +25,7 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
     finally:
         cancelled.set()
     failpoint("coordinator.round.folded")
+    _bring_ahead(env, effect, digest)
     fact = SegmentCommitted(
         party=effect.party,
         segment=effect.round_num,
@@ -33,6 +35,20 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
         metrics={},
     )
     await env.report(effect.run_id, fact)
+
+
+def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
+    """Send the new state to the run's workers while its fact is being journaled.
+
+    It is content under its own name, so a worker that gets it for nothing has lost nothing.
+    """
+    run = env.state.runs.get(effect.run_id)
+    if run is None or effect.round_num >= spec_of(run.job).rounds:
+        return
+    for member in run.touched:
+        worker = env.state.workers.get(member.worker_id)
+        if worker is not None and worker.member == member and worker.is_usable:
+            env.start_push(member, effect.run_id, digest)
 
 
 def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:

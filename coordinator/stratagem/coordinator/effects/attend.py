@@ -30,12 +30,17 @@ async def attend(
     member: Member,
     request: worker_pb2.ExecuteRequest,
     on_progress: OnProgress | None = None,
+    *,
+    base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
-    """The result of the plan; raises UnavailableError once the worker is lost."""
+    """The result of the plan; raises UnavailableError once the worker is lost.
+
+    base: a state that the plan is certain to need, brought without waiting for the wish.
+    """
     had_begun = False
     while True:
         link = env.links.to(member, env.state)
-        attended = _Attended(env, member, request, on_progress)
+        attended = _Attended(env, member, request, on_progress, base)
         try:
             return await attended.to_the_end(link)
         except* UnavailableError as group:
@@ -55,11 +60,15 @@ class _Attended:
     member: Member
     request: worker_pb2.ExecuteRequest
     on_progress: OnProgress | None
+    base: Digest | None
     is_accepted: bool = False
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
         async with asyncio.TaskGroup() as pushes, aclosing(link.execute(self.request)) as messages:
+            if self.base is not None:
+                run_id = RunId(self.request.session.run_id)
+                pushes.create_task(self.env.bring(self.member, run_id, self.base))
             async for message in messages:
                 match message.WhichOneof("message"):
                     case "need_blob":

@@ -8,7 +8,6 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
-from stratagem.common.tensors.safefile import read_header
 from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
@@ -38,7 +37,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
             local_epochs=effect.local_epochs,
         ),
     )
-    result = await attend(env, effect.member, request)
+    result = await attend(env, effect.member, request, base=effect.base.digest)
     match result.WhichOneof("outcome"):
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
@@ -85,11 +84,11 @@ async def _pull(
 ) -> SpoolEntry:
     """The update in the spool; one that a crash left there complete is taken as it is."""
     key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
-    done = await env.in_thread(lambda: env.spool.entry(key))
+    done, offset = await env.in_thread(lambda: env.spool.look(key))
     if done is not None:
         return done
     link = env.links.to(effect.member, env.state)
-    expected, _ = await env.in_thread(lambda: read_header(env.blobs.path(effect.base.digest)))
+    expected, _ = await env.header(effect.base.digest)
     writers: list[SpoolWriter] = []
     offload = Offload(lambda offset, data: writers[0].write_at(offset, data))
 
@@ -113,7 +112,7 @@ async def _pull(
             accept,
             limits=limits,
             purpose=Purpose.UPDATE,
-            offset=await env.in_thread(lambda: env.spool.likely_offset(key)),
+            offset=offset,
             keep_up=offload.keep_up,
         )
         await offload.finish()

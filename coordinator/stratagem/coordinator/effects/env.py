@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -13,8 +14,9 @@ from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safefile import from_file, read_header
-from stratagem.common.tensors.transfer import push
+from stratagem.common.tensors.transfer import push_frames
 from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.broadcast import SharedFrames
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact, Member
@@ -34,6 +36,8 @@ T = TypeVar("T")
 MAX_PULLS = 3
 """Model-sized streams that come in at once: more would not be faster, and each takes buffers."""
 
+MAX_HEADERS = 64
+
 PushKey = tuple[Member, RunId, Digest]
 
 
@@ -48,6 +52,10 @@ class Env:
     settings: Settings
     yield_slots: Callable[[Effect], None]
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+    brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
+    """The newest state that each member has of each run, as far as is known here."""
+    frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
+    headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
 
     @property
@@ -89,15 +97,40 @@ class Env:
         """Run a blocking call on disk or numbers off the event loop."""
         return await asyncio.to_thread(call)
 
+    async def header(self, digest: Digest) -> tuple[Manifest, int]:
+        """The manifest of a blob, which is checked against its digest, and where its data start."""
+        if digest not in self.headers:
+            header = await asyncio.to_thread(self._verified, digest)
+            while len(self.headers) >= MAX_HEADERS:
+                self.headers.pop(next(iter(self.headers)))
+            self.headers[digest] = header
+        return self.headers[digest]
+
+    async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a state to a worker before it asks, unless it was brought already."""
+        if self.brought.get((member, run_id)) != digest:
+            await self.push(member, run_id, digest)
+
+    def forget(self, run_id: RunId) -> None:
+        """The run has ended: stop what is on its way to workers, which forget it now."""
+        for key in [key for key in self.pushes if key[1] == run_id]:
+            self.pushes[key].cancel()
+        for member_run in [each for each in self.brought if each[1] == run_id]:
+            del self.brought[member_run]
+
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         """Bring a blob to a worker; asks for the same one share one transfer."""
+        # One asker that goes away must not take the blob from the others.
+        await asyncio.shield(self.start_push(member, run_id, digest))
+
+    def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
+        """The transfer of a blob to a worker, begun now unless it is under way."""
         key = (member, run_id, digest)
         task = self.pushes.get(key)
         if task is None:
             task = self.pushes[key] = asyncio.create_task(self._push(*key))
             task.add_done_callback(lambda done: self._pushed(key, done))
-        # One asker that goes away must not take the blob from the others.
-        await asyncio.shield(task)
+        return task
 
     def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
         self.pushes.pop(key, None)
@@ -106,7 +139,7 @@ class Env:
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)
-        manifest, data_start = await asyncio.to_thread(self._verified, digest)
+        manifest, data_start = await self.header(digest)
         manifest = replace(manifest, digest=digest)
         header = worker_pb2.SetStateRequest(
             header=worker_pb2.SetStateHeader(
@@ -114,8 +147,12 @@ class Env:
             )
         )
         failpoint("coordinator.push.begun")
-        content = from_file(self.blobs.path(digest), data_start, manifest.total_bytes)
-        await push(link.stub.SetState, header, manifest, content)
+        shared = self.frames.get(digest)
+        if shared is None:
+            content = from_file(self.blobs.path(digest), data_start, manifest.total_bytes)
+            shared = self.frames[digest] = SharedFrames(content, manifest.total_bytes)
+        await push_frames(link.stub.SetState, header, manifest, shared)
+        self.brought[member, run_id] = digest
 
     def _verified(self, digest: Digest) -> tuple[Manifest, int]:
         self.blobs.open(digest).close()

@@ -23,7 +23,7 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
             base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
         ),
     )
-    result = await attend(env, effect.member, request)
+    result = await attend(env, effect.member, request, base=effect.base.digest)
     match result.WhichOneof("outcome"):
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)

@@ -14,7 +14,8 @@ log = structlog.get_logger()
 
 
 async def release(env: Env, effect: Release) -> None:
-    """Close the run on every worker that is left, drop its spool, and report RunReleased."""
+    """Close the run on every worker that is left, and report RunReleased."""
+    env.forget(effect.run_id)
     await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
     failpoint("coordinator.run.released")
     await env.report(effect.run_id, RunReleased())
