@@ -5,16 +5,19 @@
 The model is one frozen parameter of the size asked for beside a trained one of one element, so a
 round is its transport: broadcast, two model-sized transfers per client, checks, fold, commits. The
 whole system runs: coordinator and two worker processes over loopback, durable journal and store.
-Medians over rounds after the first two. Memory is the peak resident size of the coordinator above
+Medians over rounds after the first two. CPU is that of all three processes, per round: on a busy
+machine it says more than the seconds. Memory is the peak resident size of the coordinator above
 what it had before the run, in units of the model.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +83,14 @@ def reset_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float, float]:
-    """Median, minimum and maximum seconds per round, and peak memory in models above idle."""
+def cpu_s(pids: list[int]) -> float:
+    """User and system seconds of some processes so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float, float, float]:
+    """Median, minimum, maximum and CPU seconds per round; peak memory in models above idle."""
     from stratagem.client import LocalCluster
 
     num_elements = mb * 1_000_000 // 4
@@ -90,14 +99,25 @@ def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float
         cluster = LocalCluster(workers=2, data_dir=Path(folder), allow=allow, import_path=(ROOT,))
         with cluster, cluster.client() as client:
             pid = cluster.processes["coordinator"].pid
+            pids = [process.pid for process in cluster.processes.values()]
             before = resident_bytes(pid, "VmRSS")
             reset_peak(pid)
             run = client.submit(job(num_elements, num_clients, rounds))
-            run.result()
+            events = watched(run, pids)
             peak = resident_bytes(pid, "VmHWM") - before
-            times = [e.time_s for e in run.watch() if getattr(e, "kind", "") == "SegmentCommitted"]
+    times, used = zip(*events, strict=True)
     gaps = [after - before for before, after in pairwise(times)][NUM_WARMUP_ROUNDS:]
-    return statistics.median(gaps), min(gaps), max(gaps), peak / (mb * 1e6)
+    cpu = (used[-1] - used[NUM_WARMUP_ROUNDS]) / (rounds - NUM_WARMUP_ROUNDS - 1)
+    return statistics.median(gaps), min(gaps), max(gaps), cpu, peak / (mb * 1e6)
+
+
+def watched(run: Any, pids: list[int]) -> list[tuple[float, float]]:
+    """When each round was committed, and the CPU seconds used until then."""
+    return [
+        (event.time_s, cpu_s(pids))
+        for event in run.watch()
+        if getattr(event, "kind", "") == "SegmentCommitted"
+    ]
 
 
 def main() -> None:
@@ -106,12 +126,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
-    print(f"{'model':>8} {'clients':>8} {'s/round':>9} {'min':>8} {'max':>8} {'peak':>14}")
+    columns = ("s/round", "min", "max", "CPU s")
+    print(f"{'model':>8} {'clients':>8}", *(f"{each:>8}" for each in columns), f"{'peak':>14}")
     for mb in args.mb:
         for num_clients in args.clients:
-            median, least, most, models = measure(mb, num_clients, args.rounds)
+            median, least, most, cpu, models = measure(mb, num_clients, args.rounds)
             print(
-                f"{mb:>5} MB {num_clients:>8} {median:>9.4f} {least:>8.4f} {most:>8.4f} "
+                f"{mb:>5} MB {num_clients:>8}",
+                *(f"{each:>8.4f}" for each in (median, least, most, cpu)),
                 f"{models:>7.2f} models",
                 flush=True,
             )

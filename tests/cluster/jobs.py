@@ -57,6 +57,7 @@ def federated(
     *,
     num_clients: int = 4,
     rounds: int = 3,
+    aggregation: Mapping[str, Any] | None = None,
     selection: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     **changes: Any,
@@ -66,7 +67,7 @@ def federated(
         "type": "Federated",
         "num_clients": num_clients,
         "rounds": rounds,
-        "aggregation": {"method": "FedAvg"},
+        "aggregation": aggregation or {"method": "FedAvg"},
         "client_selection": selection or {"method": "All"},
         "options": options or {},
     }

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from stratagem.client.sync import Client
 from stratagem.common.ids import WorkerId
@@ -39,6 +40,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+YOGI = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "prox": {"aggregation": {"method": "FedProx", "mu": 0.3}, "options": {"local_epochs": 2}},
+    "yogi": {
+        "model": "everything",
+        "aggregation": YOGI,
+        "options": {"server_learning_rate": 0.05},
+    },
+    "adam": {"model": "batch_norm_mlp", "options": {"server_optimizer": {"name": "fedadam"}}},
+    "adagrad": {"options": {"server_optimizer": {"name": "fedadagrad", "learning_rate": 0.05}}},
+    "momentum after prox": {
+        "aggregation": {"method": "FedProx", "mu": 0.1},
+        "options": {"server_optimizer": {"name": "fedavgm", "momentum": 0.5}},
+    },
+}
+
+
 def selected(outcome: Outcome) -> dict[int, list[int]]:
     """The clients of each round, as the journal has them."""
     payloads = [event.payload for event in outcome.of("ClientsSelected")]
@@ -61,6 +79,23 @@ def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
     assert_same_bits(outcome.state, expected.state)
     assert len(outcome.digests) == spec.strategy.rounds
     assert outcome.status.reproducible
+
+
+@pytest.mark.parametrize("case", AGGREGATIONS)
+def test_bits_of_every_aggregation(client: Client, case: str) -> None:
+    spec = federated(**{"batch_size": 25, "rounds": 4, **AGGREGATIONS[case]})
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)
+    changes = {"aggregation": {"method": "FedAvg"}, "options": {"local_epochs": 1}}
+    plain = federated(**{"batch_size": 25, "rounds": 4, **AGGREGATIONS[case], **changes})
+    other = federated_loop(plain, ALLOWED).state
+    assert any(not torch.equal(outcome.state[name], tensor) for name, tensor in other.items())
+
+
+def test_prox_without_mu_is_fed_avg(client: Client) -> None:
+    spec = federated("dropout_mlp", aggregation={"method": "FedProx", "mu": 0.0})
+    outcome = train(client, spec)
+    assert outcome.digests == train(client, federated("dropout_mlp")).digests
 
 
 def test_order_of_arrival_changes_no_bit(client: Client, gates: Gates) -> None:

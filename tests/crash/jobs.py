@@ -62,12 +62,17 @@ def data_parallel(method: str, num_replicas: int = 4, **options: int) -> Job:
     }
 
 
-def federated(num_clients: int = 3, rounds: int = 3) -> Job:
+YOGI: Job = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
+
+
+def federated(
+    num_clients: int = 3, rounds: int = 3, aggregation: Job = {"method": "FedAvg"}
+) -> Job:
     return {
         "type": "Federated",
         "num_clients": num_clients,
         "rounds": rounds,
-        "aggregation": {"method": "FedAvg"},
+        "aggregation": aggregation,
         "client_selection": {"method": "All"},
     }
 
@@ -82,6 +87,7 @@ JOBS: dict[str, Job] = {
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
     "FedAvg": job(FED_AVG),
+    "FedYogi": job(federated(aggregation=YOGI)),
     "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.
     "FedAvg-large": job(federated(rounds=1), model="build_large", width=1_000_000),

@@ -61,7 +61,7 @@ class Round:
         for client in order or range(len(weights)):
             accept(self.spool, client, self.manifest, data_of(self.manifest, client))
         entries = list(self.spool.entries(*FOLDER).values())
-        digest = fold_weighted_mean(entries, weights, self.manifest, self.writer())
+        digest, _ = fold_weighted_mean(entries, weights, self.manifest, self.writer())
         found, start = read_header(self.store.path(digest))
         assert found.stored() == self.manifest.stored()
         assert dict(found.metadata) == dict(self.manifest.metadata)
@@ -129,7 +129,7 @@ def test_integers_that_differ_come_from_the_most_samples_and_are_logged(
     for client, steps in enumerate([7, 9, 8]):
         data = np.array([5, 6, steps], "<i8").tobytes() + bytes([client % 2] * 9)
         entries.append(accept(a_round.spool, client, manifest, data))
-    digest = fold_weighted_mean(entries, [2, 5, 5], manifest, a_round.writer())
+    digest, _ = fold_weighted_mean(entries, [2, 5, 5], manifest, a_round.writer())
     data = a_round.store.path(digest).read_bytes()[-33:]
     assert np.frombuffer(data[:24], "<i8").tolist() == [5, 6, 9]
     assert list(data[24:]) == [1] * 9
@@ -216,7 +216,7 @@ def test_after_a_crash_the_fold_done_again_gives_the_same_bits(
     again = Round(tmp_path)
     entries = list(again.spool.entries(*FOLDER).values())
     assert len(entries) == 2
-    digest = fold_weighted_mean(entries, [3, 1], MANIFEST, again.writer())
+    digest, _ = fold_weighted_mean(entries, [3, 1], MANIFEST, again.writer())
     expected = reference(MANIFEST, [0, 1], [3, 1])
     assert digest == blob_digest(MANIFEST, [expected])
     assert [path.stem for path in again.leftovers()] == [digest]

@@ -140,9 +140,14 @@ TEXTS: Final = list_of(TEXT)
 ANY_JSON: Final = Form(check_json, lambda value: sort_keys(check_json(value)))
 
 
-def tagged(tag: str, *shapes: Shape, extras_key: str = "") -> Form:
-    """One of the shapes, as an object that carries the name of the class under the tag."""
-    by_name = {shape.cls.__name__: shape for shape in shapes}
+def tagged(
+    tag: str, *shapes: Shape, extras_key: str = "", spelling: Callable[[str], str] = str
+) -> Form:
+    """One of the shapes, as an object that carries the name of the class under the tag.
+
+    spelling: of the names of classes in the document.
+    """
+    by_name = {spelling(shape.cls.__name__): shape for shape in shapes}
     by_class = {shape.cls: shape for shape in shapes}
 
     def read(value: object, path: str) -> object:
@@ -156,7 +161,7 @@ def tagged(tag: str, *shapes: Shape, extras_key: str = "") -> Form:
 
     def write(value: Any) -> JSON:
         shape = by_class[type(value)]
-        return {tag: shape.cls.__name__, **_write_fields(shape, value, extras_key)}
+        return {tag: spelling(shape.cls.__name__), **_write_fields(shape, value, extras_key)}
 
     return Form(read, write)
 

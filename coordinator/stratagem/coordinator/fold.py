@@ -4,7 +4,8 @@ For each element: the sum over clients, in the order given, of samples × value 
 by all samples and rounded once to the element's type. Integers and bools come from the client with
 most samples (the first of equals), which is also what all clients say where they agree; where they
 do not, it is logged. Memory is some windows, whatever the size of the model and the number of
-clients, and the order of arrival cannot matter. Made to run in a thread; knows nothing of rounds.
+clients, and the order of arrival cannot matter. A server optimizer, where there is one, takes the
+mean from here in float64. Made to run in a thread; knows nothing of rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.blobs import BlobWriter
 from stratagem.coordinator.blobs.durable import open_regular
 from stratagem.coordinator.floats import Raw, narrow, storage, widen
+from stratagem.coordinator.server_step import ServerStep
 from stratagem.coordinator.upload import SpoolEntry
 
 WINDOW_ELEMENTS: Final = 1 << 18
@@ -53,6 +55,8 @@ class _Window:
     """Of the tensor, where the window has just one: in integers and bools."""
     offset: int
     size_bytes: int
+    is_optimized: bool
+    """A server optimizer makes the result of the mean."""
 
 
 def fold_weighted_mean(
@@ -62,8 +66,12 @@ def fold_weighted_mean(
     out: BlobWriter,
     *,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Digest:
+    server: ServerStep | None = None,
+) -> tuple[Digest, tuple[Digest, ...]]:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
+
+    With a server optimizer, what it makes of the mean; then also what its slots are called, which
+    are durable before the state is.
 
     `entries` and their `weights` (samples) stand in client order. Raises IntegrityError when the
     disk has damaged an update, FoldStoppedError, UnavailableError when the disk is full; `out` is
@@ -71,12 +79,12 @@ def fold_weighted_mean(
     """
     try:
         _check_arguments(entries, weights, manifest)
-        folder = _Folder(entries, weights)
+        folder = _Folder(entries, weights, server)
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            for index, window in enumerate(_windows(manifest)):
+            for index, window in enumerate(_windows(manifest, server)):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
                 if len(written) > 1:  # the buffer that comes next is in use until then
@@ -87,9 +95,12 @@ def fold_weighted_mean(
             for future in written:
                 future.result()
         folder.finish()
-        return out.commit()
+        slots = server.commit() if server is not None else ()
+        return out.commit(), slots
     except BaseException:
         out.abort()
+        if server is not None:
+            server.abort()
         raise
 
 
@@ -107,24 +118,28 @@ def _check_arguments(
             )
 
 
-def _windows(manifest: Manifest) -> Iterator[_Window]:
-    """All data in order, cut where the type changes, and else into windows."""
+def _windows(manifest: Manifest, server: ServerStep | None) -> Iterator[_Window]:
+    """All data in order, cut where the type or treatment changes, and else into windows."""
 
-    def kind(spec: TensorSpec) -> tuple[str, str]:
-        return spec.dtype, "" if dtype_named(spec.dtype).is_floating else spec.name
+    def kind(spec: TensorSpec) -> tuple[str, str, bool]:
+        name = "" if dtype_named(spec.dtype).is_floating else spec.name
+        return spec.dtype, name, server is not None and server.is_optimized(spec)
 
-    for (dtype, name), group in groupby(manifest.stored(), kind):
+    for (dtype, name, is_optimized), group in groupby(manifest.stored(), kind):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
         step = WINDOW_ELEMENTS * dtype_named(dtype).item_bytes
         for offset in range(specs[0].offset, end, step):
-            yield _Window(dtype, name, offset, min(step, end - offset))
+            yield _Window(dtype, name, offset, min(step, end - offset), is_optimized)
 
 
 class _Folder:
     """The buffers, the readers, and the names of tensors that clients do not agree on."""
 
-    def __init__(self, entries: Sequence[SpoolEntry], weights: Sequence[int]) -> None:
+    def __init__(
+        self, entries: Sequence[SpoolEntry], weights: Sequence[int], server: ServerStep | None
+    ) -> None:
+        self._server = server
         self._sources = [_Source(entry) for entry in entries]
         self._weights = [float(weight) for weight in weights]
         self._total_weight = float(sum(weights))
@@ -170,6 +185,9 @@ class _Folder:
                 if index:
                     total += term
             total /= self._total_weight
+            if window.is_optimized:
+                assert self._server is not None
+                self._server.apply(window.dtype, window.offset, total)
         if window.dtype == "float64" and not np.isfinite(total).all():  # others cannot overflow
             raise LimitError("the sum of the updates is beyond the range of float64")
         narrow(window.dtype, total, result)

@@ -24,7 +24,7 @@ from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
 from stratagem.coordinator.update_checks import DataCheck, UpdateRejectedError, check_layout
 
-CHECKPOINT_BYTES: Final = 128 << 20
+CHECKPOINT_BYTES: Final = 32 << 20
 """A power cut costs an upload at most this much."""
 
 _NOTE: Final = ".progress"

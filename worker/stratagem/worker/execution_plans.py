@@ -6,13 +6,15 @@ Each is a function from a plan to its result, run in the torch thread.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from typing import Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.common.failpoints import failpoint
+from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import ClientRunner
@@ -30,6 +32,8 @@ def build(work: Work) -> pb.BuildResult:
     work.be("building")
     trainer = work.new_trainer(fresh=True)
     tensors, metadata = trainer.copy_state()
+    if isinstance(work.job.strategy, Federated):
+        metadata |= averaged(trainer.model)
     work.post(work.states.keep, work.segment, freeze(tensors, metadata))
     failpoint("worker.build.done")
     return pb.BuildResult(
@@ -81,6 +85,18 @@ def evaluate_state(work: Work, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
     assert trainer is not None
     parts = evaluate(work, trainer, list(plan.splits), plan.rank, max(plan.size, 1))
     return pb.EvaluateResult(parts=list(parts_to_proto(parts)))
+
+
+def averaged(model: nn.Module) -> dict[str, str]:
+    """Metadata that name the floating tensors that no server optimizer may touch: buffers and
+    frozen parameters. Empty where there are none."""
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    names = [
+        f"{_MODEL}{name}"
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point() and name not in trained and not tensor.requires_grad
+    ]
+    return {"averaged": json.dumps(sorted(names))} if names else {}
 
 
 def layout_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -28,6 +28,7 @@ from stratagem.worker.losses import LossFunction, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference_server import Slots, server_step
 
 _CPU = torch.device("cpu")
 
@@ -141,7 +142,7 @@ def federated_loop(
     clients_of: Callable[[int], list[int]] | None = None,
     num_rounds: int | None = None,
 ) -> Result:
-    """FedAvg (and FedProx): each round, local epochs per client, then the mean over rows.
+    """Each round: local epochs per client, the mean over rows, the server's step.
 
     `clients_of(round)` names the clients of a round; all of them by default. Rounds count from 1.
     """
@@ -149,6 +150,9 @@ def federated_loop(
     assert isinstance(strategy, Federated)
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    live = model.state_dict(keep_vars=True)
+    trained = {name for name, tensor in live.items() if tensor.requires_grad}  # tied names as well
+    slots: dict[str, Slots] = {name: {} for name in world}
     losses: list[float] = []
     for round_num in range(1, (num_rounds or strategy.rounds) + 1):
         chosen = clients_of(round_num) if clients_of else list(range(strategy.num_clients))
@@ -160,7 +164,10 @@ def federated_loop(
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             updates.append((rows, state))
             loss_sum += rows * loss
-        world = {name: _mean_of(name, updates) for name in world}
+        means = {name: _mean_of(name, updates) for name in world}
+        for name in trained & means.keys():
+            means[name] = server_step(strategy, world[name], means[name], slots[name])
+        world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
         losses.append(loss_sum / sum(rows for rows, _ in updates))
     return Result(world, losses)
 
@@ -202,14 +209,14 @@ def _train_client(
 
 
 def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:
-    """Σ n·w / Σ n in float64, in order of client; integers from the client with most rows."""
+    """Σ n·w / Σ n as float64, in order of client; integers from the client with most rows."""
     first = updates[0][1][name]
     if not first.is_floating_point():
         return max(updates, key=lambda update: update[0])[1][name]
     total = torch.zeros(first.shape, dtype=torch.float64)
     for rows, state in updates:
         total += state[name].double() * rows
-    return (total / sum(rows for rows, _ in updates)).to(first.dtype)
+    return total / sum(rows for rows, _ in updates)
 
 
 Take = Callable[[Tensor], tuple[Any, Any]]

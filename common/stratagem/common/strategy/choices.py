@@ -152,6 +152,47 @@ class FedYogi:
 FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
 
 
+# Server optimizers that the shared form has no name for; they stand in the options.
+
+
+@dataclass(frozen=True, slots=True)
+class FedAdam:
+    """Adam on the server (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
+
+    learning_rate: float = field(default=0.1, metadata=must(POSITIVE))
+    beta1: float = field(default=0.9, metadata=must(ZERO_TO_BELOW_1))
+    beta2: float = field(default=0.99, metadata=must(ZERO_TO_BELOW_1))
+    tau: float = field(default=0.001, metadata=must(POSITIVE))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FedAdagrad:
+    """Adagrad on the server (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
+
+    learning_rate: float = field(default=0.1, metadata=must(POSITIVE))
+    tau: float = field(default=0.001, metadata=must(POSITIVE))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FedAvgM:
+    """Momentum on the server (https://arxiv.org/abs/1909.06335)."""
+
+    learning_rate: float = field(default=1.0, metadata=must(POSITIVE))
+    momentum: float = field(default=0.9, metadata=must(ZERO_TO_BELOW_1))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+ServerOptimizer: TypeAlias = FedAdam | FedAdagrad | FedAvgM
+
+
 @dataclass(frozen=True, slots=True)
 class All:
     """Every client takes part in every round."""

@@ -56,8 +56,12 @@ def _quorum(value: object, path: str) -> int | float | None:
     return value if value is None or type(value) is int else read_real(value, path)
 
 
-def _optional_real(value: object, path: str) -> float | None:
-    return None if value is None else read_real(value, path)
+def _optional(form: Form) -> Form:
+    """The form, or null."""
+    return Form(
+        lambda value, path: None if value is None else form.read(value, path),
+        lambda value: None if value is None else form.write(value),
+    )
 
 
 def _read_target(value: object, path: str) -> choices.RemoteTarget:
@@ -130,13 +134,26 @@ _DATA_PARALLEL_OPTIONS: Final = Shape(
 _MODEL_PARALLEL_OPTIONS: Final = Shape(
     kinds.ModelParallelOptions, {"schedule": TEXT}, is_extras=True
 )
+_SERVER_OPTIMIZER: Final = tagged(
+    "name",
+    Shape(
+        choices.FedAdam,
+        {"learning_rate": REAL, "beta1": REAL, "beta2": REAL, "tau": REAL},
+        is_extras=True,
+    ),
+    Shape(choices.FedAdagrad, {"learning_rate": REAL, "tau": REAL}, is_extras=True),
+    Shape(choices.FedAvgM, {"learning_rate": REAL, "momentum": REAL}, is_extras=True),
+    spelling=str.lower,
+)
 _FEDERATED_OPTIONS: Final = Shape(
     kinds.FederatedOptions,
     {
         "local_epochs": UNSIGNED,
         "quorum": Form(_quorum, lambda value: value),
-        "round_deadline_s": Form(_optional_real, lambda value: value),
+        "round_deadline_s": _optional(REAL),
         "server_learning_rate": REAL,
+        "server_optimizer": _optional(_SERVER_OPTIMIZER),
+        "over_select": UNSIGNED,
     },
     is_extras=True,
 )

@@ -14,6 +14,7 @@ from stratagem.common.field_rules import (
     AT_LEAST_1,
     FRACTION,
     NOT_EMPTY,
+    NOT_NEGATIVE,
     POSITIVE,
     Rule,
     check_fields,
@@ -31,6 +32,8 @@ from stratagem.common.strategy.choices import (
     GradientAggregation,
     Partition,
     Pipeline,
+    Random,
+    ServerOptimizer,
 )
 
 _IS_QUORUM: Final = Rule(
@@ -113,7 +116,9 @@ class FederatedOptions:
 
     quorum: how many of the selected clients make a round: a share (float) or a count (int);
     None = all of them, however long it takes. round_deadline_s: when to settle for the quorum.
-    server_learning_rate: of FedYogi.
+    server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
+    mean is it. over_select: how many clients more than needed are drawn; the round closes with the
+    first that suffice.
     """
 
     local_epochs: int = field(default=1, metadata=must(AT_LEAST_1))
@@ -122,6 +127,8 @@ class FederatedOptions:
     server_learning_rate: float = field(
         default=DEFAULT_SERVER_LEARNING_RATE, metadata=must(POSITIVE)
     )
+    server_optimizer: ServerOptimizer | None = None
+    over_select: int = field(default=0, metadata=must(NOT_NEGATIVE))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,6 +160,13 @@ class Federated:
         ):
             text = f"{type(self.aggregation).__name__} has no server optimizer; FedYogi has"
             violations.append(Violation("options.server_learning_rate", text))
+        if has_server_optimizer and options.server_optimizer is not None:
+            text = "FedYogi is a server optimizer already; use FedAvg or FedProx"
+            violations.append(Violation("options.server_optimizer", text))
+        if options.over_select and not isinstance(self.client_selection, Random):
+            name = type(self.client_selection).__name__
+            text = f"{name} leaves no clients to draw more from; Random does"
+            violations.append(Violation("options.over_select", text))
         if violations:
             raise InvalidInputError(violations=violations)
 

@@ -101,6 +101,7 @@ class AggregateRound:
     round_num: int
     base: Base
     accepted: tuple[Accepted, ...]
+    server_state: tuple[Digest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,8 @@ class SegmentCommitted(Value):
     digest: Digest
     size_bytes: int
     metrics: Mapping[str, float]
+    server_state: tuple[Digest, ...] = ()
+    """Of a federated round: what its server optimizer keeps, one blob per slot."""
 
 
 class Evaluated(Value):
@@ -207,6 +209,8 @@ class ClientsSelected(Value):
     clients: tuple[int, ...]
     deadline_s: float | None
     """Leader-clock time at which the round closes; None: when all have answered."""
+    num_needed: int | None = None
+    """The round closes with the first updates of this number; None: there is no such number."""
 
 
 class Assignment(Value):

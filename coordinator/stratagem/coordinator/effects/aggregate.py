@@ -12,6 +12,8 @@ from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.fold import fold_weighted_mean
+from stratagem.coordinator.server_optimizers import server_optimizer
+from stratagem.coordinator.server_step import AVERAGED_KEY, ServerStep
 from stratagem.coordinator.strategies.federated_rounds import spec_of
 from stratagem.coordinator.upload import SpoolEntry
 
@@ -21,7 +23,8 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
     entries = await env.in_thread(lambda: _entries(env, effect))
     cancelled = threading.Event()
     try:
-        digest, manifest = await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
+        folded = await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
+        digest, slots, manifest = folded
     finally:
         cancelled.set()
     failpoint("coordinator.round.folded")
@@ -33,6 +36,7 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
         digest=digest,
         size_bytes=manifest.total_bytes,
         metrics={},
+        server_state=slots,
     )
     await env.report(effect.run_id, fact)
 
@@ -43,7 +47,9 @@ def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
     It is content under its own name, so a worker that gets it for nothing has lost nothing.
     """
     run = env.state.runs.get(effect.run_id)
-    if run is None or effect.round_num >= spec_of(run.job).rounds:
+    if run is None or run.ended is not None:
+        return
+    if effect.round_num >= spec_of(env.job_of(effect.run_id, effect.party)).rounds:
         return
     for member in run.touched:
         worker = env.state.workers.get(member.worker_id)
@@ -66,11 +72,26 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
 
 def _fold(
     env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
-) -> tuple[Digest, Manifest]:
-    manifest, _ = read_header(entries[0].path)
-    manifest = replace(manifest, metadata={"format": "1", "round": str(effect.round_num)})
+) -> tuple[Digest, tuple[Digest, ...], Manifest]:
+    env.blobs.open(effect.base.digest).close()
+    manifest, _ = read_header(env.blobs.path(effect.base.digest))
+    metadata = {"format": "1", "round": str(effect.round_num)}
+    if AVERAGED_KEY in manifest.metadata:
+        metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
+    manifest = replace(manifest, metadata=metadata)
     writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
-    digest = fold_weighted_mean(
-        entries, [e.num_samples for e in entries], manifest, writer, should_stop=cancelled.is_set
+    optimizer = server_optimizer(spec_of(env.job_of(effect.run_id, effect.party)))
+    server = None
+    if optimizer is not None:
+        of_round = {"round": str(effect.round_num)}
+        slots = effect.server_state
+        server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
+    digest, slots = fold_weighted_mean(
+        entries,
+        [e.num_samples for e in entries],
+        manifest,
+        writer,
+        should_stop=cancelled.is_set,
+        server=server,
     )
-    return digest, manifest
+    return digest, slots, manifest

@@ -1,6 +1,7 @@
 """Federated averaging: clients train on rows that only they have, the coordinator averages.
 
-FedAvg, https://arxiv.org/abs/1602.05629. One round:
+FedAvg, https://arxiv.org/abs/1602.05629; FedProx adds a term to the clients' loss, and FedYogi and
+its kin hand the mean to an optimizer on the coordinator. One round:
 
     SELECTING    draw the clients of the round from the roster
     TRAINING     each trains from the global state; its update is pulled into the spool
@@ -17,7 +18,7 @@ from dataclasses import replace
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import ByCapability, FedAvg
+from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Base,
@@ -62,13 +63,9 @@ from stratagem.coordinator.strategies.placement import eligible, why_none
 
 
 def check(job: JobSpec) -> list[Violation]:
-    """Refuse the aggregations that have no implementation here."""
-    strategy = spec_of(job)
-    if isinstance(strategy.aggregation, FedAvg):
-        return []
-    name = type(strategy.aggregation).__name__
-    message = f"{name!r} has no implementation here; use FedAvg"
-    return [Violation("strategy.aggregation.method", message)]
+    """Whatever parses can be run."""
+    del job
+    return []
 
 
 def init(job: JobSpec, party: Party) -> FederatedRun:
@@ -134,7 +131,12 @@ def _in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
     """Fold what happens between the opening of a round and its closing."""
     match fact:
         case ClientsSelected():
-            return replace(value, selected=fact.clients, deadline_s=fact.deadline_s)
+            return replace(
+                value,
+                selected=fact.clients,
+                deadline_s=fact.deadline_s,
+                num_needed=fact.num_needed,
+            )
         case ClientsAssigned():
             return with_assignments(value, fact)
         case UpdateReceived():
@@ -188,7 +190,9 @@ def pending(
 
 
 def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
-    return AggregateRound(run_id, value.party, value.round_num, base, value.accepted)
+    return AggregateRound(
+        run_id, value.party, value.round_num, base, value.accepted, value.server_state
+    )
 
 
 def next_deadline(value: FederatedRun) -> float | None:
@@ -242,8 +246,8 @@ def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """The global state."""
-    return frozenset({value.committed.digest} if value.committed else ())
+    """The global state, and what the server optimizer keeps beside it."""
+    return frozenset({value.committed.digest, *value.server_state} if value.committed else ())
 
 
 def standing(value: FederatedRun) -> Standing:
@@ -254,7 +258,7 @@ def standing(value: FederatedRun) -> Standing:
 def rebase(
     job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
 ) -> FederatedRun:
-    """The next round begins from the state that was given."""
+    """The next round begins from the state that was given; a server optimizer begins anew."""
     del job
     return replace(
         FederatedRun(value.party),
@@ -288,6 +292,7 @@ def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fe
     return replace(
         value,
         committed=base,
+        server_state=fact.server_state,
         round_num=fact.segment + 1,
         selected=(),
         assigned={},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from stratagem.common.ids import Party, WorkerId
+from stratagem.common.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability, Federated
 from stratagem.coordinator.core.effects import (
@@ -53,8 +53,12 @@ class FederatedRun:
     """Client -> (worker, membership of the assignment)."""
     updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
     rejected: Mapping[int, str] = field(default_factory=dict)
+    server_state: tuple[Digest, ...] = ()
+    """What the server optimizer keeps beside the committed state, one blob per slot."""
     accepted: tuple[Accepted, ...] = ()
     """Set once the round is closed."""
+    num_needed: int | None = None
+    """The open round closes with so many updates; None: not before all have answered."""
     deadline_s: float | None = None
     to_evaluate: tuple[Base, ...] = ()
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
@@ -173,12 +177,19 @@ def form_roster(
 
 def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
     strategy = spec_of(job)
-    deadline = strategy.options.round_deadline_s
+    deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
+    selection, roster, number = strategy.client_selection, value.roster, value.round_num
+    clients = select(selection, roster, job.seed, number, num_extra)
+    num_needed = None
+    if num_extra:
+        num_wanted = len(select(selection, roster, job.seed, number))
+        num_needed = _quorum(job, num_wanted, of_all=num_wanted)
     return ClientsSelected(
         party=value.party,
         round_num=value.round_num,
-        clients=select(strategy.client_selection, value.roster, job.seed, value.round_num),
+        clients=clients,
         deadline_s=None if deadline is None else now_s + deadline,
+        num_needed=num_needed,
     )
 
 
@@ -240,14 +251,17 @@ def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunF
     num_selected = len(value.selected)
     num_answered = len(value.updates) + len(value.rejected)
     is_late = value.deadline_s is not None and now_s >= value.deadline_s
-    if num_answered < num_selected and not is_late:
+    suffices = value.num_needed is not None and len(value.updates) >= value.num_needed
+    if num_answered < num_selected and not is_late and not suffices:
         return None
     count = f"round {value.round_num}: {len(value.updates)} of {num_selected} updates"
-    reason = count + (", deadline passed" if num_answered < num_selected else "")
+    settled = f", {value.num_needed} suffice" if suffices else ", deadline passed"
+    reason = count + (settled if num_answered < num_selected else "")
     if value.rejected:
         reason += f", {len(value.rejected)} rejected ({_first_rejection(value)})"
-    if len(value.updates) < _quorum(job, num_selected):
-        return RunFailed(reason=f"{reason}; {_quorum(job, num_selected)} are needed")
+    num_needed = value.num_needed or _quorum(job, num_selected)
+    if len(value.updates) < num_needed:
+        return RunFailed(reason=f"{reason}; {num_needed} are needed")
     return RoundClosed(
         party=value.party,
         round_num=value.round_num,
@@ -260,10 +274,11 @@ def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunF
     )
 
 
-def _quorum(job: JobSpec, num_selected: int) -> int:
+def _quorum(job: JobSpec, num_selected: int, of_all: int = 1) -> int:
+    """How many updates a round needs; of_all: where the job does not say."""
     quorum = spec_of(job).options.quorum
     if quorum is None:
-        return 1
+        return of_all
     if isinstance(quorum, int):
         return min(quorum, num_selected)
     return max(1, ceil(quorum * num_selected - 1e-9))

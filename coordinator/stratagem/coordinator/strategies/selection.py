@@ -11,18 +11,22 @@ from stratagem.coordinator.core.facts import ClientBinding
 
 
 def select(
-    selection: ClientSelection, roster: Sequence[ClientBinding], seed: int, round_num: int
+    selection: ClientSelection,
+    roster: Sequence[ClientBinding],
+    seed: int,
+    round_num: int,
+    num_extra: int = 0,
 ) -> tuple[int, ...]:
     """The clients of a round, ascending; drawn from the roster and never from who is alive.
 
-    Random: m = max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by (run
-    seed, round), so that a restarted coordinator draws the same.
+    Random: num_extra + max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by
+    (run seed, round), so that a restarted coordinator draws the same.
     """
     match selection:
         case All():
             return tuple(binding.client for binding in roster)
         case RandomSelection(fraction=fraction):
-            count = max(1, math.floor(fraction * len(roster) + 1e-9))
+            count = min(num_random(fraction, len(roster)) + num_extra, len(roster))
             key = hashlib.sha256(f"select/{seed}/{round_num}".encode()).digest()
             drawn = Random(int.from_bytes(key[:8])).sample([b.client for b in roster], count)
             return tuple(sorted(drawn))
@@ -30,3 +34,8 @@ def select(
             return tuple(b.client for b in roster if set(required) <= set(b.tags))
         case _:
             raise AssertionError(f"unknown client selection {selection!r}")
+
+
+def num_random(fraction: float, num_clients: int) -> int:
+    """How many clients a random share is."""
+    return max(1, math.floor(fraction * num_clients + 1e-9))
