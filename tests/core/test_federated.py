@@ -15,6 +15,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.strategies.federated_rounds import MAX_CLIENTS_AHEAD
 from stratagem.coordinator.strategies.selection import select
 from tests.core.simulation import RUN, Simulation, do, job, member, register, start
 from tests.core.test_runs import FEDERATED, phase, reason
@@ -122,6 +123,75 @@ def test_deadline_with_quorum_leaves_the_late_out_and_says_so() -> None:
     late = simulation.tell(Report(RUN, do(effects[3])[0]))
     assert isinstance(late, Refusal)
     assert late.reason == "round 1 is closed"
+
+
+def test_over_selection_closes_with_the_first_that_suffice() -> None:
+    strategy = {
+        **FEDERATED,
+        "num_clients": 8,
+        "client_selection": {"method": "Random", "fraction": 0.25},
+        "options": {"over_select": 3},
+    }
+    simulation = opened(strategy, "a", "b")
+    (selected,) = simulation.facts(ClientsSelected)
+    assert len(selected.clients) == 5
+    assert selected.num_needed == 2
+    effects = trained(simulation)
+    for effect in effects[3:]:
+        simulation.tell(Report(RUN, do(effect)[0]))
+    (closed,) = simulation.facts(RoundClosed)
+    assert [a.client for a in closed.accepted] == [e.client for e in effects[3:]]
+    assert closed.reason == "round 1: 2 of 5 updates, 2 suffice"
+    assert closed.by_policy
+    late = simulation.tell(Report(RUN, do(effects[0])[0]))
+    assert isinstance(late, Refusal)
+
+
+def test_over_selection_with_a_quorum_needs_that_share_of_the_wanted() -> None:
+    strategy = {
+        **FEDERATED,
+        "num_clients": 8,
+        "client_selection": {"method": "Random", "fraction": 0.5},
+        "options": {"over_select": 9, "quorum": 0.5},
+    }
+    (selected,) = opened(strategy, "a").facts(ClientsSelected)
+    assert (len(selected.clients), selected.num_needed) == (8, 2)
+
+
+def test_over_selection_that_is_answered_in_full_is_no_policy() -> None:
+    strategy = {
+        **FEDERATED,
+        "num_clients": 3,
+        "client_selection": {"method": "Random", "fraction": 0.7},
+        "options": {"over_select": 1},
+    }
+    simulation = opened(strategy, "a")
+    first, *others = trained(simulation)
+    rejected = UpdateRejected(party="", round_num=1, client=first.client, reason="not finite")
+    simulation.tell(Report(RUN, rejected))
+    for effect in others:
+        simulation.tell(Report(RUN, do(effect)[0]))
+    (closed,) = simulation.facts(RoundClosed)
+    assert len(closed.accepted) == 2
+    assert not closed.by_policy
+
+
+def test_few_clients_of_a_worker_are_due_at_once() -> None:
+    simulation = opened({**FEDERATED, "num_clients": 11}, "a", "b")
+    assert [(e.client, e.member.worker_id) for e in trained(simulation)] == [
+        (client, "ab"[client % 2]) for client in range(2 * MAX_CLIENTS_AHEAD)
+    ]
+    simulation.tell(Report(RUN, do(trained(simulation)[1])[0]))
+    assert [e.client for e in trained(simulation)] == [0, 2, 3, 4, 5, 6, 7, 9]
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    assert {e.member.worker_id for e in trained(simulation)} == {"b"}
+    assert [e.client for e in trained(simulation)] == [0, 2, 3, 4]
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    assert not trained(simulation)
+    assert "without a worker: client 0 (a), client 2 (a)" in reason(simulation)
+    simulation.tell(register("c"))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
 
 
 def test_deadline_without_quorum_fails_with_the_count() -> None:

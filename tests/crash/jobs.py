@@ -65,14 +65,12 @@ def data_parallel(method: str, num_replicas: int = 4, **options: int) -> Job:
 YOGI: Job = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
-def federated(
-    num_clients: int = 3, rounds: int = 3, aggregation: Job = {"method": "FedAvg"}
-) -> Job:
+def federated(num_clients: int = 3, rounds: int = 3, aggregation: Job | None = None) -> Job:
     return {
         "type": "Federated",
         "num_clients": num_clients,
         "rounds": rounds,
-        "aggregation": aggregation,
+        "aggregation": aggregation or {"method": "FedAvg"},
         "client_selection": {"method": "All"},
     }
 

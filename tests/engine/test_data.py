@@ -11,10 +11,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.worker.data import sources
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.partition import by_label, contiguous, dirichlet
-from stratagem.worker.data.sources import Client, DataSources, from_tensors, load_data
+from stratagem.worker.data.sources import (
+    Client,
+    ClientData,
+    DataSources,
+    from_tensors,
+    load_data,
+)
 from tests.engine.support import ALLOWED, CPU, job
 
 FEDERATED = {
@@ -51,7 +58,8 @@ def test_position_follows_from_the_step_alone() -> None:
 
 @given(st.data())
 def test_partitions_give_every_row_to_one_client(data: st.DataObject) -> None:
-    labels = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=60)))
+    drawn = data.draw(st.lists(st.integers(0, 4), max_size=60))
+    labels = torch.tensor(drawn, dtype=torch.int64)
     num_clients = data.draw(st.integers(1, 7))
     seed = data.draw(st.integers(0, 3))
     for parts in (
@@ -82,6 +90,38 @@ def test_clients_of_one_data_set_see_their_rows_only(method: str) -> None:
     rows = torch.cat([each.take(torch.arange(len(each)))[0] for each in clients])
     whole = load_data(spec, ALLOWED, DataSources())["train"].take(torch.arange(50))[0]
     assert sorted(rows[:, 0].tolist()) == sorted(whole[:, 0].tolist())
+
+
+@pytest.mark.parametrize("method", ["contiguous", "by_label", "dirichlet"])
+def test_data_that_clients_share_are_loaded_and_divided_once(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = data_job({"entrypoint": "tests.engine.userland:classes"}, partition={"method": method})
+    data = ClientData(spec, ALLOWED, DataSources())
+    data.of(Client(0, 7))
+    monkeypatch.setattr(sources, "load_data", None)
+    monkeypatch.setattr(sources, "client_rows", None)
+    found = [data.of(Client(number, 7)) for number in range(7)]
+    monkeypatch.undo()
+    for number, splits in enumerate(found):
+        alone = load_data(spec, ALLOWED, DataSources(), Client(number, 7))
+        assert splits.keys() == alone.keys()
+        rows = torch.arange(len(alone["train"]))
+        assert len(splits["train"]) == len(rows)
+        for one, other in zip(splits["train"].take(rows), alone["train"].take(rows), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_data_made_per_client_are_kept_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CLIENTS_KEPT", 2)
+    data = ClientData(
+        data_job({"entrypoint": "tests.engine.userland:per_client"}), ALLOWED, DataSources()
+    )
+    first, second = data.of(Client(0, 4)), data.of(Client(1, 4))
+    assert data.of(Client(0, 4)) is first
+    data.of(Client(2, 4))
+    assert data.of(Client(0, 4)) is first
+    assert data.of(Client(1, 4)) is not second
 
 
 def test_factory_that_knows_clients_is_asked_per_client() -> None:

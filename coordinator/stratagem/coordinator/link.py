@@ -63,6 +63,16 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
+    async def close_session(self, ref: types_pb2.SessionRef) -> None:
+        """Have the worker forget one session of a run."""
+        request = worker_pb2.CloseSessionRequest(
+            fence=self.fence(0), run_id=ref.run_id, session=ref
+        )
+        try:
+            await self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()

@@ -60,8 +60,9 @@ class Spool:
         self._used: dict[Path, int] = {}
         root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(root)
+        self._of_client: dict[Path, set[Path]] = {}  # folder/client -> its data files
         for path in root.glob(f"*/*/*/*{_DATA}"):
-            self._used[path] = path.stat().st_size
+            self._note(path, path.stat().st_size)
 
     def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
         """A writer for the update that `manifest` announces; `writer.offset` says where to go on.
@@ -128,7 +129,7 @@ class Spool:
         """The data files of a client that its entry does not name."""
         entry = SpoolEntry.read(folder / f"{client}{_ENTRY}")
         accepted = entry.path if entry is not None else None
-        for path in sorted(folder.glob(f"{client}.*{_DATA}")):
+        for path in sorted(self._of_client.get(folder / str(client), ())):
             if path != accepted:
                 yield path
 
@@ -153,14 +154,29 @@ class Spool:
                     f"spool: an update of {num_bytes} bytes does not fit, "
                     f"{used} of {self._quota_bytes} bytes are in use"
                 )
-            self._used[path] = num_bytes
+            self._note(path, num_bytes)
+
+    def _note(self, path: Path, num_bytes: int) -> None:
+        self._used[path] = num_bytes
+        self._of_client.setdefault(_client_of(path), set()).add(path)
 
     def _remove(self, path: Path) -> None:
         remove_files(path)
         with self._lock:
             self._used.pop(path, None)
+            self._of_client.get(_client_of(path), set()).discard(path)
 
     def _delete(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             self._used = {p: n for p, n in self._used.items() if folder not in p.parents}
+            self._of_client = {
+                client: paths
+                for client, paths in self._of_client.items()
+                if folder not in client.parents
+            }
+
+
+def _client_of(path: Path) -> Path:
+    """folder/client, of a data file."""
+    return path.parent / path.name.partition(".")[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Any, Final
 
 import grpc
@@ -30,6 +31,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _PARTY: Final = re.compile(r"[A-Za-z0-9._/-]{0,256}")
+
+
+@lru_cache(maxsize=16)
+def _parsed(job_json: str) -> JobSpec:
+    """A job comes again with every round of every client."""
+    return JobSpec.from_json(job_json)
 
 
 class WorkerServicer(WorkerServiceServicer):
@@ -155,7 +162,7 @@ class WorkerServicer(WorkerServiceServicer):
         view = request.train.view
         if request.HasField("train") and view.rank >= len(view.members):
             raise InvalidInputError.at("train.view.rank", f"{view.rank} names no member")
-        job = JobSpec.from_json(request.job_json)
+        job = _parsed(request.job_json)
         local = job.data.worker_local
         if local is not None and local not in self._host.local_data:
             known = ", ".join(sorted(self._host.local_data)) or "none"

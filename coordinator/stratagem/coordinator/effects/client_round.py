@@ -29,7 +29,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
         fence=link.fence(effect.membership),
         session=session_ref,
         segment=effect.round_num,
-        job_json=env.job_of(effect.run_id, effect.party).canonical_json(),
+        job_json=env.job_json(effect.run_id, effect.party),
         client_round=worker_pb2.ClientRoundPlan(
             base=state_ref(effect.base),
             client=effect.client,
@@ -67,6 +67,9 @@ async def _collect(
         await env.report(effect.run_id, rejected)
         return
     failpoint("coordinator.round.pulled")
+    # The worker would keep one update of every client that it plays.
+    link = env.links.to(effect.member, env.state)
+    env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
     received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
@@ -89,8 +92,16 @@ async def _pull(
         return done
     link = env.links.to(effect.member, env.state)
     expected, _ = await env.header(effect.base.digest)
+    manifests: list[Manifest] = []
     writers: list[SpoolWriter] = []
-    offload = Offload(lambda offset, data: writers[0].write_at(offset, data))
+
+    def writer() -> SpoolWriter:  # opened in the thread that writes
+        if not writers:
+            source = effect.member.incarnation
+            writers.append(env.spool.open(key, manifests[0], source=source))
+        return writers[0]
+
+    offload = Offload(lambda offset, data: writer().write_at(offset, data))
 
     def request(offset: int) -> worker_pb2.GetStateRequest:
         return worker_pb2.GetStateRequest(
@@ -101,8 +112,7 @@ async def _pull(
         )
 
     def accept(manifest: Manifest) -> Sink:
-        writer = env.spool.open(key, manifest, source=effect.member.incarnation)
-        writers.append(writer)
+        manifests.append(manifest)
         return offload.write
 
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
@@ -116,8 +126,8 @@ async def _pull(
             keep_up=offload.keep_up,
         )
         await offload.finish()
-        return await env.in_thread(lambda: writers[0].commit(expected, num_samples))
+        return await env.in_thread(lambda: writer().commit(expected, num_samples))
     finally:
         await offload.close()
-        for writer in writers:
-            writer.close()
+        for opened in writers:
+            opened.close()

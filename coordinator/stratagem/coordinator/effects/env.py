@@ -1,9 +1,9 @@
 """What effects act through: the loop for facts, links to workers, stores, and what watchers see."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -55,6 +55,8 @@ class Env:
     brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
     """The newest state that each member has of each run, as far as is known here."""
     frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
+    job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
+    chores: set[asyncio.Task[None]] = field(default_factory=set)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
 
@@ -63,10 +65,29 @@ class Env:
         """The newest durable state."""
         return self.loop.state
 
+    def do_beside(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
+        """A deed that nothing depends on and that outlives the effect that asks for it."""
+        task = asyncio.create_task(coroutine, name=what)
+        self.chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self.chores.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.info("not done", what=task.get_name(), reason=str(task.exception()))
+
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
         """What a party of a run trains: the run's job, but for what its strategies change."""
         run = self.state.runs[run_id]
         return strategy_of(run.job).job_of(run.job, run.value, party)
+
+    def job_json(self, run_id: RunId, party: Party) -> str:
+        """The same as text; a federated run asks for it once per client."""
+        job = self.job_of(run_id, party)
+        known = self.job_texts.get((run_id, party))
+        if known is None or known[0] is not job:
+            known = self.job_texts[run_id, party] = (job, job.canonical_json())
+        return known[1]
 
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
         """The metrics that the party's job asks for."""
@@ -115,6 +136,8 @@ class Env:
         """The run has ended: stop what is on its way to workers, which forget it now."""
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
+        for run_party in [each for each in self.job_texts if each[0] == run_id]:
+            del self.job_texts[run_party]
         for member_run in [each for each in self.brought if each[1] == run_id]:
             del self.brought[member_run]
 

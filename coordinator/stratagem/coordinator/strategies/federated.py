@@ -50,7 +50,9 @@ from stratagem.coordinator.strategies.federated_rounds import (
     assign,
     close,
     complete,
+    due_clients,
     form_roster,
+    lacking,
     new_helper,
     open_round,
     spec_of,
@@ -122,7 +124,15 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             left = tuple(base for base in value.to_evaluate if base.segment != fact.segment)
             return replace(value, to_evaluate=left, metrics=fact.metrics)
         case RunResumed():
-            return replace(value, helper=(), assigned={}, left={}, deaths={})
+            return replace(
+                value,
+                helper=(),
+                assigned={},
+                holders=frozenset(),
+                num_unassigned=len(value.selected) - len(value.updates) - len(value.rejected),
+                left={},
+                deaths={},
+            )
         case _:
             return _in_round(value, fact)
 
@@ -134,6 +144,7 @@ def _in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
             return replace(
                 value,
                 selected=fact.clients,
+                num_unassigned=len(fact.clients),
                 deadline_s=fact.deadline_s,
                 num_needed=fact.num_needed,
             )
@@ -205,7 +216,7 @@ def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
-    members = {member for member, _ in value.assigned.values()} | set(value.helper)
+    members = value.holders | set(value.helper)
     return Outlook(
         phase=phase,
         strategy_phase=strategy_phase,
@@ -296,6 +307,8 @@ def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fe
         round_num=fact.segment + 1,
         selected=(),
         assigned={},
+        holders=frozenset(),
+        num_unassigned=0,
         updates={},
         rejected={},
         accepted=(),
@@ -319,8 +332,7 @@ def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> s
             member=value.assigned[client][0],
             base=base,
         )
-        for client in value.selected
-        if client in value.assigned and client not in value.updates and client not in value.rejected
+        for client in due_clients(value)
     }
 
 
@@ -337,14 +349,7 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "SELECTING", ""
     answered = len(value.updates) + len(value.rejected)
     count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
-    lost = [
-        c
-        for c in value.selected
-        if c not in value.updates
-        and c not in value.rejected
-        and (c not in value.assigned or not world.holds(value.assigned[c][0]))
-    ]
-    if lost:
+    if lost := lacking(value, world.holds):
         names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
         return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
     return RunPhase.RUNNING, "TRAINING", count

@@ -4,7 +4,7 @@ Pure functions of the facts so far and of which workers there are; federated.py 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -51,6 +51,10 @@ class FederatedRun:
     selected: tuple[int, ...] = ()
     assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
     """Client -> (worker, membership of the assignment)."""
+    holders: frozenset[Member] = frozenset()
+    """The workers that have clients left to train."""
+    num_unassigned: int = 0
+    """Selected clients that wait for a worker."""
     updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
     rejected: Mapping[int, str] = field(default_factory=dict)
     server_state: tuple[Digest, ...] = ()
@@ -76,11 +80,55 @@ def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun
     moved = {a.client for a in fact.assignments}
     kept = {c: a for c, a in value.assigned.items() if c not in moved}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
+    assigned = {**kept, **new}
+    todo = [c for c in value.selected if c not in value.updates and c not in value.rejected]
     left = dict(value.left)
     for client in sorted(moved & value.assigned.keys()):
         member = value.assigned[client][0]
         left[member] = (*left.get(member, ()), f"client {client}")
-    return replace(value, membership=fact.membership, assigned={**kept, **new}, left=left)
+    return replace(
+        value,
+        membership=fact.membership,
+        assigned=assigned,
+        holders=frozenset(assigned[c][0] for c in todo if c in assigned),
+        num_unassigned=sum(c not in assigned for c in todo),
+        left=left,
+    )
+
+
+def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]:
+    """The clients of the open round that nobody trains now; asked with every fact, so it is quick
+    while there are none."""
+    if not value.num_unassigned and all(is_here(member) for member in value.holders):
+        return []
+    return [
+        client
+        for client in value.selected
+        if client not in value.updates
+        and client not in value.rejected
+        and (client not in value.assigned or not is_here(value.assigned[client][0]))
+    ]
+
+
+MAX_CLIENTS_AHEAD = 4
+"""Clients of one worker that are due at once: one trains while the updates of the others come in.
+It bounds what the worker keeps, and the work that every fact makes with thousands of clients."""
+
+
+def due_clients(value: FederatedRun) -> list[int]:
+    """The clients to be trained next, in order: a few of each worker."""
+    num_due = Counter[Member]()
+    due = []
+    for client in value.selected:
+        if client in value.updates or client in value.rejected or client not in value.assigned:
+            continue
+        member = value.assigned[client][0]
+        if num_due[member] < MAX_CLIENTS_AHEAD:
+            num_due[member] += 1
+            due.append(client)
+            if len(due) == MAX_CLIENTS_AHEAD * len(value.holders):
+                break
+    return due
 
 
 def with_death(value: FederatedRun, member: Member) -> FederatedRun:
@@ -198,6 +246,8 @@ def assign(
 ) -> ClientsAssigned | None:
     """A live worker for every client that has none: its own, else the one with fewest clients."""
     alive = {worker.member.worker_id: worker for worker in workers}
+    if not lacking(value, lambda member: _is_alive(alive, member)):
+        return None
     waiting = [c for c in value.selected if c not in value.updates and c not in value.rejected]
     current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
     held = {c: m for c, m in current.items() if _is_alive(alive, m)}

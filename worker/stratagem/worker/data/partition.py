@@ -55,7 +55,8 @@ def dirichlet(labels: Tensor, num_clients: int, alpha: float, seed: int) -> list
         cuts = np.rint(np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
         for part, piece in zip(parts, np.split(rows, cuts), strict=True):
             part.append(piece)
-    merged = [np.sort(np.concatenate(part)) for part in parts]
+    none = np.empty(0, np.int64)  # there may be no labels at all
+    merged = [np.sort(np.concatenate([none, *part])) for part in parts]
     return [torch.from_numpy(rows) for rows in _without_empty(merged)]
 
 

@@ -7,10 +7,11 @@ Must not know batches, models or the network.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +23,9 @@ from stratagem.common.job import DataSpec, JobSpec
 from stratagem.worker.data.datasets import Dataset, Subset, as_dataset, tensor_dataset
 from stratagem.worker.data.partition import client_rows
 from stratagem.worker.entrypoints import EntryPoints, user_code
+
+MAX_CLIENTS_KEPT: Final = 64
+"""Data sets of single clients that a worker keeps, where a factory makes them one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,48 @@ def load_data(
     else:
         splits = from_tensors(_read(Path(_required_path(spec)), "data.path"))
     return _own_rows(job, splits, client)
+
+
+class ClientData:
+    """The data of any client of one job. What the clients share is loaded and divided once; what a
+    factory makes for each of them is kept for the clients that came last."""
+
+    def __init__(self, job: JobSpec, entrypoints: EntryPoints, sources: DataSources) -> None:
+        self._job, self._entrypoints, self._sources = job, entrypoints, sources
+        self._shared: dict[str, Dataset] | None = None
+        self._rows: dict[int, list[Tensor]] = {}  # by number of clients
+        self._own: OrderedDict[Client, dict[str, Dataset]] = OrderedDict()
+
+    def of(self, client: Client) -> dict[str, Dataset]:
+        """What this client gets to see, by split."""
+        if self._is_made_per_client():
+            return self._made_for(client)
+        if self._shared is None:
+            self._shared = load_data(self._job, self._entrypoints, self._sources)
+        if self._job.data.worker_local is not None or "train" not in self._shared:
+            return self._shared
+        if client.num_clients not in self._rows:
+            self._rows[client.num_clients] = _divided(
+                self._job, self._shared["train"], client.num_clients
+            )
+        rows = self._rows[client.num_clients][client.number]
+        return {**self._shared, "train": Subset(self._shared["train"], rows)}
+
+    def _is_made_per_client(self) -> bool:
+        spec = self._job.data
+        if spec.entrypoint is None:
+            return False
+        factory = self._entrypoints.bind(spec.entrypoint, spec.kwargs, "data")
+        return bool(_client_arguments(factory, Client(0, 1)))
+
+    def _made_for(self, client: Client) -> dict[str, Dataset]:
+        if client not in self._own:
+            if len(self._own) >= MAX_CLIENTS_KEPT:
+                self._own.popitem(last=False)
+            made = load_data(self._job, self._entrypoints, self._sources, client)
+            self._own[client] = made
+        self._own.move_to_end(client)
+        return self._own[client]
 
 
 def _required_path(spec: DataSpec) -> str:
@@ -108,13 +154,18 @@ def _own_rows(
     if client is None or "train" not in splits:
         return splits
     train = splits["train"]
+    rows = _divided(job, train, client.num_clients)
+    return {**splits, "train": Subset(train, rows[client.number])}
+
+
+def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
+    """The rows of every client."""
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):
             labels = train.take(torch.arange(len(train)))[1]
         labels = torch.as_tensor(labels) if labels is not None else None
-    rows = client_rows(job.partition, labels, len(train), client.num_clients, job.seed)
-    return {**splits, "train": Subset(train, rows[client.number])}
+    return client_rows(job.partition, labels, len(train), num_clients, job.seed)
 
 
 def _local_path(name: str, sources: DataSources) -> Path:

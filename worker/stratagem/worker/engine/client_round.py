@@ -20,7 +20,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order import epoch_order
-from stratagem.worker.data.sources import Client, DataSources, load_data
+from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints, user_code
@@ -61,13 +61,12 @@ class ClientRunner:
         if not isinstance(job.strategy, Federated):
             raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
         self._job, self._strategy = job, job.strategy
-        self._entrypoints, self._sources = entrypoints, sources or DataSources()
+        self._data = ClientData(job, entrypoints, sources or DataSources())
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._loss = make_loss(job.loss, entrypoints)
         self._gather = Gather(float_dtype(job), device)
         self._randomness = KeyedRandomness(self._model, device)
-        self._data: dict[Client, Dataset] = {}
 
     def run(
         self, base: Mapping[str, Tensor], client: int, num_clients: int, round_num: int
@@ -107,16 +106,14 @@ class ClientRunner:
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
     def _rows(self, client: Client) -> Dataset:
-        if client not in self._data:
-            splits = load_data(self._job, self._entrypoints, self._sources, client)
-            if "train" not in splits:
-                raise InvalidInputError.at("data", 'has no split "train"')
-            if len(splits["train"]) == 0:
-                raise InvalidInputError.at(
-                    "data.train", f"client {client.number} of {client.num_clients} has no rows"
-                )
-            self._data[client] = splits["train"]
-        return self._data[client]
+        splits = self._data.of(client)
+        if "train" not in splits:
+            raise InvalidInputError.at("data", 'has no split "train"')
+        if len(splits["train"]) == 0:
+            raise InvalidInputError.at(
+                "data.train", f"client {client.number} of {client.num_clients} has no rows"
+            )
+        return splits["train"]
 
     def _step(
         self,
