@@ -159,6 +159,29 @@ def test_deadline_closes_a_round_with_a_quorum(client: Client, gates: Gates) -> 
     assert_same_bits(outcome.state, federated_loop(spec, ALLOWED, lambda _: [0, 1, 3]).state)
 
 
+def test_over_selection_takes_the_first_and_ends_the_others(client: Client, gates: Gates) -> None:
+    spec = federated(
+        rounds=2,
+        batch_size=8,
+        data=user("gated_clients", folder=str(gates.folder)),
+        selection=HALF,
+        options={"over_select": 2},
+    )
+    gates.close("client0-1", "client3-1")
+    run = client.submit(spec)
+    wait_for(run, "RoundClosed")
+    gates.open()
+    outcome = outcome_of(run)
+    closed = [event.payload for event in outcome.of("RoundClosed")]
+    accepted = [[each["client"] for each in payload["accepted"]] for payload in closed]
+    assert accepted[0] == [1, 2]
+    assert closed[0]["reason"] == "round 1: 2 of 4 updates, 2 suffice"
+    assert selected(outcome) == {1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
+    assert not outcome.status.reproducible
+    expected = federated_loop(spec, ALLOWED, lambda round_num: accepted[round_num - 1])
+    assert_same_bits(outcome.state, expected.state)
+
+
 def test_round_without_its_quorum_fails_the_run(client: Client, gates: Gates) -> None:
     spec = federated(
         rounds=1,

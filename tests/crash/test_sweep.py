@@ -64,7 +64,7 @@ LATER_HITS = {
     "coordinator.journal.before_commit": (1, 2, 4, 7),
     "coordinator.journal.after_commit": (1, 2, 4, 7),
     "coordinator.blobs.before_rename": (2,),
-    "coordinator.blobs.after_rename": (2, 5),
+    "coordinator.blobs.after_rename": (2,),
     "coordinator.spool.after_rename": (2,),
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
@@ -117,8 +117,8 @@ SAMPLE = (
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
     Case("FedAvg", "worker-0", "worker.round.trained"),
-    # Between the slots of the second round and its state, which are three blobs.
-    Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 5),
+    # Between the two slots of the first round and its state.
+    Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
 )
 
 

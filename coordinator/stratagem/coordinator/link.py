@@ -63,6 +63,14 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
+    async def abort(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> None:
+        """Have the worker end what runs in a session."""
+        request = worker_pb2.AbortRequest(fence=fence, session=ref, reason="no longer needed")
+        try:
+            await self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
     async def close_session(self, ref: types_pb2.SessionRef) -> None:
         """Have the worker forget one session of a run."""
         request = worker_pb2.CloseSessionRequest(

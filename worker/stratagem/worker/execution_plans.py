@@ -48,7 +48,8 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     started_s = time.monotonic()
     work.be("training")
     base, _ = work.blob(plan.base.digest)
-    done = _runner(work).run(base, plan.client, plan.num_clients, work.segment)
+    check = work.control.check
+    done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, check)
     work.control.check()
     update = freeze(
         {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},

@@ -4,6 +4,8 @@ The worker trains from the global state; then its slot is free and the update is
 spool, checked while it arrives. A client whose update is wrong is rejected alone, with the reason.
 """
 
+import asyncio
+
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
 from stratagem.common.tensors.chunks import Sink
@@ -37,7 +39,12 @@ async def train_client(env: Env, effect: TrainClient) -> None:
             local_epochs=effect.local_epochs,
         ),
     )
-    result = await attend(env, effect.member, request, base=effect.base.digest)
+    try:
+        result = await attend(env, effect.member, request, base=effect.base.digest)
+    except asyncio.CancelledError:
+        if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
+            env.do_beside(link.abort(request.fence, session_ref), f"abort client {effect.client}")
+        raise
     match result.WhichOneof("outcome"):
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)

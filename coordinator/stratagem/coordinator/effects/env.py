@@ -20,6 +20,7 @@ from stratagem.coordinator.broadcast import SharedFrames
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact, Member
+from stratagem.coordinator.core.pending import pending_of
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.feed import Feed
 from stratagem.coordinator.link import Links
@@ -75,6 +76,11 @@ class Env:
         self.chores.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.info("not done", what=task.get_name(), reason=str(task.exception()))
+
+    def is_due(self, effect: Effect) -> bool:
+        """Whether the newest state still asks for the effect."""
+        run = self.state.runs.get(effect.run_id)
+        return run is not None and effect in pending_of(run)
 
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
         """What a party of a run trains: the run's job, but for what its strategies change."""

@@ -8,7 +8,7 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,9 +69,17 @@ class ClientRunner:
         self._randomness = KeyedRandomness(self._model, device)
 
     def run(
-        self, base: Mapping[str, Tensor], client: int, num_clients: int, round_num: int
+        self,
+        base: Mapping[str, Tensor],
+        client: int,
+        num_clients: int,
+        round_num: int,
+        check: Callable[[], None] = lambda: None,
     ) -> ClientRound:
-        """Trains from the global state `base`; the update is on the CPU."""
+        """Trains from the global state `base`; the update is on the CPU.
+
+        `check` is called before each step and may raise to end the round.
+        """
         data = self._rows(Client(client, num_clients))
         state.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
@@ -87,6 +95,7 @@ class ClientRunner:
                 epoch = (round_num - 1) * local_epochs + local_epoch
                 order = client_order(len(data), self._job.seed, client, epoch)
                 for rows in torch.split(order, self._job.batch_size):
+                    check()
                     self._randomness.begin(self._job.seed, "client", client, round_num, num_steps)
                     num_steps += 1
                     activity = f"round {round_num}, client {client}, step {num_steps}"
