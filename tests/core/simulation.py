@@ -27,6 +27,7 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.facts import (
     Capability,
+    ClientEvaluated,
     Evaluated,
     Fact,
     Member,
@@ -194,6 +195,13 @@ def do(effect: Effect) -> list[Fact]:
                     digest=digest(f"round{effect.round_num}"),
                     size_bytes=1,
                     metrics={},
+                )
+            ]
+        case EvaluateState(client=int(client)):
+            sums = {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
+            return [
+                ClientEvaluated(
+                    party=effect.party, segment=effect.base.segment, client=client, sums=sums
                 )
             ]
         case EvaluateState():

@@ -1,14 +1,18 @@
 """Federated rounds in the pure core: selection, assignment, quorum, deadline, late results."""
 
+from math import exp
+
 import pytest
 
 from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, Tick
-from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.effects import EvaluateState, TrainClient
 from stratagem.coordinator.core.facts import (
     ClientBinding,
+    ClientEvaluated,
     ClientsAssigned,
     ClientsSelected,
+    Evaluated,
     RosterFormed,
     RoundClosed,
     UpdateRejected,
@@ -174,6 +178,46 @@ def test_over_selection_that_is_answered_in_full_is_no_policy() -> None:
     (closed,) = simulation.facts(RoundClosed)
     assert len(closed.accepted) == 2
     assert not closed.by_policy
+
+
+def test_clients_with_local_rows_evaluate_themselves() -> None:
+    """What two clients say of a state, in any order, becomes one weighted mean."""
+    data = {"worker_local": "ward"}
+    evaluation = {"split": "test", "metrics": ["perplexity"]}
+    text = job({**FEDERATED, "num_clients": 3, "rounds": 2}, data=data, evaluation=evaluation)
+    simulation = start(text)
+    for name in "abc":
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    said = simulation.facts(ClientEvaluated)
+    assert {(fact.segment, fact.client) for fact in said} == {
+        (segment, client) for segment in (1, 2) for client in range(3)
+    }
+    for fact in simulation.facts(Evaluated):
+        assert fact.metrics == {"test.loss": 2.0, "test.perplexity": exp(2.0)}
+    assert len(simulation.facts(Evaluated)) == 2
+
+
+def test_evaluation_waits_for_a_client_that_is_away() -> None:
+    data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
+    text = job({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
+    simulation = start(text)
+    simulation.tell(register("a", local_data=("ward",)))
+    simulation.tell(register("b", local_data=("ward",)))
+    while not simulation.facts(ClientEvaluated):
+        simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    (first,) = simulation.facts(ClientEvaluated)
+    other = "ab"[1 - first.client]
+    simulation.tell(LoseWorker(member(other), "killed"))
+    assert not pending(simulation.state)
+    simulation.tell(register(other, start=1, local_data=("ward",)))
+    (effect,) = pending(simulation.state)
+    assert isinstance(effect, EvaluateState)
+    assert (effect.client, effect.member) == (1 - first.client, member(other, 1))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
 
 
 def test_few_clients_of_a_worker_are_due_at_once() -> None:

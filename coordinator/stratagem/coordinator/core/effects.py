@@ -114,6 +114,8 @@ class EvaluateState:
     base: Base
     splits: tuple[str, ...]
     member: Member
+    client: int | None = None
+    """Set where the member does so on a client's own rows, for all clients' metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,15 @@ class Evaluated(Value):
 # ---- federated rounds ----
 
 
+class ClientEvaluated(Value):
+    """A client has evaluated a state on rows of its own; see strategies.client_metrics."""
+
+    party: Party
+    segment: int
+    client: int
+    sums: Mapping[str, float]
+
+
 class ClientBinding(Value):
     """The worker that a client lives on (worker-local data) or prefers (any other data)."""
 
@@ -350,6 +359,7 @@ Fact = (
     | SegmentFinished
     | SegmentCommitted
     | Evaluated
+    | ClientEvaluated
     | RosterFormed
     | ClientsSelected
     | ClientsAssigned

@@ -80,6 +80,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
     ),
     "Evaluated": lambda e: f"segment {e.segment} evaluated: {metrics_text(e.metrics)}",
+    "ClientEvaluated": lambda e: f"segment {e.segment}: evaluated by client {e.client}",
     "RosterFormed": lambda e: f"roster of {len(e.clients)} clients formed",
     "ClientsSelected": lambda e: f"round {e.round_num}: {len(e.clients)} clients selected",
     "ClientsAssigned": _assigned,

@@ -1,12 +1,12 @@
-"""EvaluateState: evaluate a committed state on a worker."""
+"""EvaluateState: evaluate a committed state on a worker, maybe on a client's own rows."""
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
 from stratagem.coordinator.core.effects import EvaluateState
-from stratagem.coordinator.core.facts import Evaluated
+from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated
 from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.effects.evaluation import fold_parts
+from stratagem.coordinator.effects.evaluation import client_sums, fold_parts
 from stratagem.coordinator.link import session, state_ref
 from stratagem.v1 import worker_pb2
 
@@ -29,13 +29,17 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "evaluate":
             failpoint("coordinator.evaluation.folded")
-            fact = Evaluated(
-                party=effect.party,
-                segment=effect.base.segment,
-                metrics=fold_parts(
-                    result.evaluate.parts, env.metrics_of(effect.run_id, effect.party)
-                ),
-            )
-            await env.report(effect.run_id, fact)
+            await env.report(effect.run_id, _fact(env, effect, result.evaluate))
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+def _fact(
+    env: Env, effect: EvaluateState, result: worker_pb2.EvaluateResult
+) -> Evaluated | ClientEvaluated:
+    party, segment = effect.party, effect.base.segment
+    if effect.client is not None:
+        sums = client_sums(result.parts)
+        return ClientEvaluated(party=party, segment=segment, client=effect.client, sums=sums)
+    metrics = fold_parts(result.parts, env.metrics_of(effect.run_id, party))
+    return Evaluated(party=party, segment=segment, metrics=metrics)

@@ -3,12 +3,23 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from stratagem.coordinator.strategies.client_metrics import WEIGHT
 from stratagem.v1 import worker_pb2
 
 LOSS = "loss"
 PERPLEXITY = "perplexity"
-WEIGHT_PREFIX = "weight:"
+WEIGHT_PREFIX = WEIGHT
 """Key under which a metric with a weight of its own sends that weight."""
+
+
+def client_sums(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
+    """Of one client: "<split>/<metric>" -> sum, "<split>/weight:" -> weight; in order of batch."""
+    sums: dict[str, float] = {}
+    for part in sorted(parts, key=lambda part: (part.split, part.batch)):
+        for name, value in {**part.sums, WEIGHT_PREFIX: part.weight}.items():
+            key = f"{part.split}/{name}"
+            sums[key] = sums.get(key, 0.0) + value
+    return sums
 
 
 def fold_parts(

@@ -12,7 +12,7 @@ Clients are stateless between rounds, so a lost one is simply trained again else
 for, where its rows lie on one worker). Only a deadline with a quorum leaves anybody out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from stratagem.common.errors import Violation
@@ -28,6 +28,7 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
+    ClientEvaluated,
     ClientsAssigned,
     ClientsSelected,
     Evaluated,
@@ -51,6 +52,8 @@ from stratagem.coordinator.strategies.federated_rounds import (
     close,
     complete,
     due_clients,
+    evaluated,
+    evaluates_at_clients,
     form_roster,
     lacking,
     new_helper,
@@ -59,6 +62,7 @@ from stratagem.coordinator.strategies.federated_rounds import (
     too_deadly,
     with_assignments,
     with_death,
+    with_evaluation,
     with_helper,
 )
 from stratagem.coordinator.strategies.placement import eligible, why_none
@@ -87,6 +91,8 @@ def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fac
         return helper
     if value.committed is None:
         return None
+    if metrics := evaluated(job, value):
+        return metrics
     if not value.roster:
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
@@ -121,8 +127,9 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case SegmentCommitted():
             return _next_round(job, value, fact)
         case Evaluated():
-            left = tuple(base for base in value.to_evaluate if base.segment != fact.segment)
-            return replace(value, to_evaluate=left, metrics=fact.metrics)
+            return _with_metrics(value, fact)
+        case ClientEvaluated():
+            return with_evaluation(value, fact)
         case RunResumed():
             return replace(
                 value,
@@ -174,6 +181,9 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
         case Evaluated():
             waits = any(base.segment == fact.segment for base in value.to_evaluate)
             return "" if waits else f"round {fact.segment} does not wait for an evaluation"
+        case ClientEvaluated():
+            waits = fact.client in _evaluators_left(value, fact.segment)
+            return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
         case _:
             return ""
 
@@ -191,13 +201,42 @@ def pending(
         effects.add(_fold(run_id, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects |= _training(run_id, job, value, value.committed)
-    evaluation = job.evaluation
-    if evaluation and value.helper:
-        effects |= {
-            EvaluateState(run_id, value.party, 0, base, (evaluation.split,), value.helper[0])
-            for base in value.to_evaluate
-        }
+    for base in value.to_evaluate:
+        effects.update(_evaluating(run_id, job, value, base))
     return frozenset(effects)
+
+
+def _evaluating(
+    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+) -> Iterator[EvaluateState]:
+    """By the helper, or by each client of the round on its own rows."""
+    if job.evaluation is None or not value.helper:
+        return
+    splits = (job.evaluation.split,)
+    if base.segment not in value.evaluators:
+        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[0])
+        return
+    here = {member.worker_id: member for member in value.helper}
+    for client in _evaluators_left(value, base.segment):
+        member = here.get(value.roster[client].worker_id)
+        if member is not None:
+            yield EvaluateState(run_id, value.party, 0, base, splits, member, client)
+
+
+def _evaluators_left(value: FederatedRun, segment: int) -> list[int]:
+    done = value.evaluations.get(segment, {})
+    return [client for client in value.evaluators.get(segment, ()) if client not in done]
+
+
+def _with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
+    segment = fact.segment
+    return replace(
+        value,
+        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
+        evaluators={n: each for n, each in value.evaluators.items() if n != segment},
+        evaluations={n: each for n, each in value.evaluations.items() if n != segment},
+        metrics=fact.metrics,
+    )
 
 
 def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
@@ -300,9 +339,13 @@ def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fe
     due = evaluation is not None and (
         fact.segment % evaluation.every.count == 0 or fact.segment == rounds
     )
+    evaluators = dict(value.evaluators)
+    if due and evaluates_at_clients(job):
+        evaluators[fact.segment] = tuple(accepted.client for accepted in value.accepted)
     return replace(
         value,
         committed=base,
+        evaluators=evaluators,
         server_state=fact.server_state,
         round_num=fact.segment + 1,
         selected=(),

@@ -18,8 +18,10 @@ from stratagem.coordinator.core.facts import (
     Accepted,
     Assignment,
     ClientBinding,
+    ClientEvaluated,
     ClientsAssigned,
     ClientsSelected,
+    Evaluated,
     Member,
     MembersFormed,
     RosterFormed,
@@ -29,6 +31,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
 )
 from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.client_metrics import combine
 from stratagem.coordinator.strategies.selection import select
 
 
@@ -39,7 +42,7 @@ class FederatedRun:
     party: Party
     membership: int = 0
     helper: tuple[Member, ...] = ()
-    """The worker that builds and evaluates; at most one."""
+    """The worker that builds and evaluates; those of all clients where these evaluate."""
     fingerprint: str = ""
     roster: tuple[ClientBinding, ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +68,10 @@ class FederatedRun:
     """The open round closes with so many updates; None: not before all have answered."""
     deadline_s: float | None = None
     to_evaluate: tuple[Base, ...] = ()
+    evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Round -> the clients that evaluate it on their own rows; else the helper does."""
+    evaluations: Mapping[int, Mapping[int, Mapping[str, float]]] = field(default_factory=dict)
+    """Round -> client -> its sums."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """What was taken from a worker in this round, because it was lost."""
     deaths: Mapping[str, int] = field(default_factory=dict)
@@ -181,7 +188,11 @@ def new_helper(
     """Somebody must build at first, and evaluate later."""
     alive = {worker.member for worker in workers}
     helper = tuple(member for member in value.helper if member in alive)
-    if not helper and workers:
+    if evaluates_at_clients(job) and value.roster:
+        names = {binding.worker_id for binding in value.roster}
+        everybody = sorted((w.member for w in workers), key=lambda member: member.worker_id)
+        helper = tuple(member for member in everybody if member.worker_id in names)
+    elif not helper and workers:
         helper = (workers[0].member,)
     if helper == value.helper:
         return None
@@ -189,6 +200,8 @@ def new_helper(
     if helper and not fingerprint and job.execution.deterministic:
         fingerprint = workers[0].capability.numerics_fingerprint
     reason = f"{helper[0].worker_id} builds and evaluates" if helper else "no worker is left"
+    if len(helper) > 1:
+        reason = f"{len(helper)} clients evaluate"
     return MembersFormed(
         party=value.party,
         membership=value.membership + 1,
@@ -196,6 +209,26 @@ def new_helper(
         reason=reason,
         fingerprint=fingerprint,
     )
+
+
+def evaluates_at_clients(job: JobSpec) -> bool:
+    """Rows that never leave their worker can be evaluated only there."""
+    return job.data.worker_local is not None and job.evaluation is not None
+
+
+def with_evaluation(value: FederatedRun, fact: ClientEvaluated) -> FederatedRun:
+    known = {**value.evaluations.get(fact.segment, {}), fact.client: fact.sums}
+    return replace(value, evaluations={**value.evaluations, fact.segment: known})
+
+
+def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | None:
+    """The metrics of a round that all its clients have evaluated."""
+    for segment, clients in value.evaluators.items():
+        sums = value.evaluations.get(segment, {})
+        if job.evaluation is not None and sums.keys() == set(clients):
+            metrics = combine(sums, job.evaluation.metrics)
+            return Evaluated(party=value.party, segment=segment, metrics=metrics)
+    return None
 
 
 def form_roster(
