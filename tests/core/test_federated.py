@@ -19,7 +19,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.strategies.federated_rounds import MAX_CLIENTS_AHEAD
+from stratagem.coordinator.strategies.federated_run import MAX_CLIENTS_AHEAD
 from stratagem.coordinator.strategies.selection import select
 from tests.core.simulation import RUN, Simulation, do, job, member, register, start
 from tests.core.test_runs import FEDERATED, phase, reason

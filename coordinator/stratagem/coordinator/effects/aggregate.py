@@ -14,7 +14,7 @@ from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.fold import fold_weighted_mean
 from stratagem.coordinator.server_optimizers import server_optimizer
 from stratagem.coordinator.server_step import AVERAGED_KEY, ServerStep
-from stratagem.coordinator.strategies.federated_rounds import spec_of
+from stratagem.coordinator.strategies.federated_run import spec_of
 from stratagem.coordinator.upload import SpoolEntry
 
 

@@ -18,7 +18,6 @@ from dataclasses import replace
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Base,
@@ -29,8 +28,6 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.facts import (
     ClientEvaluated,
-    ClientsAssigned,
-    ClientsSelected,
     Evaluated,
     Fact,
     Member,
@@ -38,34 +35,37 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     ProcessDied,
     RosterFormed,
-    RoundClosed,
     RunResumed,
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.contract import PartyView, Standing
+from stratagem.coordinator.strategies.federated_outlook import outlook as outlook
 from stratagem.coordinator.strategies.federated_rounds import (
-    FederatedRun,
     assign,
     close,
     complete,
-    due_clients,
     evaluated,
-    evaluates_at_clients,
     form_roster,
-    lacking,
     new_helper,
     open_round,
-    spec_of,
     too_deadly,
-    with_assignments,
+)
+from stratagem.coordinator.strategies.federated_run import (
+    FederatedRun,
+    due_clients,
+    evaluators_left,
+    in_round,
+    next_round,
+    spec_of,
     with_death,
     with_evaluation,
     with_helper,
+    with_metrics,
 )
-from stratagem.coordinator.strategies.placement import eligible, why_none
+from stratagem.coordinator.strategies.placement import eligible
 
 
 def check(job: JobSpec) -> list[Violation]:
@@ -125,9 +125,9 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
-            return _next_round(job, value, fact)
+            return next_round(job, value, fact)
         case Evaluated():
-            return _with_metrics(value, fact)
+            return with_metrics(value, fact)
         case ClientEvaluated():
             return with_evaluation(value, fact)
         case RunResumed():
@@ -141,30 +141,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
                 deaths={},
             )
         case _:
-            return _in_round(value, fact)
-
-
-def _in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
-    """Fold what happens between the opening of a round and its closing."""
-    match fact:
-        case ClientsSelected():
-            return replace(
-                value,
-                selected=fact.clients,
-                num_unassigned=len(fact.clients),
-                deadline_s=fact.deadline_s,
-                num_needed=fact.num_needed,
-            )
-        case ClientsAssigned():
-            return with_assignments(value, fact)
-        case UpdateReceived():
-            return replace(value, updates={**value.updates, fact.client: fact})
-        case UpdateRejected():
-            return replace(value, rejected={**value.rejected, fact.client: fact.reason})
-        case RoundClosed():
-            return replace(value, accepted=fact.accepted, deadline_s=None)
-        case _:
-            return value
+            return in_round(value, fact)
 
 
 def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
@@ -182,7 +159,7 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             waits = any(base.segment == fact.segment for base in value.to_evaluate)
             return "" if waits else f"round {fact.segment} does not wait for an evaluation"
         case ClientEvaluated():
-            waits = fact.client in _evaluators_left(value, fact.segment)
+            waits = fact.client in evaluators_left(value, fact.segment)
             return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
         case _:
             return ""
@@ -217,26 +194,10 @@ def _evaluating(
         yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[0])
         return
     here = {member.worker_id: member for member in value.helper}
-    for client in _evaluators_left(value, base.segment):
+    for client in evaluators_left(value, base.segment):
         member = here.get(value.roster[client].worker_id)
         if member is not None:
             yield EvaluateState(run_id, value.party, 0, base, splits, member, client)
-
-
-def _evaluators_left(value: FederatedRun, segment: int) -> list[int]:
-    done = value.evaluations.get(segment, {})
-    return [client for client in value.evaluators.get(segment, ()) if client not in done]
-
-
-def _with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
-    segment = fact.segment
-    return replace(
-        value,
-        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
-        evaluators={n: each for n, each in value.evaluators.items() if n != segment},
-        evaluations={n: each for n, each in value.evaluations.items() if n != segment},
-        metrics=fact.metrics,
-    )
 
 
 def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
@@ -248,26 +209,6 @@ def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
 def next_deadline(value: FederatedRun) -> float | None:
     """When the open round closes."""
     return value.deadline_s
-
-
-def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
-    """How the run stands."""
-    strategy = spec_of(job)
-    phase, strategy_phase, reason = _phase(job, value, world)
-    done = value.committed.segment if value.committed else 0
-    members = value.holders | set(value.helper)
-    return Outlook(
-        phase=phase,
-        strategy_phase=strategy_phase,
-        reason=reason,
-        step=done,
-        num_steps=strategy.rounds,
-        segment=done,
-        num_segments=strategy.rounds,
-        num_clients_done=len(value.updates) + len(value.rejected),
-        num_clients=len(value.selected),
-        members=tuple(sorted(members, key=lambda m: m.worker_id)),
-    )
 
 
 # ---- what the rest of the coordinator, and a strategy around this one, ask of the party ----
@@ -332,35 +273,6 @@ def _is_update_welcome(value: FederatedRun, round_num: int, client: int) -> str:
     return ""
 
 
-def _next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
-    base = Base(fact.segment, fact.step, fact.digest)
-    evaluation = job.evaluation
-    rounds = spec_of(job).rounds
-    due = evaluation is not None and (
-        fact.segment % evaluation.every.count == 0 or fact.segment == rounds
-    )
-    evaluators = dict(value.evaluators)
-    if due and evaluates_at_clients(job):
-        evaluators[fact.segment] = tuple(accepted.client for accepted in value.accepted)
-    return replace(
-        value,
-        committed=base,
-        evaluators=evaluators,
-        server_state=fact.server_state,
-        round_num=fact.segment + 1,
-        selected=(),
-        assigned={},
-        holders=frozenset(),
-        num_unassigned=0,
-        updates={},
-        rejected={},
-        accepted=(),
-        left={},
-        deaths={},
-        to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
-    )
-
-
 def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> set[Effect]:
     strategy = spec_of(job)
     return {
@@ -377,37 +289,3 @@ def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> s
         )
         for client in due_clients(value)
     }
-
-
-def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
-    if value.committed is None and not value.helper:
-        return RunPhase.PLACING, "WAITING", why_none(job, world, value.fingerprint)
-    if value.committed is None:
-        return RunPhase.RUNNING, "BUILDING", ""
-    if not value.roster:
-        return RunPhase.PLACING, "WAITING", _why_no_roster(job, world)
-    if value.accepted:
-        return RunPhase.RUNNING, "AGGREGATING", ""
-    if not value.selected:
-        return RunPhase.RUNNING, "SELECTING", ""
-    answered = len(value.updates) + len(value.rejected)
-    count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
-    if lost := lacking(value, world.holds):
-        names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
-        return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
-    return RunPhase.RUNNING, "TRAINING", count
-
-
-def _why_no_roster(job: JobSpec, world: World) -> str:
-    strategy = spec_of(job)
-    usable = world.usable()
-    if job.data.worker_local is not None:
-        having = [w for w in usable if job.data.worker_local in w.capability.local_data]
-        return (
-            f"{strategy.num_clients} workers with data {job.data.worker_local!r} are needed, "
-            f"{len(having)} are here"
-        )
-    if isinstance(strategy.client_selection, ByCapability):
-        tags = ", ".join(strategy.client_selection.required_tags)
-        return f"no client has a worker with the tags {tags}"
-    return why_none(job, world, "")
