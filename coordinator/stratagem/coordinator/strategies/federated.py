@@ -9,7 +9,8 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     (commit)     the new global state is a blob; next round
 
 Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
-for, where its rows lie on one worker). Only a deadline with a quorum leaves anybody out.
+for, where its rows lie on one worker). Only a deadline with a quorum, or over-selection, leaves
+anybody out.
 """
 
 from collections.abc import Iterator, Mapping
