@@ -18,6 +18,7 @@ from stratagem.coordinator.core.decide import decide, settle
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
+    CollectUpdate,
     CommitSegment,
     Effect,
     EvaluateState,
@@ -184,6 +185,18 @@ def do(effect: Effect) -> list[Fact]:
                     num_samples=10 + effect.client,
                     loss=0.5,
                     seconds=1.0,
+                )
+            ]
+        case CollectUpdate():
+            return [
+                UpdateReceived(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    client=effect.client,
+                    digest=digest(f"update{effect.round_num}/{effect.client}"),
+                    num_samples=effect.num_samples,
+                    loss=effect.loss,
+                    seconds=0.0,
                 )
             ]
         case AggregateRound():

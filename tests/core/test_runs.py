@@ -273,7 +273,7 @@ def test_what_cannot_run_here_is_refused_at_submit() -> None:
     with pytest.raises(InvalidInputError, match=r"strategy\.aggregation\.method"):
         simulation.tell(SubmitRun(RUN, job(gossip), 0.0))
     custom = {"type": "Custom", "coordinator": "mine", "config": None}
-    with pytest.raises(InvalidInputError, match=r"registered are DataParallel, Federated, Local"):
+    with pytest.raises(InvalidInputError, match=r"registered are DataParallel, Federated, "):
         simulation.tell(SubmitRun(RUN, job(custom), 0.0))
     wide = {**DATA_PARALLEL, "num_replicas": 11}
     with pytest.raises(InvalidInputError, match="must be <= batch_size"):

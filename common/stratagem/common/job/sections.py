@@ -194,12 +194,17 @@ class ExecutionSpec(Section):
 class PartitionSpec(Section):
     """How one data set is divided among federated clients.
 
-    alpha: of the Dirichlet distribution, small = skewed. labels_per_client: of by_label.
+    alpha: of the Dirichlet distribution, small = skewed. labels_per_client: of by_label. client and
+    num_clients: the one part that this job trains on, for a job that is one client of another.
+    seed: of the division; that of the job unless given.
     """
 
     method: Literal["contiguous", "by_label", "dirichlet"]
     alpha: Annotated[float, Field(gt=0)] = 0.5
     labels_per_client: Count | None = None
+    client: Whole | None = None
+    num_clients: Count | None = None
+    seed: Whole | None = None
 
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> Self:
@@ -208,5 +213,10 @@ class PartitionSpec(Section):
             found.append(Violation("labels_per_client", "belongs to method by_label only"))
         if self.method != "dirichlet" and self.alpha != PartitionSpec.model_fields["alpha"].default:
             found.append(Violation("alpha", "belongs to method dirichlet only"))
+        if (self.client is None) != (self.num_clients is None):
+            found.append(Violation("client", "goes together with num_clients"))
+        elif self.client is not None and self.client >= (self.num_clients or 0):
+            text = f"{self.client} must be below num_clients, {self.num_clients}"
+            found.append(Violation("client", text))
         refuse(found)
         return self

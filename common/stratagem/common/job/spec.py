@@ -129,8 +129,10 @@ def _length(job: JobSpec) -> list[Violation]:
 def _federated_only(job: JobSpec) -> list[Violation]:
     found = []
     federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
-    if job.partition and not federated:
+    if job.partition and not federated and job.partition.client is None:
         found.append(Violation("partition", f"belongs to Federated only; the strategy is {kind}"))
+    if job.partition and federated and job.partition.client is not None:
+        found.append(Violation("partition.client", "has no meaning under Federated itself"))
     if job.data.worker_local and not federated:
         text = f"belongs to Federated only; the strategy is {kind}"
         found.append(Violation("data.worker_local", text))

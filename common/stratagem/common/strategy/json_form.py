@@ -90,6 +90,11 @@ _TARGETS: Final[Mapping[str, Callable[[Any], choices.RemoteTarget]]] = {
     "WorkerId": choices.WorkerIdTarget,
 }
 TARGET: Final = Form(_read_target, _write_target)
+# A strategy may hold another one: the form refers to itself.
+_INNER: Final = Form(
+    lambda value, path: None if value is None else _STRATEGY.read(value, path),
+    lambda value: None if value is None else _STRATEGY.write(value),
+)
 _GRADIENT_AGGREGATION: Final = tagged(
     "method",
     Shape(choices.AllReduce),
@@ -123,11 +128,6 @@ _EXPLOIT: Final = tagged(
 _EXPLORE: Final = tagged(
     "method", Shape(choices.Perturbation, {"factor": REAL}), Shape(choices.Resample)
 )
-# A strategy may hold another one: the form refers to itself.
-_INNER: Final = Form(
-    lambda value, path: None if value is None else _STRATEGY.read(value, path),
-    lambda value: None if value is None else _STRATEGY.write(value),
-)
 _DATA_PARALLEL_OPTIONS: Final = Shape(
     kinds.DataParallelOptions, {"min_replicas": UNSIGNED, "inner": _INNER}, is_extras=True
 )
@@ -154,6 +154,7 @@ _FEDERATED_OPTIONS: Final = Shape(
         "server_learning_rate": REAL,
         "server_optimizer": _optional(_SERVER_OPTIMIZER),
         "over_select": UNSIGNED,
+        "inner": _INNER,
     },
     is_extras=True,
 )

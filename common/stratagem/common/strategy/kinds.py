@@ -118,7 +118,8 @@ class FederatedOptions:
     None = all of them, however long it takes. round_deadline_s: when to settle for the quorum.
     server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
     mean is it. over_select: how many clients more than needed are drawn; the round closes with the
-    first that suffice.
+    first that suffice. inner: how a client trains when it is several workers, a silo; one worker
+    unless given.
     """
 
     local_epochs: int = field(default=1, metadata=must(AT_LEAST_1))
@@ -129,6 +130,7 @@ class FederatedOptions:
     )
     server_optimizer: ServerOptimizer | None = None
     over_select: int = field(default=0, metadata=must(NOT_NEGATIVE))
+    inner: Strategy | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -93,6 +93,20 @@ class TrainClient:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectUpdate:
+    """Put what a client has committed, a party of its own, into the spool of the round."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    client: int
+    digest: Digest
+    num_samples: int
+    loss: float
+    base: Base
+
+
+@dataclass(frozen=True, slots=True)
 class AggregateRound:
     """Fold the accepted updates of a round, in client order, into the next global state."""
 
@@ -126,7 +140,16 @@ class Release:
     members: frozenset[Member]
 
 
-Effect = Build | RunSegment | CommitSegment | TrainClient | AggregateRound | EvaluateState | Release
+Effect = (
+    Build
+    | RunSegment
+    | CommitSegment
+    | TrainClient
+    | CollectUpdate
+    | AggregateRound
+    | EvaluateState
+    | Release
+)
 
 
 def slots(effect: Effect) -> frozenset[Member]:
@@ -136,5 +159,5 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset(effect.members)
         case Build() | TrainClient() | EvaluateState():
             return frozenset({effect.member})
-        case CommitSegment() | AggregateRound() | Release():
+        case CommitSegment() | CollectUpdate() | AggregateRound() | Release():
             return frozenset()

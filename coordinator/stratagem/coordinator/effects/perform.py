@@ -6,6 +6,7 @@ from stratagem.common.logs import about
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
+    CollectUpdate,
     CommitSegment,
     Effect,
     EvaluateState,
@@ -16,6 +17,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.effects.aggregate import aggregate_round
 from stratagem.coordinator.effects.build import build
 from stratagem.coordinator.effects.client_round import train_client
+from stratagem.coordinator.effects.collect import collect_update
 from stratagem.coordinator.effects.commit import commit_segment
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluate import evaluate_state
@@ -35,6 +37,8 @@ async def perform(env: Env, effect: Effect) -> None:
                 await commit_segment(env, effect)
             case TrainClient():
                 await train_client(env, effect)
+            case CollectUpdate():
+                await collect_update(env, effect)
             case AggregateRound():
                 await aggregate_round(env, effect)
             case EvaluateState():

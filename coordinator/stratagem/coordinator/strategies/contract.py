@@ -50,6 +50,8 @@ class Standing:
     """Of the committed segment."""
     num_rows: Mapping[str, int]
     """Rows of each split that the party trains on; empty until the model is built."""
+    loss: float
+    """Mean training loss of the newest segment, committed or not; 0 where it is not known."""
     is_idle: bool
     """Nothing that was trained waits for its commit or its evaluation."""
 

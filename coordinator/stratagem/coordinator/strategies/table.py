@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated, Local
 from stratagem.coordinator.strategies import missing
 from stratagem.coordinator.strategies.contract import Strategy
 
@@ -18,8 +19,14 @@ def registered() -> tuple[str, ...]:
 
 
 def name_of(job: JobSpec) -> str:
-    """The name under which a job's strategy is registered: for Custom its coordinator's."""
-    return str(getattr(job.strategy, "coordinator", type(job.strategy).__name__))
+    """The name under which a job's strategy is registered: for Custom its coordinator's.
+
+    Federated clients that are parties of their own have an implementation of its own.
+    """
+    strategy = job.strategy
+    if isinstance(strategy, Federated) and strategy.options.inner not in (None, Local()):
+        return "FederatedSilos"
+    return str(getattr(strategy, "coordinator", type(strategy).__name__))
 
 
 def strategy_of(job: JobSpec) -> Strategy:

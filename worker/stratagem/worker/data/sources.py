@@ -51,7 +51,9 @@ def load_data(
     client: Client | None = None,
 ) -> dict[str, Dataset]:
     """The job's data sets by split. With a client: only what this client trains on."""
-    spec = job.data
+    spec, partition = job.data, job.partition
+    if client is None and partition is not None and partition.client is not None:
+        client = Client(partition.client, partition.num_clients or 1)
     if spec.entrypoint is not None:
         return _from_entrypoint(job, spec.entrypoint, entrypoints, client)
     if spec.worker_local is not None:
@@ -165,7 +167,9 @@ def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
         with user_code("reading labels"):
             labels = train.take(torch.arange(len(train)))[1]
         labels = torch.as_tensor(labels) if labels is not None else None
-    return client_rows(job.partition, labels, len(train), num_clients, job.seed)
+    partition = job.partition
+    seed = job.seed if partition is None or partition.seed is None else partition.seed
+    return client_rows(partition, labels, len(train), num_clients, seed)
 
 
 def _local_path(name: str, sources: DataSources) -> Path:

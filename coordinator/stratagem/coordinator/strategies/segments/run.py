@@ -42,6 +42,8 @@ class PartyRun:
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the committed segment."""
+    loss: float = 0.0
+    """Of the newest segment that was trained."""
     lineage: int = 0
     """How often the party has begun from a given state."""
     open_segment: int = 0
@@ -120,6 +122,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
             return replace(
                 run,
                 finished=(*run.finished, done),
+                loss=fact.loss,
                 open_segment=fact.segment + 1,
                 left=frozenset(),
                 num_deaths=0,

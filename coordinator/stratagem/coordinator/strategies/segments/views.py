@@ -37,7 +37,8 @@ def blobs(run: PartyRun) -> frozenset[Digest]:
 
 def standing(run: PartyRun) -> Standing:
     """The committed segment."""
-    return Standing(run.committed, run.metrics, run.num_rows, is_idle=not run.finished)
+    is_idle = not run.finished
+    return Standing(run.committed, run.metrics, run.num_rows, run.loss, is_idle)
 
 
 def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:

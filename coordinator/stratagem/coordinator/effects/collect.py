@@ -1,0 +1,94 @@
+"""CollectUpdate: what a client that is a party of its own has committed becomes its update.
+
+Of the committed state the tensors of the global state are copied into the spool, checked as those
+of any client; what the client's optimizer keeps stays behind.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import BinaryIO
+
+from stratagem.common.errors import IntegrityError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
+from stratagem.common.tensors.safefile import read_header
+from stratagem.coordinator.core.effects import CollectUpdate
+from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.update_checks import UpdateRejectedError
+from stratagem.coordinator.upload import SpoolEntry
+
+WINDOW_BYTES = 4 << 20
+
+
+async def collect_update(env: Env, effect: CollectUpdate) -> None:
+    """Copy, check, and report UpdateReceived or UpdateRejected."""
+    try:
+        entry = await env.in_thread(lambda: _collect(env, effect))
+    except UpdateRejectedError as error:
+        rejected = UpdateRejected(
+            party=effect.party,
+            round_num=effect.round_num,
+            client=effect.client,
+            reason=error.reason,
+        )
+        await env.report(effect.run_id, rejected)
+        return
+    failpoint("coordinator.round.pulled")
+    received = UpdateReceived(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        digest=entry.digest,
+        num_samples=entry.num_samples,
+        loss=effect.loss,
+        seconds=0.0,
+    )
+    await env.report(effect.run_id, received)
+
+
+def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
+    """The update in the spool; one that a crash left there complete is taken as it is."""
+    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
+    done, _ = env.spool.look(key)
+    if done is not None:
+        return done
+    expected, _ = read_header(env.blobs.path(effect.base.digest))
+    env.blobs.open(effect.digest).close()  # verified
+    path = env.blobs.path(effect.digest)
+    given, data_start = read_header(path)
+    manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
+    writer = env.spool.open(key, manifest, source=effect.digest)
+    try:
+        with path.open("rb") as file:
+            for spec, found in _pairs(manifest, given):
+                begin = data_start + found.offset
+                skipped = max(0, writer.offset - spec.offset)
+                for piece in _pieces(file, begin + skipped, found.size_bytes - skipped):
+                    writer.write(piece)
+        return writer.commit(expected, effect.num_samples)
+    finally:
+        writer.close()
+
+
+def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
+    """Each stored tensor that is wanted, with where it stands in what is given."""
+    by_name = {spec.name: spec for spec in given.tensors}
+    pairs = []
+    for spec in wanted.stored():
+        found = by_name.get(spec.name)
+        if found is None or (found.dtype, found.shape) != (spec.dtype, spec.shape):
+            raise UpdateRejectedError(f"{spec.name} is missing or has another dtype or shape")
+        pairs.append((spec, found))
+    return pairs
+
+
+def _pieces(file: BinaryIO, begin: int, num_bytes: int) -> Iterator[bytes]:
+    file.seek(begin)
+    while num_bytes > 0:
+        piece = file.read(min(num_bytes, WINDOW_BYTES))
+        if not piece:
+            raise IntegrityError(f"{file.name} ends early")
+        num_bytes -= len(piece)
+        yield piece

@@ -1,0 +1,300 @@
+"""Federated averaging over silos: a client is not one worker but a party that trains together.
+
+Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
+selected client is a party (`client0`, `client1`, ...) that trains the global state on the client's
+rows under the inner strategy; what it commits is its update. So gradients stay inside a silo, and
+only models leave it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stratagem.common.errors import Violation
+from stratagem.common.ids import Digest, Party, RunId, child_party
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.json_text import JSON
+from stratagem.common.strategy import All, FedProx, Local, PopulationBased, Random, dump_strategy
+from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
+from stratagem.coordinator.core.facts import (
+    ClientsSelected,
+    Fact,
+    Member,
+    ModelBuilt,
+    PartyFailed,
+    ProcessDied,
+    RunFailed,
+    RunResumed,
+)
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies import federated, nested
+from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
+from stratagem.coordinator.strategies.federated_rounds import (
+    close,
+    complete,
+    evaluated,
+    form_roster,
+    new_helper,
+    open_round,
+    too_deadly,
+)
+from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.placement import eligible
+from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
+
+
+@dataclass(frozen=True, slots=True)
+class SiloRun:
+    """The rounds, and the parties of the clients that have taken part so far."""
+
+    rounds: FederatedRun
+    clients: Mapping[int, Child]
+    failure: PartyFailed | None = None
+
+
+def check(job: JobSpec) -> list[Violation]:
+    """Refuse what a silo cannot do, and an inner strategy that cannot run."""
+    spec, violations = spec_of(job), []
+    if isinstance(spec.aggregation, FedProx):
+        text = "FedProx changes a client's steps; with an inner strategy use FedAvg or FedYogi"
+        violations.append(Violation("strategy.aggregation.method", text))
+    if not isinstance(spec.client_selection, All | Random):
+        text = "ByCapability needs clients that live on one worker; use All or Random"
+        violations.append(Violation("strategy.client_selection.method", text))
+    if job.data.worker_local is not None:
+        text = "lies on single workers, and a silo is several"
+        violations.append(Violation("data.worker_local", text))
+    if job.optimizer.schedule is not None:
+        text = "counts rounds under Federated, and steps inside a silo; leave it out"
+        violations.append(Violation("optimizer.schedule", text))
+    if isinstance(spec.options.inner, PopulationBased):
+        text = "a population is no client: its members end with different models"
+        violations.append(Violation("strategy.options.inner", text))
+    if violations:
+        return violations
+    return [
+        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
+        for each in nested.check(client_job(job, 0, 1))
+    ]
+
+
+def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
+    """What a client trains in a round: its own rows, with a fresh optimizer and its own order."""
+    spec = spec_of(job)
+    epochs = spec.options.local_epochs
+    partition = job.document().get("partition") or {"method": "contiguous"}
+    assert isinstance(partition, dict)
+    fields: dict[str, JSON] = {
+        "strategy": dump_strategy(spec.options.inner or Local()),
+        "partition": {
+            **partition,
+            "client": client,
+            "num_clients": spec.num_clients,
+            "seed": job.seed,
+        },
+        "evaluation": None,
+        "epochs": epochs,
+        "checkpoint.every": f"{epochs} epochs",
+        "seed": client_seed(job.seed, client, round_num),
+    }
+    return with_fields(job, fields)
+
+
+def client_seed(seed: int, client: int, round_num: int) -> int:
+    """The seed of one client's part of one round."""
+    key = hashlib.sha256(f"silo/{seed}/{client}/{round_num}".encode()).digest()
+    return int.from_bytes(key[:4])
+
+
+def init(job: JobSpec, party: Party) -> SiloRun:
+    """No client yet."""
+    return SiloRun(federated.init(job, party), {})
+
+
+def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
+    """The next step of the round; between its opening and its closing, those of the clients."""
+    rounds = value.rounds
+    if value.failure is not None:
+        return RunFailed(reason=value.failure.reason, error=value.failure.error)
+    if failed := too_deadly(rounds):
+        return failed
+    workers = eligible(job, world, rounds.fingerprint)
+    if helper := new_helper(job, rounds, workers):
+        return helper
+    if rounds.committed is None:
+        return None
+    if metrics := evaluated(job, rounds):
+        return metrics
+    if not rounds.roster:
+        return form_roster(job, rounds, workers)
+    if rounds.committed.segment == spec_of(job).rounds:
+        return complete(rounds)
+    if not rounds.selected:
+        return open_round(job, rounds, now_s)
+    if rounds.accepted:
+        return None
+    return close(job, rounds, now_s) or _of_clients(value, world, now_s)
+
+
+def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
+    training = _in_training(value)
+    for client, child in training.items():
+        siblings = [other for number, other in training.items() if number != client]
+        if fact := nested.decide(child, nested.world_beside(world, siblings), now_s):
+            return fact
+    return None
+
+
+def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRun:
+    """Fold one fact: of the rounds, or of a client's party."""
+    if isinstance(fact, PartyFailed):
+        return replace(value, failure=fact)
+    for client, child in value.clients.items():
+        if nested.is_of(child, fact):
+            folded = nested.transition(child, fact, now_s)
+            if isinstance(fact, ModelBuilt) and fact.party == child.party:
+                # It was built to know the client's rows; what is trained is the global state.
+                folded = _based(job, value, client, folded)
+            return _with_client(value, client, folded)
+    value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
+    if isinstance(fact, ClientsSelected):
+        return _opened(job, value)
+    if isinstance(fact, RunResumed):
+        clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
+        return replace(value, clients=clients, failure=None)
+    return value
+
+
+def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
+    """The selected clients begin; those that have taken part before, from the new global state."""
+    clients = dict(value.clients)
+    for client in value.rounds.selected:
+        known = clients.get(client)
+        if known is not None and nested.standing(known).num_rows:
+            clients[client] = _based(job, value, client, known)
+        else:
+            party = child_party(value.rounds.party, f"client{client}")
+            clients[client] = nested.begin(party, client_job(job, client, 1), horizon=0)
+    return replace(value, clients=clients)
+
+
+def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
+    rounds = value.rounds
+    assert rounds.committed is not None
+    base = Base(0, 0, rounds.committed.digest)
+    of_round = client_job(job, client, rounds.round_num)
+    return nested.rebased(child, of_round, base, nested.standing(child).num_rows, horizon=1)
+
+
+def _with_client(value: SiloRun, client: int, child: Child) -> SiloRun:
+    return replace(value, clients={**value.clients, client: child})
+
+
+def is_welcome(job: JobSpec, value: SiloRun, fact: Fact) -> str:
+    """As the client, or the round, says."""
+    for client, child in value.clients.items():
+        if nested.is_of(child, fact):
+            if client not in _in_training(value):
+                return f"client {client} has ended its part of round {value.rounds.round_num}"
+            return "" if isinstance(fact, PartyFailed) else nested.is_welcome(child, fact)
+    return federated.is_welcome(job, value.rounds, fact)
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None = None
+) -> frozenset[Effect]:
+    """What the round needs, but that clients train as parties."""
+    of_rounds = federated.pending(run_id, job, value.rounds, horizon)
+    effects = set[Effect](each for each in of_rounds if not isinstance(each, TrainClient))
+    for child in _in_training(value).values():
+        effects |= nested.pending(run_id, child)
+    return frozenset(effects | _collecting(run_id, value))
+
+
+def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
+    """The updates of the clients that have trained."""
+    rounds, effects = value.rounds, set[Effect]()
+    for client in _unanswered(value):
+        standing = nested.standing(value.clients[client])
+        done = standing.committed
+        if done is None or done.segment == 0 or rounds.committed is None:
+            continue
+        effects.add(
+            CollectUpdate(
+                run_id=run_id,
+                party=rounds.party,
+                round_num=rounds.round_num,
+                client=client,
+                digest=done.digest,
+                num_samples=standing.num_rows[TRAIN_SPLIT],
+                loss=standing.loss,
+                base=rounds.committed,
+            )
+        )
+    return effects
+
+
+def _unanswered(value: SiloRun) -> list[int]:
+    """The clients of the open round without an update."""
+    rounds = value.rounds
+    if rounds.accepted:
+        return []
+    return [c for c in rounds.selected if c not in rounds.updates and c not in rounds.rejected]
+
+
+def _in_training(value: SiloRun) -> dict[int, Child]:
+    """The clients that have not trained yet; one is built first (horizon 0)."""
+    found = {}
+    for client in _unanswered(value):
+        child = value.clients[client]
+        if child.horizon == 0 or not nested.is_at_horizon(child):
+            found[client] = child
+    return found
+
+
+def next_deadline(value: SiloRun) -> float | None:
+    """When the open round closes."""
+    return federated.next_deadline(value.rounds)
+
+
+def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
+    """How the rounds stand, with the workers of all silos."""
+    found = federated.outlook(job, value.rounds, world)
+    return replace(found, members=nested.members(value.clients.values()) or found.members)
+
+
+def parties(value: SiloRun) -> Mapping[Party, PartyView]:
+    """Those of the silos."""
+    return nested.parties(value.clients.values())
+
+
+def deaths(value: SiloRun, member: Member) -> tuple[ProcessDied, ...]:
+    """What the worker had to do in the round, and in the silos that still train."""
+    in_silos = nested.deaths(_in_training(value).values(), member)
+    return (*federated.deaths(value.rounds, member), *in_silos)
+
+
+def reform(value: SiloRun, party: Party, reason: str) -> Fact | None:
+    """Ask the silo whose party it is."""
+    return nested.reform(value.clients.values(), party, reason)
+
+
+def job_of(job: JobSpec, value: SiloRun, party: Party) -> JobSpec:
+    """A silo trains on its own rows."""
+    return nested.job_of(value.clients.values(), party) or job
+
+
+def blobs(value: SiloRun) -> frozenset[Digest]:
+    """The global state, and what the silos have committed."""
+    return federated.blobs(value.rounds) | nested.blobs(value.clients.values())
+
+
+def standing(value: SiloRun) -> Standing:
+    """The committed round."""
+    return federated.standing(value.rounds)
+
+
+def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
+    """The next round begins from the state that was given."""
+    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
