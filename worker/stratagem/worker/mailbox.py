@@ -215,6 +215,7 @@ class Mailbox:
             with self.changed:
                 message.is_complete = True
                 self._deliver(route, message)
+                self.changed.notify_all()
 
         return ChunkWriter(spec.size_bytes, write), complete
 
@@ -257,7 +258,6 @@ class Mailbox:
             self._unreserve(route)
         del self._messages[route]
         receive.is_done = True
-        self.changed.notify_all()
 
     def _reason(self, source: int, route: Route) -> str:
         if self._end:

@@ -29,7 +29,7 @@ FIRST_POLL_S: Final = 0.001
 LAST_POLL_S: Final = 0.05
 NUM_WRITERS: Final = 2
 _CRC_BYTES: Final = 4
-_ABOVE: Final = "cut"
+_CUT: Final = "cut"
 
 
 class StoreTransport:
@@ -59,7 +59,8 @@ class StoreTransport:
             self._check_puts(address)
             if time.monotonic() > give_up_at:
                 raise ExchangeError(f"receive of {address}: no {path} within {timeout_s:g} s")
-            if self._is_cut.wait(pause_s) or self._was_cut():
+            # The others' cut is looked for at the slow pace only: it is a request of its own.
+            if self._is_cut.wait(pause_s) or (pause_s == LAST_POLL_S and self._was_cut()):
                 raise ExchangeError(f"receive of {address}: the party was cut")
             pause_s = min(2 * pause_s, LAST_POLL_S)
         self._puts.append(self._pool.submit(obstore.delete, self._store, path))
@@ -77,7 +78,7 @@ class StoreTransport:
         """The others see an object called `cut`."""
         if not self._is_cut.is_set():
             self._is_cut.set()
-            self._pool.submit(obstore.put, self._store, f"{self._prefix}/{_ABOVE}", b"")
+            self._pool.submit(obstore.put, self._store, f"{self._prefix}/{_CUT}", b"")
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
@@ -106,7 +107,7 @@ class StoreTransport:
             raise UnavailableError(f"object store: {path}: {error}") from error
 
     def _was_cut(self) -> bool:
-        return self._get(f"{self._prefix}/{_ABOVE}") is not None
+        return self._get(f"{self._prefix}/{_CUT}") is not None
 
     def _check_puts(self, address: Address) -> None:
         """A write that failed here would leave others, and so us, waiting."""
@@ -125,9 +126,17 @@ class StoreTransport:
 
 
 def open_store(url: str, settings: dict[str, Any]) -> Any:
-    """The store of a URL; a local directory is made if it is not there."""
+    """The store of a URL; a local directory is made if it is not there.
+
+    settings: what obstore calls config (endpoint, region, keys), and client_options, retry_config.
+    """
     if not url.startswith(("file:///", "s3://")):
         raise InvalidInputError.at("data_store", f"{url!r} is neither file:///… nor s3://…")
     if url.startswith("file://"):
         Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
-    return from_url(url, **settings)
+    try:
+        return from_url(url, **settings)
+    except BaseException as error:  # obstore panics, beside Exception, at an unknown setting
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InvalidInputError.at("data_store", str(error)) from error
+        raise
