@@ -13,7 +13,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.runner import StageRunner
-from stratagem.worker.pipeline.transport import Exchange, LocalTransport, TakingTurns, Transport
+from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, TakingTurns, Transport
 
 ALLOWED = EntryPoints(["tests.pipeline.userland:*"])
 T = TypeVar("T")
@@ -110,8 +110,8 @@ class Party:
     ) -> None:  # fmt: skip
         size = max(placement.ranks) + 1
         if transports is None:
-            exchange = Exchange(size)
-            transports = [LocalTransport(exchange, rank) for rank in range(size)]
+            post = LocalPost(size)
+            transports = [LocalTransport(post, rank) for rank in range(size)]
         self._turn = threading.Lock()
         self._pool = ThreadPoolExecutor(size)
         self.runners = [

@@ -1,14 +1,31 @@
 """Any schedule, any split: the bits of the sharded loop with the same micro-batches."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from stratagem.common.graph import GraphSpec
+from stratagem.common.pipeline.schedules import SCHEDULES
 from stratagem.worker.pipeline.build import Placement
 from stratagem.worker.reference import sharded_loop
 from tests.engine.support import assert_same_bits
-from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, NESTED, SGD, SKIPS, Party, cut, job
+from tests.pipeline.support import (
+    ADAM,
+    ALLOWED,
+    BRANCHES,
+    NESTED,
+    SGD,
+    SKIPS,
+    Party,
+    cut,
+    edges,
+    job,
+    linear,
+)
 
 torch.set_num_threads(1)
 DEEP = [str(i) for i in range(8)]
@@ -131,6 +148,41 @@ def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> No
 def test_values_of_all_kinds_cross(model: str, sizes: tuple[int, ...], schedule: str) -> None:
     names = [str(i) for i in range(sum(sizes))]
     assert_exact(job(model), Placement(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "eager", "1f1b"])
+def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
+    """Several micro-batches are under way when the first of them is computed again."""
+    assert_exact(job("checkpointed"), Placement((("0",), ("1", "2")), (0, 1), 2, schedule))
+
+
+@st.composite
+def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], Placement]:
+    """Any graph of sums and linear nodes, cut anywhere, on any ranks, in any portions."""
+    nodes, pairs = [linear("n0", 12, 4)], []
+    for i in range(1, draw(st.integers(2, 7))):
+        known = st.sampled_from([node["id"] for node in nodes])
+        sources = draw(st.lists(known, min_size=1, max_size=4))
+        pairs += [f"{source}>s{i}:{port}" for port, source in enumerate(sources)] + [f"s{i}>n{i}"]
+        nodes += [{"id": f"s{i}", "module": "Add"}, linear(f"n{i}", 4, 4)]
+    nodes.append(linear("end", 4, 5))
+    pairs.append(f"{nodes[-2]['id']}>end")
+    graph = {"nodes": nodes, "edges": edges(*pairs), "outputs": ["end"]}
+    order = GraphSpec.model_validate(graph).topological_order()
+    cuts = sorted(draw(st.sets(st.integers(1, len(order) - 1), max_size=4)))
+    partitions = tuple(tuple(order[a:b]) for a, b in pairwise([0, *cuts, len(order)]))
+    drawn = [draw(st.integers(0, 3)) for _ in partitions]
+    ranks = tuple(sorted(set(drawn)).index(rank) for rank in drawn)
+    micro_batch_size = draw(st.sampled_from([None, 1, 2, 3]))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    return graph, Placement(partitions, ranks, micro_batch_size, schedule)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cut_graphs())
+def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], Placement]) -> None:
+    graph, placement = case
+    assert_exact(job({"graph": graph}, optimizer=ADAM), placement, 3)
 
 
 def test_augmentation_in_the_data_is_drawn_alike_by_first_and_last_stage() -> None:

@@ -30,7 +30,7 @@ from stratagem.worker.pipeline.message import (
 )
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
-from stratagem.worker.pipeline.transport import Exchange, LocalTransport, Transport
+from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
 from stratagem.worker.reference import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
@@ -119,8 +119,8 @@ Pair = tuple[Transport, Transport]
 
 @contextmanager
 def local(_: Path) -> Iterator[Pair]:
-    exchange = Exchange(2)
-    yield LocalTransport(exchange, 0), LocalTransport(exchange, 1)
+    post = LocalPost(2)
+    yield LocalTransport(post, 0), LocalTransport(post, 1)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Transport(Protocol):
         """Make every wait fail soon, here and at the other ranks. From any thread."""
 
 
-class Exchange:
+class LocalPost:
     """Where ranks of one process leave messages for each other: the tensors themselves."""
 
     def __init__(self, size: int) -> None:
@@ -79,25 +79,25 @@ class Exchange:
 
 
 class LocalTransport:
-    """A rank of an `Exchange`."""
+    """a rank of a `LocalPost`."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self._exchange, self._rank = exchange, rank
+    def __init__(self, post: LocalPost, rank: int) -> None:
+        self._post, self._rank = post, rank
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        self._exchange.begin(self._rank, step)
+        self._post.begin(self._rank, step)
 
     def send(self, address: Address, message: Message) -> None:
-        self._exchange.put(address, message)
+        self._post.put(address, message)
 
     def recv(self, address: Address, timeout_s: float) -> Message:
-        return self._exchange.take(address, timeout_s)
+        return self._post.take(address, timeout_s)
 
     def end(self, timeout_s: float) -> None:
         return
 
     def cut(self) -> None:
-        self._exchange.cut()
+        self._post.cut()
 
 
 class TakingTurns:
