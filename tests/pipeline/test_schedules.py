@@ -1,7 +1,7 @@
 """Schedules as data: their order, their proof, their bubble, what they keep."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.errors import InvalidInputError
@@ -42,6 +42,7 @@ def kinds(schedule: Schedule, rank: int) -> str:
     return " ".join(f"{a.kind}{a.micro_batch}" for a in schedule[rank])
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(STAGES, MICRO_BATCHES)
 def test_1f1b_keeps_what_the_formula_says(num_stages: int, count: int) -> None:
     schedule = one_f_one_b(num_stages, count)
@@ -56,6 +57,7 @@ def test_1f1b_keeps_what_the_formula_says(num_stages: int, count: int) -> None:
         assert [a.kind for a in actions[2 * count - warmup :]] == [B] * warmup
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(STAGES, MICRO_BATCHES)
 def test_gpipe_eager_and_zero_bubble(num_stages: int, count: int) -> None:
     ranks = range(num_stages)
@@ -73,6 +75,7 @@ def test_gpipe_eager_and_zero_bubble(num_stages: int, count: int) -> None:
     assert ours <= simulate(one_f_one_b(num_stages, count), chain(num_stages), costs).makespan
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(STAGES, CHUNKS, st.integers(1, 4))
 def test_interleaved(size: int, chunks: int, rounds: int) -> None:
     count = size * rounds
@@ -93,6 +96,7 @@ def test_interleaved(size: int, chunks: int, rounds: int) -> None:
         assert peak == min(count * chunks, most)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=7), MICRO_BATCHES, st.booleans())
 def test_list_schedules_fit_any_placement(ranks: list[int], count: int, split: bool) -> None:
     numbers = {rank: i for i, rank in enumerate(sorted(set(ranks)))}

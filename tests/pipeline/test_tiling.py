@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.errors import InvalidInputError, LimitError
@@ -99,6 +99,7 @@ def test_a_subgraph_with_the_wrong_number_of_inputs_is_refused() -> None:
         flatten(GraphSpec.model_validate(outer))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 12), st.data())
 def test_any_cut_of_a_chain_is_a_row_of_stages(num_nodes: int, data: st.DataObject) -> None:
     names = [f"n{i}" for i in range(num_nodes)]
@@ -118,6 +119,7 @@ def test_tags_of_the_formula() -> None:
     assert base_of(3, 8) == 48
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 20), st.integers(1, 50))
 def test_tags_are_distinct(num_boundaries: int, count: int) -> None:
     tags = [
