@@ -48,6 +48,10 @@ class _ExchangeMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exchan
     """Worker to worker over the mesh."""
     EXCHANGE_METHOD_PARAMETER_SERVER: _ExchangeMethod.ValueType  # 2
     """Through GetGradients and ApplyGradients of the coordinator."""
+    EXCHANGE_METHOD_GOSSIP: _ExchangeMethod.ValueType  # 3
+    """Every logical shard has parameters of its own and averages them with its neighbours' after
+    each step; the job's topology says who they are. Any change of members begins a new lineage.
+    """
 
 class ExchangeMethod(_ExchangeMethod, metaclass=_ExchangeMethodEnumTypeWrapper): ...
 
@@ -56,6 +60,10 @@ EXCHANGE_METHOD_ALL_REDUCE: ExchangeMethod.ValueType  # 1
 """Worker to worker over the mesh."""
 EXCHANGE_METHOD_PARAMETER_SERVER: ExchangeMethod.ValueType  # 2
 """Through GetGradients and ApplyGradients of the coordinator."""
+EXCHANGE_METHOD_GOSSIP: ExchangeMethod.ValueType  # 3
+"""Every logical shard has parameters of its own and averages them with its neighbours' after
+each step; the job's topology says who they are. Any change of members begins a new lineage.
+"""
 Global___ExchangeMethod: _TypeAlias = ExchangeMethod  # noqa: Y015
 
 @_typing.final
@@ -583,6 +591,26 @@ Global___BuildResult: _TypeAlias = BuildResult  # noqa: Y015
 class TrainResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_ROWS_FIELD_NUMBER: _builtins.int
@@ -591,6 +619,7 @@ class TrainResult(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     NUM_REDONE_STEPS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -604,6 +633,10 @@ class TrainResult(_message.Message):
     """Steps that were done again because the party re-formed."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the exchange has to say of the segment, such as "consensus_distance"; equal on all members."""
+
     def __init__(
         self,
         *,
@@ -615,10 +648,11 @@ class TrainResult(_message.Message):
         parts: _abc.Iterable[Global___EvaluationPart] | None = ...,
         engine: _builtins.str = ...,
         num_redone_steps: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

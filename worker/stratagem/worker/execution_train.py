@@ -15,8 +15,8 @@ from typing import Final
 from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
-from stratagem.worker.engine import Part, StepReport, Trainer
-from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
+from stratagem.worker.exchange import Exchange, ExchangeError, GossipExchange
 from stratagem.worker.party import give_up, join
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Tally, Work
@@ -39,6 +39,8 @@ class Segment:
     parts_of: tuple[int, int] | None = None
     """(rank, size) that the parts were computed for."""
     snapshot_taken: bool = False
+    summary: Summary | None = None
+    """Of nodes that gossip."""
 
 
 def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
@@ -61,6 +63,8 @@ def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteR
         except ExchangeError as error:
             segment.num_redone_steps += int(segment.is_stepping)
             segment.is_stepping = False
+            if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
+                holding.drop()  # neighbours may have mixed what this member has not
             _report_failure(work, view, error)
         view = work.control.view_after(view.membership)
 
@@ -73,7 +77,9 @@ def _report_failure(work: Work, view: PartyView, error: ExchangeError) -> None:
         return  # the coordinator knows already
 
 
-def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment) -> Trainer:
+def _train_under(
+    work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment
+) -> Trainer | GossipTrainer:
     """Train as far as this view carries."""
     held_step = work.holding.applied_step
     if held_step is not None and held_step > plan.to_step:
@@ -85,10 +91,15 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
     segment.engine = exchange.name
     work.be("training")
     while trainer.step < plan.to_step:
-        _look_up(work, view)
+        _look_up(work, plan, view)
         stop = work.control.is_draining
         segment.is_stepping = True
-        report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
+        if isinstance(trainer, GossipTrainer):
+            assert isinstance(exchange, GossipExchange)
+            report = trainer.train_step(exchange, plan.num_shards)
+        else:
+            assert isinstance(exchange, Exchange)
+            report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
         segment.is_stepping = False
         _account(work, plan, segment, report)
         if report.stop and report.step < plan.to_step:
@@ -99,12 +110,14 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
     return trainer
 
 
-def _look_up(work: Work, view: PartyView) -> None:
+def _look_up(work: Work, plan: pb.TrainPlan, view: PartyView) -> None:
     """Between two steps: is this still wanted, and from this party?"""
     work.control.check()
     if work.control.view.membership != view.membership:
         raise Moved
-    if work.control.is_draining and view.size == 1:
+    # The others of a party stop after the same step; nodes that gossip have no step in common.
+    is_alone = view.size == 1 or plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
+    if work.control.is_draining and is_alone:
         raise Interrupt(DRAINED)
 
 
@@ -137,11 +150,20 @@ def _account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepRepor
 
 
 def _conclude(
-    work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment, trainer: Trainer
+    work: Work,
+    plan: pb.TrainPlan,
+    view: PartyView,
+    segment: Segment,
+    trainer: Trainer | GossipTrainer,
 ) -> pb.TrainResult:
     """Snapshot, evaluate, result. What an earlier view has done already is not done again."""
     if not segment.snapshot_taken:
-        work.post(work.states.keep, work.segment, freeze(*trainer.copy_state()))
+        if isinstance(trainer, GossipTrainer):
+            segment.summary = _meet_at_the_end(work, trainer)
+            state = trainer.copy_state(with_mean=view.rank == 0)
+        else:
+            state = trainer.copy_state()
+        work.post(work.states.keep, work.segment, freeze(*state))
         segment.snapshot_taken = True
         failpoint("worker.snapshot.taken")
     if segment.parts_of != (view.rank, view.size):
@@ -149,20 +171,30 @@ def _conclude(
         splits = list(plan.evaluate_splits)
         segment.parts = evaluate(work, trainer, splits, view.rank, view.size)
         segment.parts_of = (view.rank, view.size)
-    tally = work.holding.tally
+    tally, summary = work.holding.tally, segment.summary
+    own_loss = tally.loss_sum / tally.weight if tally.weight else 0.0
     return pb.TrainResult(
         step=trainer.step,
-        loss=tally.loss_sum / tally.weight if tally.weight else 0.0,
+        loss=own_loss if summary is None else summary.loss,
         num_rows=tally.num_rows,
         state_fingerprint=trainer.fingerprint(),
         seconds=time.monotonic() - segment.started_s,
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
+        metrics={} if summary is None else summary.metrics,
     )
 
 
-def evaluate(work: Work, trainer: Trainer, splits: list[str], rank: int, size: int) -> list[Part]:
+def _meet_at_the_end(work: Work, trainer: GossipTrainer) -> Summary:
+    exchange = work.holding.exchange
+    assert isinstance(exchange, GossipExchange)
+    return trainer.end_segment(exchange)
+
+
+def evaluate(
+    work: Work, trainer: Trainer | GossipTrainer, splits: list[str], rank: int, size: int
+) -> list[Part]:
     """This member's parts, in order of batch; between slices of them the plan can be ended."""
     parts: list[Part] = []
     for split in splits:

@@ -28,9 +28,11 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.agent import retry_delay_s
 from stratagem.worker.control import Moved, PartyView
+from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import (
     Exchange,
     ExchangeError,
+    GossipExchange,
     GradientBuckets,
     mesh_exchange,
     server_exchange,
@@ -39,6 +41,7 @@ from stratagem.worker.exchange import (
 from stratagem.worker.mesh import Forming, Link, Rendezvous, form_gloo
 from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.nccl import form_nccl
+from stratagem.worker.party_gossip import join_nodes
 from stratagem.worker.peer import Group
 from stratagem.worker.settings import split_address
 from stratagem.worker.state_store import freeze
@@ -59,7 +62,7 @@ _RETRIED: Final = (
 Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
-def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange:
+def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange | GossipExchange:
     """The exchange of this view; afterwards all members hold the same state.
 
     Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
@@ -79,8 +82,11 @@ def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange:
     try:
         if link is not None:
             work.control.hold(link, view.membership)
-        _agree_on_state(work, plan, view, members)
-        holding.exchange = _exchange(work, plan, view, link)
+        if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
+            holding.exchange = join_nodes(work, plan, view, members, link)
+        else:
+            _agree_on_state(work, plan, view, members)
+            holding.exchange = _exchange(work, plan, view, link)
     except BaseException:
         if link is not None:
             work.control.let_go()
@@ -274,7 +280,7 @@ def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
 def _offer(work: Work, view: PartyView) -> None:
     """Freeze what we hold for members that are behind; dropped after the next step."""
     trainer = work.holding.trainer
-    assert trainer is not None
+    assert isinstance(trainer, Trainer)
     tensors, metadata = trainer.copy_state()
     sums = json.dumps(asdict(work.holding.tally))
     work.holding.is_offering = True
@@ -287,7 +293,7 @@ def _offer(work: Work, view: PartyView) -> None:
 def _exchange(work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | None) -> Exchange:
     holding, deadline_s = work.holding, work.host.exchange_timeout_s
     trainer = holding.trainer
-    assert trainer is not None
+    assert isinstance(trainer, Trainer)
     if holding.buckets is None:
         holding.buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:

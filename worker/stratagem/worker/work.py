@@ -21,9 +21,9 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.blobs import Blob, BlobCache
 from stratagem.worker.control import Control
 from stratagem.worker.data.sources import DataSources
-from stratagem.worker.engine import ClientRunner, Trainer, build_trainer
+from stratagem.worker.engine import ClientRunner, GossipTrainer, Trainer, build_trainer
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.exchange import Exchange, GradientBuckets
+from stratagem.worker.exchange import Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.gradients import GradientPort
 from stratagem.worker.outbox import Outbox
@@ -76,9 +76,9 @@ class Tally:
 class Holding:
     """What a session keeps between its plans. Touched in the torch thread only."""
 
-    trainer: Trainer | None = None
+    trainer: Trainer | GossipTrainer | None = None
     buckets: GradientBuckets | None = None
-    exchange: Exchange | None = None
+    exchange: Exchange | GossipExchange | None = None
     membership: int = -1
     """The membership of the exchange."""
     lineage: int = 0
@@ -171,7 +171,8 @@ class Work:
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Make a state the one that the session holds. A trainer that fails to load is not kept."""
         failpoint("worker.state.received")
-        trainer = self.holding.trainer or self.new_trainer(fresh=False)
+        held = self.holding.trainer
+        trainer = held if isinstance(held, Trainer) else self.new_trainer(fresh=False)
         buckets = self.holding.buckets
         self.holding.trainer, self.holding.buckets = None, None
         trainer.load_state(tensors, metadata)

@@ -17,6 +17,7 @@ class ExchangeMethod(StrEnum):
 
     ALL_REDUCE = "AllReduce"
     PARAMETER_SERVER = "ParameterServer"
+    GOSSIP = "Gossip"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.coordinator.effects.parameter_server import serve_steps
 from stratagem.coordinator.feed import Progress
 from stratagem.coordinator.link import session, state_ref
+from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 from stratagem.v1 import worker_pb2
 
 EXCHANGE = {
     ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
     ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
+    ExchangeMethod.GOSSIP: worker_pb2.EXCHANGE_METHOD_GOSSIP,
 }
 
 
@@ -130,10 +132,13 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         num_rows=first.num_rows,
         seconds=max(result.seconds for result in results),
         engine=first.engine,
-        metrics=fold_parts(
-            (part for result in results for part in result.parts),
-            env.metrics_of(effect.run_id, effect.party),
-        ),
+        metrics={
+            **{f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(first.metrics.items())},
+            **fold_parts(
+                (part for result in results for part in result.parts),
+                env.metrics_of(effect.run_id, effect.party),
+            ),
+        },
         num_redone_steps=max(result.num_redone_steps for result in results),
     )
     await env.report(effect.run_id, fact)

@@ -6,7 +6,9 @@ there are: with fewer than num_replicas some compute several shards, with the sa
 worker is not waited for; the survivors redo the step, and a replacement joins when it comes.
 
 AllReduce moves the gradients between the workers; ParameterServer moves them through the
-coordinator, which only adds them up.
+coordinator, which only adds them up. Decentralized sums no gradients: each shard is a node with
+parameters of its own, which it averages with its neighbours' after every step (D-PSGD,
+https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only copy.
 """
 
 from stratagem.common.errors import Violation
@@ -16,12 +18,13 @@ from stratagem.common.strategy import (
     AllReduce,
     DataParallel,
     Decentralized,
-    GradientAggregation,
     Local,
     ModelParallel,
     ParameterServer,
     describe,
 )
+from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
+from stratagem.common.topology import graph_of
 from stratagem.coordinator.core.effects import Effect, ExchangeMethod
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.state import World
@@ -36,26 +39,33 @@ def _shape(job: JobSpec) -> Shape:
     options = strategy.options
     if isinstance(options.inner, ModelParallel):
         return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
-    return Shape(
-        num_shards=strategy.num_replicas,
-        min_members=strategy.options.min_replicas,
-        exchange=_exchange(strategy.aggregation),
-    )
-
-
-def _exchange(aggregation: GradientAggregation) -> ExchangeMethod:
-    is_server = isinstance(aggregation, ParameterServer)
-    return ExchangeMethod.PARAMETER_SERVER if is_server else ExchangeMethod.ALL_REDUCE
+    num_shards, min_members = strategy.num_replicas, options.min_replicas
+    match strategy.aggregation:
+        case AllReduce():
+            return Shape(num_shards, min_members)
+        case ParameterServer():
+            return Shape(num_shards, min_members, ExchangeMethod.PARAMETER_SERVER)
+        case Decentralized():
+            return Shape(
+                num_shards,
+                min_members,
+                ExchangeMethod.GOSSIP,
+                parts_of=segments.part_per_member,
+                is_sole_copy=True,
+            )
 
 
 def check(job: JobSpec) -> list[Violation]:
-    """Refuse what cannot be trained: an unsupported aggregation, or more replicas than rows."""
+    """Refuse what cannot be trained: more replicas than rows, a topology that does not fit."""
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
     violations = _check_inner(job, strategy)
     if isinstance(strategy.aggregation, Decentralized):
-        message = "'Decentralized' has no implementation here; use AllReduce or ParameterServer"
-        violations.append(Violation("strategy.aggregation.method", message))
+        try:
+            graph_of(strategy.aggregation.topology, strategy.num_replicas, job.seed)
+        except ValueError as error:
+            message = f"{error}; known topologies: {KNOWN_TOPOLOGIES}"
+            violations.append(Violation("strategy.aggregation.topology", message))
     if strategy.num_replicas > job.batch_size:
         message = (
             f"{strategy.num_replicas} replicas cannot share batches of {job.batch_size} rows; "

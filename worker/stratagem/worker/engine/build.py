@@ -11,6 +11,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
 from stratagem.worker.entrypoints import EntryPoints
@@ -30,6 +31,30 @@ def build_trainer(
     sources: DataSources | None = None,
 ) -> Trainer:
     """fresh: the model is initialised from the seed; otherwise load_state must come first."""
+    return Trainer(_setup(job, entrypoints, device, fresh, sources))
+
+
+def build_gossip_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    nodes: range,
+    *,
+    device: torch.device,
+    sources: DataSources | None = None,
+) -> GossipTrainer:
+    """A trainer of these nodes, each with a model of its own; load_state must come first."""
+    setup = _setup(job, entrypoints, device, False, sources)
+    models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
+    return GossipTrainer(setup, models)
+
+
+def _setup(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None,
+) -> Setup:
     data = load_data(job, entrypoints, sources or DataSources())
     model = build_model(job, entrypoints, device=device, fresh=fresh)
     loss = make_loss(job.loss, entrypoints)
@@ -44,4 +69,4 @@ def build_trainer(
         metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
         batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
     )
-    return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness))
+    return Setup(job, model, data, loss, gather, evaluator, randomness)

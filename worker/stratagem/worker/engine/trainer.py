@@ -24,6 +24,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.finite import check_finite, check_gradients
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.exchange import Exchange
@@ -180,7 +181,7 @@ class Trainer:
         first_buffer = _FIXED + len(self.params)
         reached = totals[_FIXED:first_buffer].tolist()
         try:
-            self._check_finite("loss" if weight else "loss (nothing was counted)", loss)
+            check_finite("loss" if weight else "loss (nothing was counted)", loss, self.step + 1)
             if must_divide:
                 exchange.buckets.divide(weight)
             # A parameter that no shard reached has no gradient, as in a loop without shards:
@@ -189,7 +190,7 @@ class Trainer:
                 if count == 0:
                     param.grad = None
             grads = [param.grad for _, param in self.params if param.grad is not None]
-            self._check_gradients(grads)
+            check_gradients(grads, self.step + 1)
         except UserCodeError:
             self._buffers.restore()
             raise
@@ -202,22 +203,6 @@ class Trainer:
             self.optimizer.step()
         self.step += 1
         return loss, weight
-
-    def _check_gradients(self, grads: list[Tensor]) -> None:
-        if math.isfinite(nn.utils.get_total_norm(grads, foreach=False).item()):
-            return
-        # The norm alone may have overflowed.
-        if not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            self._check_finite("gradient", math.nan)
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            step = self.step + 1
-            raise UserCodeError(
-                "FloatingPointError",
-                f"non-finite {what} at step {step}",
-                activity=f"training step {step}",
-            )
 
 
 def _slice(rows: range) -> slice:

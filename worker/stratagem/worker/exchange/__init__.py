@@ -1,7 +1,8 @@
 """Summing the gradients of logical shards, whoever computes them.
 
 `GradientBuckets` is the storage, `Exchange` the reducer, and a transport carries partial sums:
-none (solo), member to member (mesh), or through the coordinator (server).
+none (solo), member to member (mesh), or through the coordinator (server). `GossipExchange` adds
+nothing up for all: it averages parameters among neighbours.
 """
 
 from stratagem.worker.exchange.buckets import GradientBuckets
@@ -11,12 +12,14 @@ from stratagem.worker.exchange.exchange import (
     server_exchange,
     solo_exchange,
 )
+from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.exchange.server import ServerTransport
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [
     "Exchange",
     "ExchangeError",
+    "GossipExchange",
     "GradientBuckets",
     "ServerTransport",
     "mesh_exchange",

@@ -1,0 +1,279 @@
+"""Decentralized training of the nodes that one member owns, and their state (D-PSGD).
+
+Every node has parameters, optimizer and buffers of its own. A step is a local step of each node on
+its shard of the global batch, and then one round of mixing with its neighbours; what is evaluated
+is the mean of all nodes. Knows no gRPC, no members and no coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.shards import split_rows
+from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.engine import state
+from stratagem.worker.engine.evaluate import Part
+from stratagem.worker.engine.finite import check_finite, check_gradients
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.engine.trainer import Setup, StepReport
+from stratagem.worker.entrypoints import user_code
+from stratagem.worker.exchange.gossip import GossipExchange, flatten, plan_buckets, unflatten
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+
+_MICRO_BATCH: Final = 0
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over the steps of the open segment."""
+
+    weight: float = 0.0
+    loss: float = 0.0
+    moved: float = 0.0
+    """Squared distance that mixing moved the node, added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all nodes make of a segment."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Node:
+    """One replica, with nothing in common with the others but the job."""
+
+    model: nn.Module
+    params: list[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    randomness: KeyedRandomness
+    sums: _Sums = field(default_factory=_Sums)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is mixed."""
+        return [param.detach() for _, param in self.params]
+
+
+class GossipTrainer:
+    """The nodes of one member. Used by one thread."""
+
+    def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
+        """setup.model becomes the mean of all nodes at the end of each segment; models by node."""
+        job = setup.job
+        if "train" not in setup.data:
+            known = ", ".join(setup.data) or "none"
+            raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+        self._setup, self._job, self.model = setup, job, setup.model
+        self._nodes = {number: _node(setup, model) for number, model in models.items()}
+        if not all(node.params for node in self._nodes.values()):
+            raise InvalidInputError.at("model", "has no trainable parameter")
+        self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
+        self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self.step = 0
+        self._num_segment_steps = 0
+
+    def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
+        """A local step of each own node, then one round of mixing.
+
+        The loss is the own nodes'. After an error the nodes are at different steps, and the
+        trainer is of no more use.
+        """
+        _, indices = self._order.batch(self.step)
+        shards = split_rows(len(indices), num_nodes)
+        rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
+        loss, weight = 0.0, 0.0
+        for number, node in self._nodes.items():
+            rows = indices[shards[number].start : shards[number].stop]
+            if len(rows):  # a node without rows only mixes
+                mean, counted = self._local_step(number, node, rows, rate)
+                node.sums.loss += mean * counted
+                node.sums.weight += counted
+                loss, weight = loss + mean * counted, weight + counted
+        failpoint("worker.step.before_apply")
+        for number, moved in exchange.mix({n: d.tensors for n, d in self._nodes.items()}).items():
+            self._nodes[number].sums.moved += moved
+        self.step += 1
+        self._num_segment_steps += 1
+        failpoint("worker.step.after_apply")
+        return StepReport(
+            self.step, loss / weight if weight else math.nan, weight, len(indices), stop=False
+        )
+
+    def _local_step(
+        self, number: int, node: _Node, rows: Tensor, rate: float
+    ) -> tuple[float, float]:
+        """One optimizer step with the mean gradient of the node's rows; (mean loss, weight)."""
+        activity, step = f"training step {self.step + 1}", self.step + 1
+        node.model.train()
+        node.optimizer.zero_grad()
+        node.randomness.begin(self._job.seed, self.step, number, _MICRO_BATCH)
+        try:
+            x, y = self._setup.gather(self._setup.data["train"], rows, activity)
+            with user_code(activity):
+                loss = self._setup.loss(node.model(x), y, len(rows))
+            failpoint("worker.step.before_backward")
+            with user_code(activity):
+                loss.mean.backward()  # type: ignore[no-untyped-call]
+        finally:
+            node.randomness.end()
+        mean, weight = float(loss.mean.detach()), float(loss.weight)
+        check_finite("loss" if weight else "loss (nothing was counted)", mean, step)
+        check_gradients([p.grad for _, p in node.params if p.grad is not None], step)
+        set_learning_rate(node.optimizer, rate)
+        clip([param for _, param in node.params], self._job.optimizer.clip_norm)
+        with user_code(activity):
+            node.optimizer.step()
+        return mean, weight
+
+    @torch.no_grad()
+    def end_segment(self, exchange: GossipExchange) -> Summary:
+        """Make `model` the mean of all nodes, and say how far they are from it.
+
+        The mean is over float64 values in order of node, rounded once; integers are node 0's.
+        """
+        squares = self._average(exchange)
+        columns = {
+            number: [node.sums.weight, node.sums.loss, node.sums.moved, squares[number]]
+            for number, node in self._nodes.items()
+        }
+        (table,) = exchange.sum_in_order(
+            [4 * exchange.num_nodes],
+            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
+        )
+        weight, loss, moved, square = (math.fsum(table[i::4].tolist()) for i in range(4))
+        num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
+        for node in self._nodes.values():
+            node.sums = _Sums()
+        self._num_segment_steps = 0
+        return Summary(
+            loss=loss / weight if weight else 0.0,
+            metrics={
+                "consensus_distance": math.sqrt(square / exchange.num_nodes),
+                "mixing_distance": math.sqrt(moved / num_rounds),
+            },
+        )
+
+    def _average(self, exchange: GossipExchange) -> dict[int, float]:
+        """Sets `model`; for each own node the squared distance of its parameters to the mean."""
+        own = {number: _averaged(node.model) for number, node in self._nodes.items()}
+        target, is_param = _averaged(self.model), _is_trainable(self.model)
+        buckets = plan_buckets(target)
+
+        def term(number: int, index: int) -> Tensor:
+            bucket = buckets[index]
+            flat = torch.empty(bucket.numel, dtype=torch.float64, device=target[0].device)
+            return flatten(bucket, own[number], flat)
+
+        totals = exchange.sum_in_order([bucket.numel for bucket in buckets], term)
+        squares = dict.fromkeys(self._nodes, 0.0)
+        for index, (bucket, total) in enumerate(zip(buckets, totals, strict=True)):
+            total.div_(exchange.num_nodes)
+            unflatten(bucket, total, target)
+            for number in self._nodes:
+                away = term(number, index).sub_(total).square_()
+                start = 0
+                for place in bucket.indices:
+                    stop = start + target[place].numel()
+                    if is_param[place]:
+                        squares[number] += float(away[start:stop].sum())
+                    start = stop
+        self._copy_integers(exchange)
+        return squares
+
+    def _copy_integers(self, exchange: GossipExchange) -> None:
+        """Counters and the like are node 0's, through float64, which holds them exactly."""
+        own = {number: _integers(node.model) for number, node in self._nodes.items()}
+        target = _integers(self.model)
+
+        def term(number: int, index: int) -> Tensor:
+            flat = own[number][index].detach().to(torch.float64).reshape(-1)
+            return flat if number == 0 else torch.zeros_like(flat)
+
+        totals = exchange.sum_in_order([tensor.numel() for tensor in target], term)
+        for tensor, total in zip(target, totals, strict=True):
+            tensor.copy_(total.view(tensor.shape))
+
+    def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
+        """This member's parts of an evaluation of the mean, as of the last end of a segment."""
+        data = self._setup.data
+        if split not in data:
+            known = ", ".join(data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self._setup.evaluator.parts(split, data[split], rank, size)
+
+    def copy_state(self, *, with_mean: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the mean."""
+        tensors: dict[str, Tensor] = state.model_state(self.model) if with_mean else {}
+        metadata = {"step": str(self.step), "format": state.FORMAT}
+        for number, node in self._nodes.items():
+            moments, numbers = state.optimizer_state(node.optimizer, node.params)
+            named = {**state.model_state(node.model), **moments}
+            tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
+            metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
+        return state.copied(dict(sorted(tensors.items()))), metadata
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a state of all nodes; from a state without nodes, each begins there."""
+        if metadata.get("format") != state.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        state.load_model_state(self.model, tensors)
+        for number, node in self._nodes.items():
+            own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
+            state.load_model_state(node.model, own)
+            state.load_optimizer_state(node.optimizer, node.params, own, numbers)
+        self.step = int(metadata["step"])
+
+    def fingerprint(self) -> str:
+        """Of what this member holds."""
+        return state.fingerprint(*self.copy_state(with_mean=True))
+
+
+def _node(setup: Setup, model: nn.Module) -> _Node:
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = make_optimizer(setup.job.optimizer, [param for _, param in params])
+    return _Node(model, params, optimizer, KeyedRandomness(model, setup.gather.device))
+
+
+def _prefix(number: int) -> str:
+    return f"node{number}/"
+
+
+def _of(number: int, named: Mapping[str, Value]) -> dict[str, Value]:
+    prefix = _prefix(number)
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def _stored(model: nn.Module) -> list[Tensor]:
+    """The tensors of the state_dict, tied ones once."""
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+
+
+def _averaged(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in _stored(model) if tensor.is_floating_point()]
+
+
+def _is_trainable(model: nn.Module) -> list[bool]:
+    return [tensor.requires_grad for tensor in _stored(model) if tensor.is_floating_point()]
+
+
+def _integers(model: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in _stored(model) if not tensor.is_floating_point()]
+
+
+def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
+    """The node's values at its place, zeros elsewhere."""
+    table = torch.zeros(num_nodes, len(values), dtype=torch.float64)
+    table[number] = torch.tensor(values, dtype=torch.float64)
+    return table.reshape(-1)

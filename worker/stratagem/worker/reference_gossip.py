@@ -1,0 +1,116 @@
+"""What "correct" means for Decentralized: D-PSGD in one process, as a loop.
+
+Shares model, data, loss, optimizer and keyed randomness with the engine, and the mixing matrix, but
+none of its stepping, transport, layout or state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import split_rows
+from stratagem.common.strategy import DataParallel, Decentralized
+from stratagem.common.topology import graph_of, metropolis_hastings
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.losses import make_loss
+from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class GossipResult:
+    """Where the loop ended."""
+
+    mean: Mapping[str, Tensor]
+    """Of all nodes' state_dicts, in their own dtypes; integers are node 0's."""
+    nodes: list[Mapping[str, Tensor]]
+    losses: list[float]
+    """Of each step, over all nodes' rows."""
+    distance: float
+    """sqrt((1/N) Σ ‖x_i - mean‖²) over the trainable parameters."""
+
+
+def gossip_loop(
+    job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = None
+) -> GossipResult:
+    """Each step: every node takes a local step on its shard of the batch, and then all mix."""
+    strategy = job.strategy
+    assert isinstance(strategy, DataParallel)
+    assert isinstance(strategy.aggregation, Decentralized)
+    num_nodes = strategy.num_replicas
+    weights = metropolis_hastings(graph_of(strategy.aggregation.topology, num_nodes, job.seed))
+    data = load_data(job, entrypoints, DataSources())["train"]
+    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
+    params = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    optimizers = [make_optimizer(job.optimizer, each) for each in params]
+    randomness = [KeyedRandomness(model, _CPU) for model in models]
+    steps_per_epoch = -(-len(data) // job.batch_size)
+    total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
+    losses: list[float] = []
+    for step in range(total_steps if num_steps is None else num_steps):
+        epoch, position = divmod(step, steps_per_epoch)
+        generator = torch.Generator().manual_seed(job.seed + epoch)
+        order = torch.randperm(len(data), generator=generator)
+        batch = torch.split(order, job.batch_size)[position]
+        loss_sum, weight_sum = 0.0, 0.0
+        for node, shard in enumerate(split_rows(len(batch), num_nodes)):
+            if not shard:
+                continue
+            optimizers[node].zero_grad()
+            randomness[node].begin(job.seed, step, node, 0)
+            x, y = gather(data, batch[shard.start : shard.stop], "reference")
+            loss = loss_fn(models[node](x), y, len(shard))
+            loss.mean.backward()  # type: ignore[no-untyped-call]
+            set_learning_rate(optimizers[node], learning_rate(job.optimizer, step, total_steps))
+            clip(params[node], job.optimizer.clip_norm)
+            optimizers[node].step()
+            loss_sum += loss.mean.item() * loss.weight
+            weight_sum += loss.weight
+        losses.append(loss_sum / weight_sum)
+        _mix(params, weights)
+    return GossipResult(_mean(models), [m.state_dict() for m in models], losses, _spread(params))
+
+
+@torch.no_grad()
+def _mix(params: list[list[nn.Parameter]], weights: tuple[dict[int, float], ...]) -> None:
+    """x_i <- Σ_j w_ij x_j, in order of j, in float64."""
+    before = [[param.double() for param in each] for each in params]
+    for node, own in enumerate(params):
+        for place, param in enumerate(own):
+            first, *others = [before[j][place] * weight for j, weight in weights[node].items()]
+            for term in others:
+                first = first + term
+            param.copy_(first)
+
+
+def _mean(models: list[nn.Module]) -> dict[str, Tensor]:
+    states = [model.state_dict() for model in models]
+    mean = dict(states[0])
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            total = first.double()
+            for other in states[1:]:
+                total = total + other[name].double()
+            mean[name] = (total / len(states)).to(first.dtype)
+    return mean
+
+
+@torch.no_grad()
+def _spread(params: list[list[nn.Parameter]]) -> float:
+    square = 0.0
+    for same in zip(*params, strict=True):
+        values = torch.stack([param.double() for param in same])
+        square += (values - values.mean(0)).square().sum().item()
+    return math.sqrt(square / len(params))
