@@ -61,3 +61,11 @@ def client(exact_cluster: LocalCluster) -> Iterator[Client]:
 def gates(tmp_path: Path) -> Iterator[Gates]:
     with gates_in(tmp_path) as gates:
         yield gates
+
+
+@pytest.fixture
+def lot(exact_cluster: LocalCluster, parking: Gates) -> Iterator[Gates]:
+    """All workers are back afterwards."""
+    yield parking
+    parking.open()
+    exact_cluster.wait_ready()

@@ -1,15 +1,18 @@
 """Jobs, their runs on the cluster, and the comparison of bits, for all tests of this folder."""
 
 import fcntl
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 from torch import Tensor
 
+from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Event, RunStatus
 from stratagem.common.job import JobSpec
@@ -49,6 +52,14 @@ def data_parallel(num_replicas: int, method: str = "AllReduce") -> dict[str, Any
         "type": "DataParallel",
         "num_replicas": num_replicas,
         "aggregation": {"method": method},
+    }
+
+
+def gossip(num_replicas: int, topology: str = "ring") -> dict[str, Any]:
+    return {
+        "type": "DataParallel",
+        "num_replicas": num_replicas,
+        "aggregation": {"method": "Decentralized", "topology": topology},
     }
 
 
@@ -155,3 +166,13 @@ def gates_in(folder: Path) -> Iterator[Gates]:
         yield gates
     finally:
         gates.open()
+
+
+def park(cluster: LocalCluster, lot: Gates, name: str) -> None:
+    """Drain a worker and keep it away."""
+    pid = cluster.processes[name].pid
+    assert pid is not None
+    process = psutil.Process(pid)
+    lot.close(name)
+    cluster.kill(name, signal.SIGTERM)
+    process.wait(timeout=20)

@@ -1,9 +1,5 @@
 """The same job has the same bits on any number of workers, for both engines."""
 
-import signal
-from collections.abc import Iterator
-
-import psutil
 import pytest
 
 from stratagem.client.local_cluster import LocalCluster
@@ -18,30 +14,13 @@ from tests.cluster.jobs import (
     data_parallel,
     job,
     outcome_of,
+    park,
     train,
     user,
     wait_for,
 )
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def lot(exact_cluster: LocalCluster, parking: Gates) -> Iterator[Gates]:
-    """All workers are back afterwards."""
-    yield parking
-    parking.open()
-    exact_cluster.wait_ready()
-
-
-def park(cluster: LocalCluster, lot: Gates, name: str) -> None:
-    """Drain a worker and keep it away."""
-    pid = cluster.processes[name].pid
-    assert pid is not None
-    process = psutil.Process(pid)
-    lot.close(name)
-    cluster.kill(name, signal.SIGTERM)
-    process.wait(timeout=20)
 
 
 def test_four_replicas_on_four_three_two_one_and_four_again(

@@ -42,7 +42,8 @@ FEDERATED = {
     "client_selection": {"method": "All"},
 }
 EVALUATION = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "best": "accuracy"}
-STRATEGIES = [LOCAL, DATA_PARALLEL, FEDERATED]
+GOSSIP = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
+STRATEGIES = [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED]
 
 
 def phase(simulation: Simulation) -> RunPhase:
@@ -269,9 +270,10 @@ def test_submitting_twice_is_harmless_and_another_job_is_refused() -> None:
 
 def test_what_cannot_run_here_is_refused_at_submit() -> None:
     simulation = Simulation()
-    gossip = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
-    with pytest.raises(InvalidInputError, match=r"strategy\.aggregation\.method"):
-        simulation.tell(SubmitRun(RUN, job(gossip), 0.0))
+    torus = {**GOSSIP, "aggregation": {"method": "Decentralized", "topology": "torus:2x2"}}
+    refusal = r"aggregation\.topology: torus:2x2 has 4 nodes, not 3; known topologies: ring"
+    with pytest.raises(InvalidInputError, match=refusal):
+        simulation.tell(SubmitRun(RUN, job(torus), 0.0))
     custom = {"type": "Custom", "coordinator": "mine", "config": None}
     with pytest.raises(InvalidInputError, match=r"registered are DataParallel, Federated, "):
         simulation.tell(SubmitRun(RUN, job(custom), 0.0))

@@ -37,6 +37,8 @@ class GossipResult:
     nodes: list[Mapping[str, Tensor]]
     losses: list[float]
     """Of each step, over all nodes' rows."""
+    weights: list[float]
+    """What each step's loss counts for: its rows, or tokens."""
     distance: float
     """sqrt((1/N) Σ ‖x_i - mean‖²) over the trainable parameters."""
 
@@ -59,6 +61,7 @@ def gossip_loop(
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     losses: list[float] = []
+    step_weights: list[float] = []
     for step in range(total_steps if num_steps is None else num_steps):
         epoch, position = divmod(step, steps_per_epoch)
         generator = torch.Generator().manual_seed(job.seed + epoch)
@@ -79,14 +82,16 @@ def gossip_loop(
             loss_sum += loss.mean.item() * loss.weight
             weight_sum += loss.weight
         losses.append(loss_sum / weight_sum)
+        step_weights.append(weight_sum)
         _mix(params, weights)
-    return GossipResult(_mean(models), [m.state_dict() for m in models], losses, _spread(params))
+    states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
+    return GossipResult(_mean(states), states, losses, step_weights, _spread(params))
 
 
 @torch.no_grad()
 def _mix(params: list[list[nn.Parameter]], weights: tuple[dict[int, float], ...]) -> None:
     """x_i <- Σ_j w_ij x_j, in order of j, in float64."""
-    before = [[param.double() for param in each] for each in params]
+    before = [[param.to(torch.float64, copy=True) for param in each] for each in params]
     for node, own in enumerate(params):
         for place, param in enumerate(own):
             first, *others = [before[j][place] * weight for j, weight in weights[node].items()]
@@ -95,8 +100,7 @@ def _mix(params: list[list[nn.Parameter]], weights: tuple[dict[int, float], ...]
             param.copy_(first)
 
 
-def _mean(models: list[nn.Module]) -> dict[str, Tensor]:
-    states = [model.state_dict() for model in models]
+def _mean(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     mean = dict(states[0])
     for name, first in states[0].items():
         if first.is_floating_point():
