@@ -35,6 +35,7 @@ DATA_PARALLEL: dict[str, object] = {
     "num_replicas": 2,
     "aggregation": {"method": "AllReduce"},
 }
+DECENTRALIZED = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
 FEDERATED: dict[str, object] = {
     "type": "Federated",
     "num_clients": 2,
@@ -52,6 +53,7 @@ POPULATION: dict[str, object] = {
 STRATEGIES = {
     "local": LOCAL,
     "data_parallel": DATA_PARALLEL,
+    "decentralized": DECENTRALIZED,
     "federated": FEDERATED,
     "population_based": POPULATION,
 }

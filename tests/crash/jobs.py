@@ -62,6 +62,14 @@ def data_parallel(method: str, num_replicas: int = 4, **options: int) -> Job:
     }
 
 
+def gossip(num_replicas: int = 4, topology: str = "ring") -> Job:
+    return {
+        "type": "DataParallel",
+        "num_replicas": num_replicas,
+        "aggregation": {"method": "Decentralized", "topology": topology},
+    }
+
+
 YOGI: Job = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
@@ -78,12 +86,14 @@ def federated(num_clients: int = 3, rounds: int = 3, aggregation: Job | None = N
 LOCAL: Job = {"type": "Local"}
 ALL_REDUCE = data_parallel("AllReduce")
 PARAMETER_SERVER = data_parallel("ParameterServer")
+GOSSIP = gossip()
 FED_AVG = federated()
 
 JOBS: dict[str, Job] = {
     "Local": job(LOCAL),
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
+    "Gossip": job(GOSSIP),
     "FedAvg": job(FED_AVG),
     "FedYogi": job(federated(aggregation=YOGI)),
     "Population": population(data_parallel("AllReduce", 2)),

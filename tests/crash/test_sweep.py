@@ -20,8 +20,8 @@ NESTED = (*SYNCHRONOUS, "Population")
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
-    "coordinator.segment.trained": NESTED,
-    "coordinator.commit.pulled": NESTED,
+    "coordinator.segment.trained": (*NESTED, "Gossip"),
+    "coordinator.commit.pulled": (*NESTED, "Gossip"),
     "coordinator.step.summed": ("ParameterServer",),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.round.folded": ("FedAvg", "FedYogi"),
@@ -38,15 +38,20 @@ REACHED_BY = {
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": SYNCHRONOUS,
     "worker.step.after_apply": NESTED,
+    "worker.gossip.loaded": ("Gossip",),
+    "worker.gossip.before_backward": ("Gossip",),
+    "worker.gossip.before_mix": ("Gossip",),
+    "worker.gossip.mixing": ("Gossip",),
+    "worker.gossip.after_mix": ("Gossip",),
     "worker.client_round.after_training": ("FedAvg",),
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
-    "worker.rendezvous.answered": EXCHANGING,
-    "worker.rendezvous.joined": SYNCHRONOUS,
+    "worker.rendezvous.answered": (*EXCHANGING, "Gossip"),
+    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
     "worker.state.received": ALL,
-    "worker.segment.finished": NESTED,
-    "worker.snapshot.taken": NESTED,
+    "worker.segment.finished": (*NESTED, "Gossip"),
+    "worker.snapshot.taken": (*NESTED, "Gossip"),
     "worker.round.trained": ("FedAvg",),
 }
 
@@ -69,6 +74,10 @@ LATER_HITS = {
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
+    "worker.gossip.before_backward": (6,),
+    "worker.gossip.before_mix": (5,),
+    "worker.gossip.mixing": (9,),
+    "worker.gossip.after_mix": (11,),
     "worker.client_round.after_training": (1,),
     "worker.execute.accepted": (2,),
     "worker.segment.finished": (4,),
@@ -97,7 +106,7 @@ def cases() -> list[Case]:
             for num_passed in (0, *LATER_HITS.get(failpoint, ())):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
-                is_other = job in EXCHANGING and num_passed > 0
+                is_other = job in (*EXCHANGING, "Gossip") and num_passed > 0
                 worker = "worker-2" if is_other else "worker-0"
                 process = worker if failpoint.startswith("worker.") else "coordinator"
                 if job in EXCHANGING or failpoint != "worker.execute.accepted":
@@ -113,6 +122,8 @@ SAMPLE = (
     Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
     Case("ParameterServer", "coordinator", "coordinator.step.summed", 7),
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
+    Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
+    Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
     Case("Local", "worker-0", "worker.snapshot.taken", 5),
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),

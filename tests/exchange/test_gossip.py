@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.common.shards import assign_shards
 from stratagem.common.topology import graph_of, metropolis_hastings
-from stratagem.worker.exchange import ExchangeError, GossipExchange, gossip
+from stratagem.worker.exchange import ExchangeError, GossipExchange, flat
 from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import raw
 from tests.exchange.party import Member, introduce, party, rendezvous_over
@@ -29,7 +29,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...] = ODD
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     """In turn."""
-    bucket_bytes: int = gossip.BUCKET_BYTES
+    bucket_bytes: int = flat.BUCKET_BYTES
 
     def tensors(self, node: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(node)
@@ -69,7 +69,7 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
     """One process serves many cases. Each is (rank, size, case)."""
     while (order := pipe.recv()) is not None:
         rank, size, case = order
-        gossip.BUCKET_BYTES = case.bucket_bytes
+        flat.BUCKET_BYTES = case.bucket_bytes
         link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), 10.0)
         exchange = case.exchange(link, rank, size)
         own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}

@@ -58,7 +58,7 @@ def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]
 def _load_base(work: Work, base: pb.StateRef, nodes: range) -> None:
     work.holding.drop()
     tensors, metadata = work.blob(base.digest)
-    failpoint("worker.state.received")
+    failpoint("worker.gossip.loaded")
     trainer = build_gossip_trainer(
         work.job,
         work.host.entrypoints,

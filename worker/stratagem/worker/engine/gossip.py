@@ -25,7 +25,8 @@ from stratagem.worker.engine.finite import check_finite, check_gradients
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, StepReport
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.exchange.gossip import GossipExchange, flatten, plan_buckets, unflatten
+from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
+from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 
 _MICRO_BATCH: Final = 0
@@ -101,12 +102,12 @@ class GossipTrainer:
                 node.sums.loss += mean * counted
                 node.sums.weight += counted
                 loss, weight = loss + mean * counted, weight + counted
-        failpoint("worker.step.before_apply")
+        failpoint("worker.gossip.before_mix")
         for number, moved in exchange.mix({n: d.tensors for n, d in self._nodes.items()}).items():
             self._nodes[number].sums.moved += moved
         self.step += 1
         self._num_segment_steps += 1
-        failpoint("worker.step.after_apply")
+        failpoint("worker.gossip.after_mix")
         return StepReport(
             self.step, loss / weight if weight else math.nan, weight, len(indices), stop=False
         )
@@ -123,7 +124,7 @@ class GossipTrainer:
             x, y = self._setup.gather(self._setup.data["train"], rows, activity)
             with user_code(activity):
                 loss = self._setup.loss(node.model(x), y, len(rows))
-            failpoint("worker.step.before_backward")
+            failpoint("worker.gossip.before_backward")
             with user_code(activity):
                 loss.mean.backward()  # type: ignore[no-untyped-call]
         finally:

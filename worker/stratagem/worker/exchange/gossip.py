@@ -15,10 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stratagem.common.failpoints import failpoint
+from stratagem.worker.exchange.flat import Bucket, flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.waiting import Waiter
 from stratagem.worker.mesh.link import ExchangeError, Link, Work
 
-BUCKET_BYTES: Final = 4 << 20
 WINDOW: Final = 3
 """Buckets under way at once."""
 SLICE_ELEMENTS: Final = 1 << 17
@@ -27,54 +28,6 @@ MAX_TAG: Final = 2**31 - 1
 
 Term = Callable[[int, int], Tensor]
 """(node, index) -> a flat float64 tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors of one dtype that travel together; a large one alone."""
-
-    indices: tuple[int, ...]
-    """Places among the tensors that were given."""
-    dtype: torch.dtype
-    numel: int
-
-
-def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """The tensors in order, as many to a bucket as fit; follows from shapes and dtypes only."""
-    groups: list[list[int]] = []
-    numel = 0
-    for index, tensor in enumerate(tensors):
-        size = numel + tensor.numel()
-        same = groups and tensors[groups[-1][0]].dtype == tensor.dtype
-        if not same or size * tensor.itemsize > BUCKET_BYTES:
-            groups.append([])
-            size = tensor.numel()
-        groups[-1].append(index)
-        numel = size
-    buckets = (
-        Bucket(tuple(group), tensors[group[0]].dtype, sum(tensors[i].numel() for i in group))
-        for group in groups
-    )
-    return tuple(bucket for bucket in buckets if bucket.numel)
-
-
-def flatten(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """Copies the bucket's tensors into a flat one, converting to its dtype."""
-    start = 0
-    for index in bucket.indices:
-        tensor = tensors[index]
-        flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-        start += tensor.numel()
-    return flat
-
-
-def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The way back: rounds to each tensor's dtype."""
-    start = 0
-    for index in bucket.indices:
-        tensor = tensors[index]
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +104,7 @@ class GossipExchange:
         for index, bucket in enumerate(buckets):
             while len(under_way) < min(index + WINDOW, len(buckets)):
                 under_way.append(self._start(len(under_way), buckets, tensors, first_tag))
+            failpoint("worker.gossip.mixing")
             transit = under_way[index]
             self._wait(transit.receives)
             for node in self._own:
