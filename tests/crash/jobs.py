@@ -73,6 +73,11 @@ def gossip(num_replicas: int = 4, topology: str = "ring") -> Job:
 YOGI: Job = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
+def silos(inner: Job, num_clients: int = 2) -> Job:
+    """Federated clients that are parties of their own."""
+    return federated(num_clients=num_clients) | {"options": {"inner": inner}}
+
+
 def federated(num_clients: int = 3, rounds: int = 3, aggregation: Job | None = None) -> Job:
     return {
         "type": "Federated",
@@ -95,6 +100,7 @@ JOBS: dict[str, Job] = {
     "ParameterServer": job(PARAMETER_SERVER),
     "Gossip": job(GOSSIP),
     "FedAvg": job(FED_AVG),
+    "Silos": job(silos(data_parallel("AllReduce", 2))),
     "FedYogi": job(federated(aggregation=YOGI)),
     "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.

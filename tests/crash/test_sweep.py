@@ -15,7 +15,7 @@ from tests.crash.rig import Rig
 SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
 EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
-NESTED = (*SYNCHRONOUS, "Population")
+NESTED = (*SYNCHRONOUS, "Population", "Silos")
 
 REACHED_BY = {
     "coordinator.push.begun": ALL,
@@ -24,6 +24,7 @@ REACHED_BY = {
     "coordinator.commit.pulled": (*NESTED, "Gossip"),
     "coordinator.step.summed": ("ParameterServer",),
     "coordinator.round.pulled": ("FedAvg",),
+    "coordinator.silo.collected": ("Silos",),
     "coordinator.round.folded": ("FedAvg", "FedYogi"),
     "coordinator.evaluation.folded": ("FedAvg",),
     "coordinator.run.released": ALL,
@@ -103,7 +104,8 @@ def cases() -> list[Case]:
     found = []
     for failpoint, jobs in REACHED_BY.items():
         for job in jobs:
-            for num_passed in (0, *LATER_HITS.get(failpoint, ())):
+            later_hits = () if job == "Silos" else LATER_HITS.get(failpoint, ())
+            for num_passed in (0, *later_hits):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
                 is_other = job in (*EXCHANGING, "Gossip") and num_passed > 0

@@ -25,6 +25,7 @@ FAILPOINTS: Final = (
     "coordinator.commit.pulled",
     "coordinator.step.summed",
     "coordinator.round.pulled",
+    "coordinator.silo.collected",
     "coordinator.round.folded",
     "coordinator.evaluation.folded",
     "coordinator.run.released",

@@ -35,7 +35,7 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
         )
         await env.report(effect.run_id, rejected)
         return
-    failpoint("coordinator.round.pulled")
+    failpoint("coordinator.silo.collected")
     received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,

@@ -183,10 +183,11 @@ def is_welcome(run: PartyRun, fact: Fact) -> str:
 
 
 def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
-    """The members drop what they hold and begin after the base."""
+    """The members drop what they hold, meet again, and begin after the base."""
     del job
     return replace(
         run,
+        membership=run.membership + 1,
         num_rows=num_rows,
         committed=base,
         metrics={},

@@ -1,0 +1,100 @@
+"""Federated over silos on real processes: each silo's update has the bits of the sharded loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.client.sync import Client
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DataParallel, Federated
+from stratagem.coordinator.strategies.silos import client_job
+from stratagem.worker import reference
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.models.build import build_model
+from stratagem.worker.reference import sharded_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    MOMENTUM,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+
+pytestmark = pytest.mark.cluster
+
+
+def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Rounds of sharded loops that start from the global state, averaged by rows in float64."""
+    strategy = spec.strategy
+    assert isinstance(strategy, Federated)
+    inner = strategy.options.inner
+    assert isinstance(inner, DataParallel)
+    model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
+    world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def from_world(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        made = build_model(*args, **kwargs)
+        made.load_state_dict(world)
+        return made
+
+    monkeypatch.setattr(reference, "build_model", from_world)
+    for round_num in range(1, strategy.rounds + 1):
+        updates = []
+        for client in range(strategy.num_clients):
+            job = client_job(spec, client, round_num)
+            num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
+            updates.append((num_rows, dict(sharded_loop(job, ALLOWED, inner.num_replicas).state)))
+        means = {name: reference._mean_of(name, updates) for name in world}
+        world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
+    return world
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "momentum": {"optimizer": MOMENTUM},
+    "by label, two epochs": {
+        "partition": {"method": "by_label"},
+        "options": {"local_epochs": 2},
+        "model": "dropout_mlp",
+    },
+    "adam, clients by factory": {
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "data": user("poisoned"),
+    },
+}
+
+
+def silos(num_replicas: int = 2, options: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
+    inner = {"inner": data_parallel(num_replicas), **(options or {})}
+    return federated(**{"num_clients": 2, "rounds": 2, "options": inner, **changes})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_averaged_sharded_loops(
+    client: Client, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    spec = silos(**CASES[case])
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, silos_loop(spec, monkeypatch))
+    assert outcome.status.reproducible
+    formed = [e.payload for e in outcome.of("MembersFormed") if e.payload["party"]]
+    assert {len(each["members"]) for each in formed} == {2}
+    assert len({m["worker_id"] for each in formed for m in each["members"]}) == 4
+
+
+def test_a_silo_that_loses_a_worker_ends_with_the_same_bits(
+    client: Client, exact_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = silos(rounds=3, optimizer=MOMENTUM)
+    run = client.submit(spec)
+    (formed,) = wait_for(run, "MembersFormed", where=lambda e: e.payload["party"] == "client1")
+    wait_for(run, "UpdateReceived")
+    exact_cluster.kill(formed.payload["members"][0]["worker_id"])
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    assert_same_bits(outcome.state, silos_loop(spec, monkeypatch))
