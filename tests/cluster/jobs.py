@@ -2,6 +2,8 @@
 
 import fcntl
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +153,14 @@ class Gates:
             file = (self.folder / name).open("w")
             fcntl.flock(file, fcntl.LOCK_EX)
             self._held[name] = file
+
+    def wait_reached(self, *names: str, timeout_s: float = 30.0) -> None:
+        """Until somebody stands at each of the gates."""
+        deadline_s = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while not all((self.folder / f"{name}.reached").exists() for name in names):
+            assert time.monotonic() < deadline_s, f"nobody stands at one of {names}"
+            pause.wait(0.01)
 
     def open(self, *names: str) -> None:
         """All when none is named."""

@@ -129,6 +129,7 @@ def test_cancel_frees_a_worker_that_waits_for_another(
     run = client.submit(spec)
     wait_for(run, "SegmentCommitted", 2)
     waiting, held = run.status().worker_ids
+    gates.wait_reached(*(f"{name}-batch-6" for name in (waiting, held)))
     gates.open(*(f"{name}-batch-6" for name in workers if name != held))
     run.cancel()
     other = client.submit(federated(rounds=1))

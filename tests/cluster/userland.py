@@ -166,6 +166,7 @@ class Gated:
         gate = f"{self.name}-{self.num_taken}"
         for path in (self.folder / gate, self.folder / f"{WORKER}-{gate}"):
             if path.exists():
+                path.with_name(f"{path.name}.reached").touch()
                 with path.open() as file:
                     fcntl.flock(file, fcntl.LOCK_SH)
         return self.x[indices], self.y[indices]
