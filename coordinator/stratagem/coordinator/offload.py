@@ -50,14 +50,15 @@ class Offload:
         while self._pieces or (self._worker is not None and not self._worker.done()):
             self._ensure_worker()
             assert self._worker is not None
-            await self._worker
+            # Cancelling the waiting must not make a running thread look as if it had ended.
+            await asyncio.shield(self._worker)
         self._check()
 
     async def close(self) -> None:
         """Let the piece in hand be written and drop the others; the sink is free afterwards."""
         self._pieces.clear()
         if self._worker is not None:
-            await asyncio.gather(self._worker, return_exceptions=True)
+            await asyncio.wait((self._worker,))
 
     def _ensure_worker(self) -> None:
         if self._worker is None or (self._worker.done() and self._worker.exception() is None):
