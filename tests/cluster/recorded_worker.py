@@ -55,7 +55,8 @@ def record(folder: Path, argv: list[str]) -> list[str]:
     """Put the relays between; the arguments with the coordinator's address replaced."""
     name = argv[argv.index("--name") + 1]
     at = argv.index("--coordinator") + 1
-    calls = Relay(argv[at], folder / f"{name}-calls", records_answers=False)
+    coordinator = sys.stdin.readline().strip() if argv[at] == "-" else argv[at]
+    calls = Relay(coordinator, folder / f"{name}-calls", records_answers=False)
     bind = worker._bind
 
     def bind_behind_relay(server: object, settings: object) -> str:
