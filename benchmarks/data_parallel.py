@@ -29,7 +29,7 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import form_gloo
 
-VARIANTS = ("ours", "ours-late", "ddp", "none")
+VARIANTS = ("ours", "ours-shm", "ddp", "none")
 GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
 
 
@@ -82,7 +82,7 @@ def make_step(variant: str, setup: Setup) -> Callable[[], None]:
     if variant.startswith("ours"):
         is_late = variant == "ours-late"
         return make_our_step(
-            model, setup, lambda: loss_of(model(inputs), targets), optimizer, is_late
+            model, setup, lambda: loss_of(model(inputs), targets), optimizer, is_late, variant
         )
     called: nn.Module = model
     if variant == "ddp":
@@ -102,12 +102,18 @@ def make_our_step(
     loss_of: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
     is_late: bool,
+    variant: str,
 ) -> Callable[[], None]:
     def rendezvous(address: bytes) -> list[bytes]:
         setup.pipe.send(address)
         return setup.pipe.recv()
 
-    link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
+    if variant == "ours-shm":
+        from stratagem.worker.mesh.shared import SharedListener, form_shared
+        l = SharedListener()
+        link = form_shared(l, setup.rank, setup.size, rendezvous(l.address), 60.0)
+    else:
+      link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
     buckets = GradientBuckets(list(model.named_parameters()), num_extras=3)
     exchange = mesh_exchange(buckets, link, setup.size)
     rank, steps, total = setup.rank, itertools.count(), float(GLOBAL_BATCH[setup.name])

@@ -1,8 +1,9 @@
-"""Real processes over gloo: the sum's bits, whoever computes which shards."""
+"""Real processes over every engine: the sum's bits, whoever computes which shards, and failures."""
 
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -10,28 +11,44 @@ import pytest
 import torch
 
 from stratagem.common.errors import StaleError
-from stratagem.worker.exchange import Exchange, ExchangeError, mesh_exchange, schedule
+from stratagem.worker.exchange import (
+    Exchange,
+    ExchangeError,
+    GradientBuckets,
+    mesh_exchange,
+    schedule,
+)
 from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import Case, one_step
-from tests.exchange.party import Member, introduce, party, rendezvous_over
+from tests.exchange.engines import ENGINES, THREADS, Former, former, num_meetings
+from tests.exchange.party import Member, introduce, party
 
 NUM_STEPS = 3
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which member of which group a process is."""
+
+    engine: str
+    rank: int
+    size: int
+
+
 def form(
-    pipe: Connection, rank: int, size: int, buckets: Any, case: Case, deadline_s: float
+    former: Former, place: Place, buckets: GradientBuckets, case: Case, deadline_s: float
 ) -> Exchange:
     schedule.PIECE_BYTES = case.piece_bytes
-    link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), 10.0)
+    link = former.form(place.engine, place.rank, place.size)
     return mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
 
 
-def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
+def sum_some_steps(pipe: Connection, members: Former, place: Place, case: Case) -> None:
     params, buckets = case.make_buckets()
-    exchange = form(pipe, rank, size, buckets, case, 30.0)
+    exchange = form(members, place, buckets, case, 30.0)
     for step in range(NUM_STEPS):
         if one_step(exchange, params, case, step) != case.expected(step):
-            pipe.send(f"step {step} differs on member {rank}")
+            pipe.send(f"step {step} differs on member {place.rank}")
             return
     exchange.close()
     pipe.send("equal")
@@ -39,18 +56,20 @@ def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
 
 def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
     """One process serves many cases: starting it costs far more than a case."""
-    while (order := pipe.recv()) is not None:
-        rank, size, case = order
-        sum_some_steps(pipe, rank, size, case)
-        assert pipe.recv() == "done"  # the group stays until all members have its sums
+    with former(pipe) as members:
+        while (order := pipe.recv()) is not None:
+            place, case = order
+            sum_some_steps(pipe, members, place, case)
+            assert pipe.recv() == "done"  # the group stays until all members have its sums
 
 
 @pytest.fixture(scope="module")
 def volunteers() -> Iterator[list[Member]]:
-    with party(take_cases, 4) as members:
+    with party(take_cases, 5) as members:
         yield members
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("size", "case"),
     [
@@ -71,6 +90,9 @@ def volunteers() -> Iterator[list[Member]]:
         (3, Case(3, 3, num_extras=40_001)),
         (4, Case(4, 4)),
         (4, Case(6, 3)),
+        (4, Case(4, 4, divisor=3.0)),
+        (5, Case(5, 5)),
+        (5, Case(13, 11, sizes=(0, 1, 7, 100_003), divisor=11.0)),
     ],
     ids=lambda value: (
         str(value)
@@ -79,49 +101,59 @@ def volunteers() -> Iterator[list[Member]]:
     ),
 )
 def test_every_member_holds_the_bits_of_the_single_process_sum(
-    volunteers: list[Member], size: int, case: Case
+    volunteers: list[Member], engine: str, size: int, case: Case
 ) -> None:
     members = volunteers[:size]
     for rank, member in enumerate(members):
-        member.pipe.send((rank, size, case))
-    introduce(members)
+        member.pipe.send((Place(engine, rank, size), case))
+    for _ in range(num_meetings(engine)):
+        introduce(members)
     assert [member.receive() for member in members] == ["equal"] * size
     for member in members:
         member.pipe.send("done")
 
 
 def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline_s: float) -> None:
-    """Member of one group after the other; each order is (rank, size, step, what to do)."""
+    """Member of one group after the other; each order is (place, step, what to do)."""
     params, buckets = case.make_buckets()
-    while (order := pipe.recv()) is not None:
-        rank, size, step, deed = order
-        exchange = form(pipe, rank, size, buckets, case, deadline_s)
-        cut_at_s: list[float] = []
-
-        def cut(exchange: Exchange = exchange, cut_at_s: list[float] = cut_at_s) -> None:
-            cut_at_s.append(time.monotonic())
-            exchange.cut()
-
-        try:
-            if deed == "linger":
-                exchange.begin_step(step, exchange.party.owned, case.num_live)
-                pipe.send("inside")
-                pipe.recv()  # until killed
-            if deed == "cut":
-                threading.Timer(0.2, cut).start()
-            pipe.send(one_step(exchange, params, case, step) == case.expected(step))
-        except ExchangeError as error:
-            lag_s = time.monotonic() - cut_at_s[-1] if deed == "cut" else 0.0
-            pipe.send(str(error) if lag_s < 0.2 else f"slow: {lag_s}")
-        exchange.close()
-        names = sorted(thread.name for thread in threading.enumerate())
-        pipe.send([name for name in names if name in ("exchange", "gloo-watch")])
+    with former(pipe) as members:
+        while (order := pipe.recv()) is not None:
+            place, step, deed = order
+            exchange = form(members, place, buckets, case, deadline_s)
+            pipe.send(follow(pipe, exchange, params, case, step, deed))
+            exchange.close()
+            names = sorted(thread.name for thread in threading.enumerate())
+            pipe.send([name for name in names if name in THREADS])
 
 
-def order(members: list[Member], step: int, deeds: list[str]) -> None:
+def follow(
+    pipe: Connection, exchange: Exchange, params: Any, case: Case, step: int, deed: str
+) -> bool | str:
+    """Whether the sum was right, or why there is none."""
+    cut_at_s: list[float] = []
+
+    def cut() -> None:
+        cut_at_s.append(time.monotonic())
+        exchange.cut()
+
+    try:
+        if deed == "linger":
+            exchange.begin_step(step, exchange.party.owned, case.num_live)
+            pipe.send("inside")
+            pipe.recv()  # until killed
+        if deed == "cut":
+            threading.Timer(0.2, cut).start()
+        return one_step(exchange, params, case, step) == case.expected(step)
+    except ExchangeError as error:
+        lag_s = time.monotonic() - cut_at_s[-1] if deed == "cut" else 0.0
+        return str(error) if lag_s < 0.2 else f"slow: {lag_s}"
+
+
+def order(engine: str, members: list[Member], step: int, deeds: list[str]) -> None:
     for rank, (member, deed) in enumerate(zip(members, deeds, strict=True)):
-        member.pipe.send((rank, len(members), step, deed))
-    introduce(members)
+        member.pipe.send((Place(engine, rank, len(members)), step, deed))
+    for _ in range(num_meetings(engine)):
+        introduce(members)
 
 
 def answers(members: list[Member]) -> list[Any]:
@@ -134,11 +166,12 @@ def answers(members: list[Member]) -> list[Any]:
 CASE = Case(4, 4)
 
 
-def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits(engine: str) -> None:
     with party(follow_orders, 3, CASE, 30.0) as members:
-        order(members, 1, ["sum"] * 3)
+        order(engine, members, 1, ["sum"] * 3)
         assert answers(members) == [True] * 3
-        order(members, 2, ["sum", "sum", "linger"])
+        order(engine, members, 2, ["sum", "sum", "linger"])
         assert members[2].receive() == "inside"
         members[2].kill()
         killed = time.monotonic()
@@ -147,27 +180,30 @@ def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits() -> None:
             assert "member" in member.receive()
             assert time.monotonic() - killed < 1.0
         assert all(member.receive() == [] for member in survivors)
-        order(survivors, 2, ["sum"] * 2)
+        order(engine, survivors, 2, ["sum"] * 2)
         assert answers(survivors) == [True] * 2
         assert time.monotonic() - killed < 3.0
 
 
-def test_a_frozen_peer_is_given_up_at_the_deadline() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_frozen_peer_is_given_up_at_the_deadline(engine: str) -> None:
     with party(follow_orders, 3, CASE, 0.5) as members:
-        order(members, 1, ["sum", "sum", "linger"])
+        order(engine, members, 1, ["sum", "sum", "linger"])
         assert members[2].receive() == "inside"
         members[2].freeze()
         frozen = time.monotonic()
         told = answers(members[:2])
+        assert any("member 2" in words for words in told), told
         assert all("member" in words for words in told), told
         assert 0.3 < time.monotonic() - frozen < 3.0
-        order(members[:2], 1, ["sum"] * 2)
+        order(engine, members[:2], 1, ["sum"] * 2)
         assert answers(members[:2]) == [True] * 2
 
 
-def test_a_cut_ends_a_blocked_finish_here_and_at_the_peers() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cut_ends_a_blocked_finish_here_and_at_the_peers(engine: str) -> None:
     with party(follow_orders, 3, CASE, 30.0) as members:
-        order(members, 1, ["cut", "sum", "linger"])
+        order(engine, members, 1, ["cut", "sum", "linger"])
         assert members[2].receive() == "inside"
         begun = time.monotonic()
         told = answers(members[:2])

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
-from stratagem.common.rpc.server import bind, make_server
-from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
 from stratagem.worker.mesh.grpc import GrpcLink, form_grpc
-from stratagem.worker.peer import Group, PeerHub, PeerServicer
+from stratagem.worker.peer import Group, PeerHub
 from tests.exchange.cases import Case, one_step
+from tests.exchange.engines import hub_in_a_thread
 from tests.exchange.party import introduce, party, rendezvous_over
 
 NUM_STEPS = 3
-
-
-@contextmanager
-def hub_in_a_thread() -> Iterator[PeerHub]:
-    """A served hub, as a worker process has one, on an event loop of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def start() -> PeerHub:
-        server = make_server()
-        hub = PeerHub(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
-        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
-        await server.start()
-        hub_servers.append(server)
-        return hub
-
-    hub_servers: list[object] = []
-    try:
-        hub = asyncio.run_coroutine_threadsafe(start(), loop).result()
-        yield hub
-        asyncio.run_coroutine_threadsafe(hub.stop(), loop).result()
-    finally:
-        for server in hub_servers:
-            asyncio.run_coroutine_threadsafe(server.stop(1.0), loop).result()  # type: ignore[attr-defined]
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def form(hub: PeerHub, pipe: Connection, rank: int, size: int) -> GrpcLink:

@@ -168,6 +168,13 @@ class Mailbox:
         """Why it has ended; "" while it has not."""
         return self._end
 
+    @property
+    def num_open_bytes(self) -> int:
+        """What is waited for and not here yet."""
+        with self.changed:
+            begun = [m.receive for m in self._messages.values() if m.receive is not None]
+            return sum(receive.size_bytes for receive in (*self._posted.values(), *begun))
+
     # ---- the side of the streams, on the event loop ----
 
     def enter(self, source: int) -> None:

@@ -196,7 +196,7 @@ class _Inbound:
 
     def interrupt(self) -> None:
         """Let the wait for the next request end now."""
-        if self._guard is not None:
+        if self._guard is not None and not self._guard.expired():
             self._guard.reschedule(asyncio.get_running_loop().time())
 
     async def take(self, header: peer_pb2.PeerHeader) -> int:

@@ -52,8 +52,15 @@ class GradientBuckets:
     def tensors(self, index: int) -> list[Tensor]:
         """The flat buckets of one set, extras last. Set 0 is where sums end up."""
         while len(self._sets) <= index:
-            self._add_set()
+            self._add_set(self._make_flats())
         return self._sets[index]
+
+    def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
+        """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
+        What they held is lost."""
+        self._sets, self._views = [], []
+        for flats in sets:
+            self._add_set(list(flats))
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
         """From now on gradients go into this set; on_full hears of each bucket that is full."""
@@ -87,12 +94,14 @@ class GradientBuckets:
             flat.div_(divisor)
         self.expose()
 
-    def _add_set(self) -> None:
+    def _make_flats(self) -> list[Tensor]:
         # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
-        flats = [
+        return [
             torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device)
             for bucket in self.layout.buckets
         ]
+
+    def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)
         self._views.append(
             [

@@ -14,8 +14,10 @@ from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.mesh import MeshTransport
 from stratagem.worker.exchange.plan import Party, Step, plan_step
 from stratagem.worker.exchange.server import ServerTransport
+from stratagem.worker.exchange.shared import SharedTransport
 from stratagem.worker.exchange.transport import SoloTransport, Transport
 from stratagem.worker.mesh.link import Link
+from stratagem.worker.mesh.shared import SharedGroup
 
 
 class Exchange:
@@ -49,8 +51,7 @@ class Exchange:
         self._step = plan = self._steps[num_live]
         self._num_done, self._next_bucket = 0, 0
         self._full = [not plan.live] * len(self._full)
-        num_sets = max([0, *plan.sets]) + 1
-        sets = [self.buckets.tensors(index) for index in range(num_sets)]
+        sets = [self.buckets.tensors(index) for index in range(max([0, *plan.sets]) + 1)]
         self.transport.begin(step, plan, sets, divisor)
         self._launch()
 
@@ -122,11 +123,19 @@ def solo_exchange(buckets: GradientBuckets, num_shards: int) -> Exchange:
 
 
 def mesh_exchange(
-    buckets: GradientBuckets, link: Link, num_shards: int, *, deadline_s: float = 30.0
+    buckets: GradientBuckets,
+    link: Link | SharedGroup,
+    num_shards: int,
+    *,
+    deadline_s: float = 30.0,
 ) -> Exchange:
     """Takes the link over. deadline_s bounds every single wait for a peer."""
     party = Party(link.rank, link.size, num_shards)
-    transport = MeshTransport(link, buckets.layout, party, deadline_s=deadline_s)
+    transport: Transport
+    if isinstance(link, SharedGroup):
+        transport = SharedTransport(link, buckets, party, deadline_s=deadline_s)
+    else:
+        transport = MeshTransport(link, buckets.layout, party, deadline_s=deadline_s)
     return Exchange(buckets, party, transport)
 
 

@@ -75,3 +75,8 @@ def plan_step(party: Party, num_live: int) -> Step:
     )
     assert nodes[party.rank] == tuple(stack)
     return Step(num_live, live, tuple(sets), tuple(folds), nodes)
+
+
+def num_sets(party: Party) -> int:
+    """How many sets the member needs at most; with fewer live shards it needs no more."""
+    return max([0, *plan_step(party, party.num_shards).sets]) + 1

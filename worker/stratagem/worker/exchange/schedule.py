@@ -167,7 +167,7 @@ class _Builder:
                 for (peer, node), tensor in zip(self.foreign, received, strict=True)
                 if is_mine
             ),
-            additions=_additions(partials, self.step.num_live, total) if is_mine else (),
+            additions=tree_additions(partials, self.step.num_live, total) if is_mine else (),
             send_sums=tuple(
                 Transfer(peer, sum_tag, total)
                 for peer in range(self.party.size)
@@ -195,7 +195,9 @@ def _stage(buffer: Tensor, like: Tensor) -> Tensor:
     return buffer.narrow(0, 0, like.numel() * like.element_size()).view(like.dtype)
 
 
-def _additions(partials: dict[Node, Tensor], num_live: int, total: Tensor) -> tuple[Addition, ...]:
+def tree_additions(
+    partials: dict[Node, Tensor], num_live: int, total: Tensor
+) -> tuple[Addition, ...]:
     """The tree sum of partials into total, overwriting partials on the way."""
     found: list[Addition] = []
 

@@ -1,11 +1,13 @@
 """Engines that carry tensors between the members of a party.
 
-Each engine implements `Link`: send, receive, cut. What the tensors mean, in which order they are
-added and who belongs to the party is decided above.
+Each engine implements `Link`: send, receive, cut; the one for shared memory, which sends nothing,
+implements `SharedGroup`: memory, barrier, cut. What the tensors mean, in which order they are added
+and who belongs to the party is decided above.
 """
 
 from stratagem.worker.mesh.forming import Forming
 from stratagem.worker.mesh.gloo import form_gloo
 from stratagem.worker.mesh.link import ExchangeError, Link, Rendezvous, Work
+from stratagem.worker.mesh.shared import SharedGroup
 
-__all__ = ["ExchangeError", "Forming", "Link", "Rendezvous", "Work", "form_gloo"]
+__all__ = ["ExchangeError", "Forming", "Link", "Rendezvous", "SharedGroup", "Work", "form_gloo"]

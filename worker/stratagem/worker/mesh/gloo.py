@@ -16,11 +16,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from stratagem.worker.mesh import sockets
-from stratagem.worker.mesh.link import ExchangeError, Rendezvous
-
-LEAVE_GRACE_S = 0.5
-LEAVE_BYTES_PER_S = 100e6
-"""After a peer left, what is under way has this long, at this rate, to end well."""
+from stratagem.worker.mesh.link import (
+    LEAVE_BYTES_PER_S,
+    LEAVE_GRACE_S,
+    ExchangeError,
+    Rendezvous,
+)
 
 # One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()

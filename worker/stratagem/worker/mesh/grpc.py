@@ -25,7 +25,12 @@ from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
 from stratagem.worker.mailbox import Mailbox, Receive, Route
-from stratagem.worker.mesh.link import ExchangeError, Rendezvous
+from stratagem.worker.mesh.link import (
+    LEAVE_BYTES_PER_S,
+    LEAVE_GRACE_S,
+    ExchangeError,
+    Rendezvous,
+)
 from stratagem.worker.peer import Endpoint, Group, PeerHub
 
 LEAVE_TIMEOUT_S: Final = 5.0
@@ -84,6 +89,7 @@ class GrpcLink:
             for peer, address in enumerate(addresses)
             if peer != self.rank
         }
+        self._is_closed = False
         self._task = hub.spawn(self._run())
 
     async def connected(self) -> None:
@@ -93,7 +99,15 @@ class GrpcLink:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for out in self._out.values():
-                tasks.create_task(out.run())
+                tasks.create_task(self._hold(out))
+
+    async def _hold(self, out: _Outbound) -> None:
+        """Without this member nothing whole can be exchanged any more. What the others still send
+        may come to its end; then they are told, for they may wait for that member too."""
+        await out.run()
+        await asyncio.sleep(LEAVE_GRACE_S + self._endpoint.box.num_open_bytes / LEAVE_BYTES_PER_S)
+        if not self._is_closed:
+            self.cut()
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
         out = self._out[peer]
@@ -118,6 +132,7 @@ class GrpcLink:
         self._hub.call(self._task.cancel)
 
     def close(self) -> None:
+        self._is_closed = True
         self._hub.end(self._endpoint, "the link is closed", cut=False)
         self._hub.leave(self._endpoint)
         self._hub.call(self._leave)

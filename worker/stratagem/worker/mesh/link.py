@@ -11,6 +11,10 @@ from torch import Tensor
 
 from stratagem.common.errors import StratagemError
 
+LEAVE_GRACE_S = 0.5
+LEAVE_BYTES_PER_S = 100e6
+"""After a peer left, what is under way has this long, at this rate, to end well."""
+
 Rendezvous = Callable[[bytes], list[bytes]]
 """Hands in this member's address, answers with those of all members by rank."""
 
