@@ -110,10 +110,11 @@ def make_our_step(
 
     if variant == "ours-shm":
         from stratagem.worker.mesh.shared import SharedListener, form_shared
+
         l = SharedListener()
         link = form_shared(l, setup.rank, setup.size, rendezvous(l.address), 60.0)
     else:
-      link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
+        link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
     buckets = GradientBuckets(list(model.named_parameters()), num_extras=3)
     exchange = mesh_exchange(buckets, link, setup.size)
     rank, steps, total = setup.rank, itertools.count(), float(GLOBAL_BATCH[setup.name])

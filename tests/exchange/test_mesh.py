@@ -120,6 +120,7 @@ def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline
         while (order := pipe.recv()) is not None:
             place, step, deed = order
             exchange = form(members, place, buckets, case, deadline_s)
+            pipe.send("formed")
             pipe.send(follow(pipe, exchange, params, case, step, deed))
             exchange.close()
             names = sorted(thread.name for thread in threading.enumerate())
@@ -154,6 +155,7 @@ def order(engine: str, members: list[Member], step: int, deeds: list[str]) -> No
         member.pipe.send((Place(engine, rank, len(members)), step, deed))
     for _ in range(num_meetings(engine)):
         introduce(members)
+    assert [member.receive() for member in members] == ["formed"] * len(members)
 
 
 def answers(members: list[Member]) -> list[Any]:

@@ -107,7 +107,7 @@ async def test_two_workers_equal_the_sharded_loop(
         attend(w0, plan.request([w0, w1], 0), base), attend(w1, plan.request([w0, w1], 1), base)
     )
     results = [said.result.train for said in both]
-    assert [result.engine for result in results] == ["gloo", "gloo"]
+    assert [result.engine for result in results] == ["shm", "shm"]
     assert results[0].state_fingerprint == results[1].state_fingerprint
     if method == "resumed":
         assert both[0].needed == []

@@ -38,6 +38,7 @@ from stratagem.worker.blobs import BlobCache
 from stratagem.worker.capability import capability_of
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
+from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.server import WorkerServicer
 from stratagem.worker.sessions import Sessions
@@ -217,7 +218,7 @@ def _host(
         entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
         local_data=settings.local_data,
         exchange_timeout_s=settings.exchange_timeout_s,
-        mesh=settings.mesh or ("nccl" if settings.device.startswith("cuda") else "gloo"),
+        mesh=MeshOffer(settings.mesh, torch.device(settings.device)),
         hub=PeerHub(address),
         coordinator=coordinator,
         blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),

@@ -38,9 +38,10 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.mesh import Forming, Link, Rendezvous, form_gloo
-from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.mesh.nccl import form_nccl
+from stratagem.worker.mesh import Forming, Link, SharedGroup
+from stratagem.worker.mesh.agree import Place, form_agreed
+from stratagem.worker.mesh.choice import PREFERENCE
+from stratagem.worker.mesh.shared import UnshareableError
 from stratagem.worker.party_gossip import join_nodes
 from stratagem.worker.peer import Group
 from stratagem.worker.settings import split_address
@@ -116,7 +117,9 @@ def _leave(work: Work) -> None:
 # ---- meeting ----
 
 
-def _meet(work: Work, plan: pb.TrainPlan, view: PartyView) -> tuple[Link | None, Members]:
+def _meet(
+    work: Work, plan: pb.TrainPlan, view: PartyView
+) -> tuple[Link | SharedGroup | None, Members]:
     """Wait for all members of the view; what they say, and for AllReduce the link to them."""
     mine = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step, address=work.host.address
@@ -127,39 +130,22 @@ def _meet(work: Work, plan: pb.TrainPlan, view: PartyView) -> tuple[Link | None,
         return None, _rendezvous(work, view, b"")
     members: list[coordinator_pb2.RendezvousMember] = []
 
-    engine = work.host.mesh.encode() + b":"
+    def exchange_offers(offer: bytes) -> list[bytes]:
+        members.extend(_rendezvous(work, view, offer))
+        return [each.endpoint for each in members]
 
-    def exchange_addresses(endpoint: bytes) -> list[bytes]:
-        members.extend(_rendezvous(work, view, engine + endpoint))
-        names = sorted({each.endpoint.partition(b":")[0].decode() for each in members})
-        if len(names) > 1:
-            raise ExchangeError(f"the members use different mesh engines: {', '.join(names)}")
-        return [each.endpoint.removeprefix(engine) for each in members]
-
-    forming = Forming(_former(work, view, exchange_addresses))
-    work.control.hold(forming, view.membership)
-    return forming.link(), members
-
-
-def _former(work: Work, view: PartyView, rendezvous: Rendezvous) -> Callable[[], Link]:
-    """Forms the link with the engine that the operator chose."""
+    group = Group(work.key.run_id, work.key.party, view.term, view.membership, view.rank, view.size)
     host, _ = split_address(work.host.address)
+    place = Place(group, work.host.hub, host, work.host.device)
+    engines = work.host.mesh.engines(PREFERENCE)
     timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
-    match work.host.mesh:
-        case "grpc":
-            group = Group(
-                work.key.run_id,
-                work.key.party,
-                view.term,
-                view.membership,
-                view.rank,
-                view.size,
-            )
-            return lambda: form_grpc(work.host.hub, group, rendezvous, timeout_s)
-        case "nccl":
-            return lambda: form_nccl(view.rank, view.size, host, rendezvous, timeout_s)
-        case _:
-            return lambda: form_gloo(view.rank, view.size, host, rendezvous, timeout_s)
+    forming = Forming(lambda: form_agreed(place, engines, exchange_offers, timeout_s))
+    work.control.hold(forming, view.membership)
+    try:
+        return forming.link(), members
+    except UnshareableError as error:
+        work.host.mesh.sharing_fails(error)
+        raise
 
 
 def _rendezvous(work: Work, view: PartyView, endpoint: bytes) -> Members:
@@ -290,7 +276,9 @@ def _offer(work: Work, view: PartyView) -> None:
 # ---- the exchange ----
 
 
-def _exchange(work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | None) -> Exchange:
+def _exchange(
+    work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | SharedGroup | None
+) -> Exchange:
     holding, deadline_s = work.holding, work.host.exchange_timeout_s
     trainer = holding.trainer
     assert isinstance(trainer, Trainer)
@@ -304,7 +292,14 @@ def _exchange(work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | None
         return exchange
     if link is None:
         return solo_exchange(holding.buckets, plan.num_shards)
-    return mesh_exchange(holding.buckets, link, plan.num_shards, deadline_s=deadline_s)
+    try:
+        exchange = mesh_exchange(holding.buckets, link, plan.num_shards, deadline_s=deadline_s)
+    except UnshareableError as error:
+        work.host.mesh.sharing_fails(error)
+        raise
+    if isinstance(link, SharedGroup):
+        work.host.mesh.sharing_works()
+    return exchange
 
 
 def _fence(view: PartyView) -> types_pb2.Fence:

@@ -89,8 +89,9 @@ class WorkerSettings(BaseSettings):
     allow_insecure_network: bool = Field(
         False, description="serve without TLS on other addresses than loopback"
     )
-    mesh: Literal["gloo", "nccl", "grpc"] | None = Field(
-        None, description="engine between workers; default nccl on CUDA devices, else gloo"
+    mesh: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
+        "auto",
+        description="engine between workers; auto takes the best that all members of a party have",
     )
     exchange_timeout_s: float = Field(
         120.0, gt=0, description="longest wait for another member inside one step"

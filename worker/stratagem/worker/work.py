@@ -26,6 +26,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.gradients import GradientPort
+from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.outbox import Outbox
 from stratagem.worker.peer import PeerHub
 from stratagem.worker.state_store import StateStore
@@ -53,8 +54,7 @@ class Host:
     entrypoints: EntryPoints
     local_data: Mapping[str, str]
     exchange_timeout_s: float
-    mesh: str
-    """The engine of the mesh: gloo, nccl or grpc."""
+    mesh: MeshOffer
     hub: PeerHub
     coordinator: CoordinatorServiceAsyncStub
     blobs: BlobCache

@@ -136,10 +136,7 @@ def prepare_blocks(party: Party, step: Step, sets: MemberSets) -> list[list[Bloc
     """By bucket, what this member adds; together the members' blocks are each bucket once."""
     own = sets[party.rank][0]
     return [
-        [
-            _block(party, step, sets, bucket, start, stop)
-            for start, stop in _ranges(flat, party)
-        ]
+        [_block(party, step, sets, bucket, start, stop) for start, stop in _ranges(flat, party)]
         for bucket, flat in enumerate(own)
     ]
 
@@ -156,9 +153,7 @@ def _ranges(flat: Tensor, party: Party) -> list[tuple[int, int]]:
     ]
 
 
-def _block(
-    party: Party, step: Step, sets: MemberSets, bucket: int, start: int, stop: int
-) -> Block:
+def _block(party: Party, step: Step, sets: MemberSets, bucket: int, start: int, stop: int) -> Block:
     def part(rank: int, index: int) -> Tensor:
         return sets[rank][index][bucket].narrow(0, start, stop - start)
 

@@ -9,20 +9,21 @@ import threading
 from collections.abc import Callable
 
 from stratagem.worker.mesh.link import ExchangeError, Link
+from stratagem.worker.mesh.shared import SharedGroup
 
 
 class Forming:
     """A link on its way."""
 
-    def __init__(self, form: Callable[[], Link]) -> None:
+    def __init__(self, form: Callable[[], Link | SharedGroup]) -> None:
         self._form = form
         self._is_over = threading.Event()  # formed, failed or cut
         self._lock = threading.Lock()
-        self._link: Link | None = None  # guarded by _lock, as all below
+        self._link: Link | SharedGroup | None = None  # guarded by _lock, as all below
         self._error: BaseException | None = None
         self._is_abandoned = False
 
-    def link(self) -> Link:
+    def link(self) -> Link | SharedGroup:
         """Blocks until the link is there. Raises what forming raises, or ExchangeError when cut."""
         threading.Thread(target=self._run, name="forming", daemon=True).start()
         self._is_over.wait()
@@ -46,7 +47,7 @@ class Forming:
             self._hand_over(link)
         self._is_over.set()
 
-    def _hand_over(self, link: Link) -> None:
+    def _hand_over(self, link: Link | SharedGroup) -> None:
         with self._lock:
             if not self._is_abandoned:
                 self._link = link

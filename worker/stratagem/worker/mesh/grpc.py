@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -47,15 +47,33 @@ def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: flo
     endpoint = hub.join(group)
     try:
         answers = rendezvous(hub.address.encode())
-        if len(answers) != group.size:
-            raise ExchangeError(f"rendezvous gave {len(answers)} addresses, not {group.size}")
+    except BaseException:
+        leave_grpc(hub, endpoint)
+        raise
+    return connect_grpc(hub, endpoint, answers, timeout_s)
+
+
+def connect_grpc(
+    hub: PeerHub, endpoint: Endpoint, answers: Sequence[bytes], timeout_s: float
+) -> GrpcLink:
+    """The link of an endpoint that was joined before the rendezvous; answers by rank."""
+    try:
+        if len(answers) != endpoint.group.size:
+            raise ExchangeError(
+                f"rendezvous gave {len(answers)} addresses, not {endpoint.group.size}"
+            )
         addresses = [answer.decode() for answer in answers]
         forming = _connected(hub, endpoint, addresses, timeout_s)
         return asyncio.run_coroutine_threadsafe(forming, hub.loop).result()
     except BaseException:
-        hub.end(endpoint, "the link was not formed", cut=True)
-        hub.leave(endpoint)
+        leave_grpc(hub, endpoint)
         raise
+
+
+def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
+    """Take no streams for a link that is not formed after all."""
+    hub.end(endpoint, "the link was not formed", cut=True)
+    hub.leave(endpoint)
 
 
 async def _connected(

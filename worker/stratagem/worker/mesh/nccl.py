@@ -11,23 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from stratagem.worker.mesh.link import ExchangeError, Rendezvous
+from stratagem.worker.mesh.link import ExchangeError
 
 
-def form_nccl(
-    rank: int, size: int, host: str, rendezvous: Rendezvous, timeout_s: float
+def serve_nccl(host: str, timeout_s: float) -> TCPStore:
+    """nccl asks its store whenever a pair first talks, so the first member serves one, from
+    before the rendezvous on and for the life of the group."""
+    try:
+        return TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ExchangeError(f"cannot listen on {host}: {error}") from error
+
+
+def connect_nccl(
+    served: TCPStore | None, rank: int, size: int, address: str, timeout_s: float
 ) -> "NcclLink":
-    """Joins the group of `size` members; each must have set its CUDA device.
-
-    nccl asks its store whenever a pair first talks, so the first member serves one for the life
-    of the group; the rendezvous tells the others where.
-    """
+    """Joins the group of `size` members; each must have set its CUDA device. address is the
+    first member's store."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        served = TCPStore(host, 0, is_master=True, timeout=timeout) if rank == 0 else None
-        address = f"{host}:{served.port}" if served is not None else ""
-        first = rendezvous(address.encode())[0].decode()
-        name, port = first.rsplit(":", 1)
+        name, port = address.rsplit(":", 1)
         store = served or TCPStore(name, int(port), is_master=False, timeout=timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
