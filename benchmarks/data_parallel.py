@@ -1,20 +1,22 @@
-"""Step time of synchronous data parallelism: ours, torch's DDP over gloo, and no exchange at all.
+"""Step time of synchronous data parallelism over each engine, torch's DDP, and no exchange at all.
 
     python benchmarks/data_parallel.py --members 2 --rounds 15
 
 Processes on this machine over loopback, one thread each, tuned malloc in all. The variants take
 turns inside one run, so that whatever else the machine does hits all of them. The time of a round
 is that of its slowest member. Printed are median and minimum over rounds, the CPU time of a
-member (steadier under foreign load), and the median of the per-round ratios to DDP.
-"ours" knows the total weight beforehand and lets the exchange divide by it; "ours-late" divides
-afterwards; "none" computes the same and exchanges nothing: the floor.
+member (steadier under foreign load), and the medians of the per-round ratios to DDP and to "none",
+which computes the same and exchanges nothing: the floor. "shm", "gloo" and "grpc" have the same
+bits; "ring" and "native" go over gloo too and have bits of their own.
 """
 
 import argparse
+import asyncio
 import itertools
 import multiprocessing as mp
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,10 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
-from stratagem.worker.mesh import form_gloo
+from stratagem.worker.mesh import Link, SharedGroup, form_gloo
+from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.mesh.shared import SharedListener, form_shared
+from stratagem.worker.peer import Group, PeerHub, PeerServicer
 
-VARIANTS = ("ours", "ours-shm", "ddp", "none")
+ENGINES = ("shm", "gloo", "grpc")
+UNORDERED = ("ring", "native")
+VARIANTS = (*ENGINES, *UNORDERED, "ddp", "none")
 GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
 
 
@@ -79,10 +88,9 @@ def make_step(variant: str, setup: Setup) -> Callable[[], None]:
     inputs, targets = make_batch(setup.name, setup.rank, setup.size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     loss_of = nn.CrossEntropyLoss()
-    if variant.startswith("ours"):
-        is_late = variant == "ours-late"
+    if variant in (*ENGINES, *UNORDERED):
         return make_our_step(
-            model, setup, lambda: loss_of(model(inputs), targets), optimizer, is_late, variant
+            model, setup, lambda: loss_of(model(inputs), targets), optimizer, variant
         )
     called: nn.Module = model
     if variant == "ddp":
@@ -101,38 +109,60 @@ def make_our_step(
     setup: Setup,
     loss_of: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
-    is_late: bool,
     variant: str,
 ) -> Callable[[], None]:
-    def rendezvous(address: bytes) -> list[bytes]:
-        setup.pipe.send(address)
-        return setup.pipe.recv()
-
-    if variant == "ours-shm":
-        from stratagem.worker.mesh.shared import SharedListener, form_shared
-
-        l = SharedListener()
-        link = form_shared(l, setup.rank, setup.size, rendezvous(l.address), 60.0)
-    else:
-        link = form_gloo(setup.rank, setup.size, "127.0.0.1", rendezvous, 60.0)
     buckets = GradientBuckets(list(model.named_parameters()), num_extras=3)
-    exchange = mesh_exchange(buckets, link, setup.size)
+    all_reduce = variant if variant in UNORDERED else "direct"
+    exchange = mesh_exchange(buckets, form(variant, setup), setup.size, all_reduce=all_reduce)
     rank, steps, total = setup.rank, itertools.count(), float(GLOBAL_BATCH[setup.name])
-    weight, divisor = total / setup.size, None if is_late else total
+    weight = total / setup.size
 
     def step() -> None:
-        exchange.begin_step(next(steps), range(rank, rank + 1), setup.size, divisor=divisor)
+        exchange.begin_step(next(steps), range(rank, rank + 1), setup.size, divisor=total)
         exchange.begin_shard(rank)
         loss = loss_of() * weight
         loss.backward()
         values = [weight, loss.item(), 0.0]
         exchange.end_shard(rank, torch.tensor(values, dtype=torch.float64))
-        extras = exchange.finish()
-        if is_late:
-            buckets.divide(extras[0].item())
+        exchange.finish()
         optimizer.step()
 
     return step
+
+
+def form(variant: str, setup: Setup) -> Link | SharedGroup:
+    def rendezvous(address: bytes) -> list[bytes]:
+        setup.pipe.send(address)
+        return setup.pipe.recv()
+
+    rank, size = setup.rank, setup.size
+    match variant:
+        case "shm":
+            listener = SharedListener()
+            return form_shared(listener, rank, size, rendezvous(listener.address), 60.0)
+        case "grpc":
+            return form_grpc(serve_peers(), Group("run", "", 1, 1, rank, size), rendezvous, 60.0)
+        case _:
+            return form_gloo(rank, size, "127.0.0.1", rendezvous, 60.0)
+
+
+def serve_peers() -> PeerHub:
+    """As a worker process does, on an event loop in a thread that lives as long as the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start() -> PeerHub:
+        server = make_server()
+        hub = PeerHub(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
+        await server.start()
+        _kept.append(server)
+        return hub
+
+    return asyncio.run_coroutine_threadsafe(start(), loop).result()
+
+
+_kept: list[object] = []
 
 
 def run_member(pipe: Connection, name: str, rank: int, size: int, args: argparse.Namespace) -> None:
@@ -183,7 +213,7 @@ def measure(name: str, size: int, args: argparse.Namespace) -> dict[str, Times]:
             target=run_member, args=(theirs, name, rank, size, args), daemon=True
         ).start()
         pipes.append(ours)
-    for _ in [variant for variant in VARIANTS if variant.startswith("ours")]:
+    for _ in (*ENGINES, *UNORDERED):
         addresses = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send(addresses)
@@ -206,15 +236,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps per round and variant")
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step: median, min, CPU")
-    print(f"{'model':<12} {'N':>2} " + " ".join(f"{v:>22}" for v in VARIANTS) + "  ours/ddp")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step")
+    print(f"{'model':<12} {'N':>2} {'':<7} {'median':>7} {'min':>6} {'CPU':>6}   / DDP  / none")
     for name in args.models:
         for size in args.members:
             times = measure(name, size, args)
-            pairs = zip(times["ours"].wall_s, times["ddp"].wall_s, strict=True)
-            ratio = statistics.median(ours / ddp for ours, ddp in pairs)
-            cells = " ".join(f"{times[v]!s:>22}" for v in VARIANTS)
-            print(f"{name:<12} {size:>2} {cells}  {ratio:8.3f}")
+            for variant in VARIANTS:
+                ratios = [ratio(times[variant], times[other]) for other in ("ddp", "none")]
+                cells = " ".join(f"{value:7.3f}" for value in ratios)
+                print(f"{name:<12} {size:>2} {variant:<7} {times[variant]!s} {cells}", flush=True)
+
+
+def ratio(times: Times, others: Times) -> float:
+    """Median of the ratios per round."""
+    pairs = zip(times.wall_s, others.wall_s, strict=True)
+    return statistics.median(own / other for own, other in pairs)
 
 
 if __name__ == "__main__":

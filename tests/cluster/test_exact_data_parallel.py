@@ -82,6 +82,7 @@ def test_both_engines_have_the_bits_of_the_sharded_loop(
         assert len(runs[method].digests) == 5
         assert len(runs[method].of("MembersFormed")[0].payload["members"]) == num_replicas
         assert runs[method].status.reproducible
+    assert runs["AllReduce"].status.engine == ("shm" if num_replicas > 1 else "solo")
     assert runs["AllReduce"].digests == runs["ParameterServer"].digests
     losses = [[e.payload["loss"] for e in run.of("SegmentFinished")] for run in runs.values()]
     assert losses[0] == losses[1]
@@ -113,6 +114,18 @@ def test_three_replicas_are_the_plain_loop_up_to_rounding(
     outcome = train(client, spec)
     assert_close(outcome.state, plain_loop(spec, ALLOWED).state, tolerance)
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_sums_in_another_order_are_close_and_marked(client: Client, all_reduce: str) -> None:
+    strategy = {**data_parallel(3), "options": {"all_reduce": all_reduce}}
+    spec = job(strategy=strategy, execution={"deterministic": False})
+    run = train(client, spec)
+    assert run.status.engine == f"gloo {all_reduce}"
+    assert not run.status.reproducible
+    expected = sharded_loop(spec, ALLOWED, 3)
+    for name, tensor in run.state.items():
+        assert torch.allclose(tensor, expected.state[name], rtol=1e-4, atol=1e-5), name
 
 
 def test_replicas_that_differ_fail_the_run(client: Client) -> None:

@@ -41,7 +41,13 @@ def _data_parallel(draw: st.DrawFn) -> s.DataParallel:
         | st.builds(s.Decentralized, _topologies)
     )
     min_replicas = draw(st.just(1) | st.integers(1, num_replicas))
-    return s.DataParallel(num_replicas, aggregation, s.DataParallelOptions(min_replicas))
+    options = s.DataParallelOptions(
+        min_replicas,
+        draw(st.sampled_from(["direct", "ring", "native"]))
+        if isinstance(aggregation, s.AllReduce)
+        else "direct",
+    )
+    return s.DataParallel(num_replicas, aggregation, options)
 
 
 @st.composite

@@ -62,6 +62,12 @@ FEDERATED: dict[str, Any] = {
     "aggregation": {"method": "FedAvg"},
     "client_selection": {"method": "All"},
 }
+RING: dict[str, Any] = {
+    "type": "DataParallel",
+    "num_replicas": 2,
+    "aggregation": {"method": "AllReduce"},
+    "options": {"all_reduce": "ring"},
+}
 FEDERATED_JOB: dict[str, Any] = {**MINIMAL, "epochs": None, "strategy": FEDERATED}
 
 
@@ -221,6 +227,7 @@ def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) 
         batch_size=8,
         strategy=strategy,
         **(POPULATION if isinstance(strategy, PopulationBased) else {}),
+        execution=ExecutionSpec(deterministic=False),  # some strategies ask for it
     )
     assert JobSpec.from_json(job.canonical_json()) == job
 
@@ -310,6 +317,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"epochs": None}, "epochs: missing; Local needs epochs or steps"),
         ({"steps": 3}, "steps: epochs is set already; only one of the two may be"),
         ({"strategy": FEDERATED}, "epochs: has no meaning under Federated"),
+        ({"strategy": RING}, "strategy.options.all_reduce: ring adds in an order that depends on"),
         ({"partition": {"method": "contiguous"}}, "partition: belongs to Federated only; the"),
         ({"data": {"worker_local": "scans"}}, "data.worker_local: belongs to Federated only"),
         ({"evaluation": {"every": "1 round"}}, "evaluation.every: '1 round' is not allowed; Loc"),
@@ -348,6 +356,11 @@ def test_evaluation_is_once_per_epoch_or_round() -> None:
         assert job.evaluation is not None
         assert str(job.evaluation.every) == expected
         assert JobSpec.from_json(job.canonical_json()) == job
+
+
+def test_a_ring_may_add_where_bits_are_given_up() -> None:
+    job = JobSpec.parse({**MINIMAL, "strategy": RING, "execution": {"deterministic": False}})
+    assert JobSpec.from_json(job.canonical_json()) == job
 
 
 def test_a_job_made_in_code_is_checked_in_our_words() -> None:

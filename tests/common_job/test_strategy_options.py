@@ -25,6 +25,16 @@ pytestmark = pytest.mark.core
         (DATA_PARALLEL, None, "strategy.options: None is not an object"),
         (DATA_PARALLEL, {"min_replicas": 0}, "strategy.options.min_replicas: 0 is not allowed"),
         (DATA_PARALLEL, {"min_replicas": 3}, "strategy.options.min_replicas: 3 is more than num_"),
+        (
+            DATA_PARALLEL,
+            {"all_reduce": "tree"},
+            "strategy.options.all_reduce: 'tree' is not allowed; must be direct, ring or native",
+        ),
+        (
+            DATA_PARALLEL | {"aggregation": {"method": "ParameterServer"}},
+            {"all_reduce": "ring"},
+            "strategy.options.all_reduce: ParameterServer has none; AllReduce has",
+        ),
         (FEDERATED, {"quorum": 0}, "strategy.options.quorum: 0 is not allowed; must be a count"),
         (FEDERATED, {"quorum": 1.5}, "strategy.options.quorum: 1.5 is not allowed; must be a"),
         (FEDERATED, {"quorum": True}, "strategy.options.quorum: True is not a number"),

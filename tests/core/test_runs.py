@@ -167,6 +167,16 @@ def test_min_replicas_are_waited_for() -> None:
     assert [m.worker_id for m in formed.members] == ["a", "b"]
 
 
+@pytest.mark.parametrize("all_reduce", ["direct", "ring", "native"])
+def test_sums_in_an_order_of_their_own_make_a_run_not_reproducible(all_reduce: str) -> None:
+    strategy = {**DATA_PARALLEL, "options": {"all_reduce": all_reduce}}
+    simulation = start(job(strategy, execution={"deterministic": False}), "a", "b", "c")
+    assert simulation.state.runs[RUN].is_reproducible
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert simulation.state.runs[RUN].is_reproducible is (all_reduce == "direct")
+
+
 def test_workers_of_other_numerics_are_not_mixed_in() -> None:
     simulation = start(job(DATA_PARALLEL), "a", "b")
     odd = register("c")

@@ -19,6 +19,7 @@ from torch import Tensor
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.rpc.channel import open_channel
+from stratagem.common.strategy import all_reduce_of
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import allocate
@@ -52,6 +53,12 @@ from stratagem.worker.work import Tally, Work
 RENDEZVOUS_TIMEOUT_S: Final = 600.0
 SUSPECT_TIMEOUT_S: Final = 10.0
 FORM_TIMEOUT_S: Final = 30.0
+USABLE: Final = {
+    "direct": PREFERENCE,
+    "ring": ("nccl", "gloo", "grpc"),
+    "native": ("nccl", "gloo"),
+}
+"""Engines by the method that goes over them."""
 _TALLY: Final = "tally"
 
 _RETRIED: Final = (
@@ -137,7 +144,7 @@ def _meet(
     group = Group(work.key.run_id, work.key.party, view.term, view.membership, view.rank, view.size)
     host, _ = split_address(work.host.address)
     place = Place(group, work.host.hub, host, work.host.device)
-    engines = work.host.mesh.engines(PREFERENCE)
+    engines = work.host.mesh.engines(USABLE[all_reduce_of(work.job.strategy)])
     timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
     forming = Forming(lambda: form_agreed(place, engines, exchange_offers, timeout_s))
     work.control.hold(forming, view.membership)
@@ -293,7 +300,13 @@ def _exchange(
     if link is None:
         return solo_exchange(holding.buckets, plan.num_shards)
     try:
-        exchange = mesh_exchange(holding.buckets, link, plan.num_shards, deadline_s=deadline_s)
+        exchange = mesh_exchange(
+            holding.buckets,
+            link,
+            plan.num_shards,
+            all_reduce=all_reduce_of(work.job.strategy),
+            deadline_s=deadline_s,
+        )
     except UnshareableError as error:
         work.host.mesh.sharing_fails(error)
         raise

@@ -29,11 +29,13 @@ from stratagem.common.job.sections import (
 from stratagem.common.json_text import JSON, dump_json, load_json
 from stratagem.common.search_space import SearchSpace, dump_search_space
 from stratagem.common.strategy import (
+    DIRECT_ALL_REDUCE,
     Custom,
     Federated,
     Local,
     PopulationBased,
     Strategy,
+    all_reduce_of,
     dump_strategy,
 )
 
@@ -86,6 +88,7 @@ class JobSpec(Section):
                 *_population_only(self),
                 *_units(self),
                 *_graph_strategy(self),
+                *_order_of_sums(self),
             ]
         )
         return self
@@ -186,6 +189,14 @@ def _units(job: JobSpec) -> list[Violation]:
             units = " or ".join(f"{unit}s" for unit in allowed)
             found.append(Violation(name, f"'{every}' is not allowed; {kind} counts in {units}"))
     return found
+
+
+def _order_of_sums(job: JobSpec) -> list[Violation]:
+    how = all_reduce_of(job.strategy)
+    if how == DIRECT_ALL_REDUCE or not job.execution.deterministic:
+        return []
+    text = f"{how} adds in an order that depends on the workers; set execution.deterministic: false"
+    return [Violation("strategy.options.all_reduce", text)]
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

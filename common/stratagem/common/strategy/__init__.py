@@ -43,6 +43,7 @@ from stratagem.common.strategy.json_form import (
 )
 from stratagem.common.strategy.kinds import (
     DEFAULT_SERVER_LEARNING_RATE,
+    DIRECT_ALL_REDUCE,
     Custom,
     DataParallel,
     DataParallelOptions,
@@ -54,12 +55,14 @@ from stratagem.common.strategy.kinds import (
     PopulationBased,
     PopulationOptions,
     Strategy,
+    all_reduce_of,
     describe,
     is_distributed,
 )
 
 __all__ = [
     "DEFAULT_SERVER_LEARNING_RATE",
+    "DIRECT_ALL_REDUCE",
     "All",
     "AllReduce",
     "Binary",
@@ -101,6 +104,7 @@ __all__ = [
     "Tag",
     "Truncation",
     "WorkerIdTarget",
+    "all_reduce_of",
     "describe",
     "dump_strategy",
     "dumps_strategy",

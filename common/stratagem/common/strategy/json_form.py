@@ -129,7 +129,9 @@ _EXPLORE: Final = tagged(
     "method", Shape(choices.Perturbation, {"factor": REAL}), Shape(choices.Resample)
 )
 _DATA_PARALLEL_OPTIONS: Final = Shape(
-    kinds.DataParallelOptions, {"min_replicas": UNSIGNED, "inner": _INNER}, is_extras=True
+    kinds.DataParallelOptions,
+    {"min_replicas": UNSIGNED, "all_reduce": TEXT, "inner": _INNER},
+    is_extras=True,
 )
 _MODEL_PARALLEL_OPTIONS: Final = Shape(
     kinds.ModelParallelOptions, {"schedule": TEXT}, is_extras=True

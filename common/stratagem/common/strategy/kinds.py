@@ -23,6 +23,7 @@ from stratagem.common.field_rules import (
 from stratagem.common.json_text import JSON, check_json
 from stratagem.common.pipeline.names import SCHEDULE_NAMES
 from stratagem.common.strategy.choices import (
+    AllReduce,
     ClientSelection,
     CommunicationProtocol,
     ExploitStrategy,
@@ -46,6 +47,10 @@ _IS_SCHEDULE: Final = Rule(
 _POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
 
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
+DIRECT_ALL_REDUCE: Final = "direct"
+_IS_ALL_REDUCE: Final = Rule(
+    lambda value: value in (DIRECT_ALL_REDUCE, "ring", "native"), "must be direct, ring or native"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,16 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelOptions:
-    """min_replicas: go on with as few workers as this while the others are away.
+    """How the replicas work together beyond the shared form.
 
-    inner: what each replica is; ModelParallel makes it a pipeline over several workers.
+    min_replicas: go on with as few workers as this while the others are away. all_reduce: of
+    AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
+    depends on the workers. inner: what each replica is; ModelParallel makes it a pipeline over
+    several workers.
     """
 
     min_replicas: int = field(default=1, metadata=must(AT_LEAST_1))
+    all_reduce: str = field(default=DIRECT_ALL_REDUCE, metadata=must(_IS_ALL_REDUCE))
     inner: Strategy | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +91,10 @@ class DataParallel:
                 "options.min_replicas",
                 f"{self.options.min_replicas} is more than num_replicas, {self.num_replicas}",
             )
+        has_all_reduce = isinstance(self.aggregation, AllReduce)
+        if not has_all_reduce and self.options.all_reduce != DIRECT_ALL_REDUCE:
+            kind = type(self.aggregation).__name__
+            raise InvalidInputError.at("options.all_reduce", f"{kind} has none; AllReduce has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +248,11 @@ def describe(strategy: Strategy) -> str:
 def is_distributed(strategy: Strategy) -> bool:
     """Whether more than one worker may take part."""
     return not isinstance(strategy, Local)
+
+
+def all_reduce_of(strategy: Strategy) -> str:
+    """How gradients are added, in the strategy or the ones inside it."""
+    options = getattr(strategy, "options", None)
+    own: str = getattr(options, "all_reduce", DIRECT_ALL_REDUCE)
+    inner: Strategy | None = getattr(options, "inner", None)
+    return all_reduce_of(inner) if own == DIRECT_ALL_REDUCE and inner is not None else own

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -163,7 +164,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
-    return replace(record, engine=fact.engine) if isinstance(fact, SegmentFinished) else record
+    if not isinstance(fact, SegmentFinished):
+        return record
+    in_fixed_order = all_reduce_of(record.job.strategy) == DIRECT_ALL_REDUCE
+    is_reproducible = record.is_reproducible and in_fixed_order
+    return replace(record, engine=fact.engine, is_reproducible=is_reproducible)
 
 
 def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:

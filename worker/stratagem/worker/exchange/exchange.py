@@ -11,12 +11,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from stratagem.worker.exchange.buckets import GradientBuckets
-from stratagem.worker.exchange.mesh import MeshTransport
+from stratagem.worker.exchange.direct import DirectMethod
+from stratagem.worker.exchange.mesh import MeshTransport, Method
 from stratagem.worker.exchange.plan import Party, Step, plan_step
 from stratagem.worker.exchange.server import ServerTransport
 from stratagem.worker.exchange.shared import SharedTransport
 from stratagem.worker.exchange.transport import SoloTransport, Transport
-from stratagem.worker.mesh.link import Link
+from stratagem.worker.exchange.unordered import NativeMethod, RingMethod
+from stratagem.worker.mesh.link import CollectiveLink, Link
 from stratagem.worker.mesh.shared import SharedGroup
 
 
@@ -127,16 +129,36 @@ def mesh_exchange(
     link: Link | SharedGroup,
     num_shards: int,
     *,
+    all_reduce: str = "direct",
     deadline_s: float = 30.0,
 ) -> Exchange:
-    """Takes the link over. deadline_s bounds every single wait for a peer."""
+    """Takes the link over. deadline_s bounds every single wait for a peer.
+
+    all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
+    depend on the members.
+    """
     party = Party(link.rank, link.size, num_shards)
     transport: Transport
     if isinstance(link, SharedGroup):
+        if all_reduce != "direct":
+            raise ValueError(f"{all_reduce} all-reduce needs an engine that sends")
         transport = SharedTransport(link, buckets, party, deadline_s=deadline_s)
     else:
-        transport = MeshTransport(link, buckets.layout, party, deadline_s=deadline_s)
+        method = _method(all_reduce, link, buckets, party)
+        transport = MeshTransport(link, method, deadline_s=deadline_s)
     return Exchange(buckets, party, transport)
+
+
+def _method(name: str, link: Link, buckets: GradientBuckets, party: Party) -> Method:
+    match name:
+        case "direct":
+            return DirectMethod(link, buckets.layout, party)
+        case "ring":
+            return RingMethod(link, buckets.layout)
+        case "native" if isinstance(link, CollectiveLink):
+            return NativeMethod(link)
+        case _:
+            raise ValueError(f"no {name!r} all-reduce over {link.name}")
 
 
 def server_exchange(

@@ -1,64 +1,85 @@
-"""Carries partial sums from member to member over a link: the direct exchange.
+"""Carries partial sums from member to member over a link, in a thread of its own.
 
-One named thread per exchange issues everything. What it moves and adds was prepared by
-`schedule`; here is only the order in time: receives are posted ahead, the next pieces are sent
-while one is being added, and nothing waits for the end of a piece before it must.
+One named thread per exchange issues everything, in an order that is data. How partial sums become
+the sum is the method's: `direct` by default, `ring` or `native` where the job gave up on bits.
 Any failed wait cuts the link, so that the peers fail at once and not at their deadlines.
 """
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from stratagem.worker.exchange.layout import Layout
-from stratagem.worker.exchange.plan import Party, Step
-from stratagem.worker.exchange.schedule import (
-    Cut,
-    Piece,
-    Transfer,
-    cut_pieces,
-    num_tags,
-    prepare,
-)
+from stratagem.worker.exchange.plan import Step
 from stratagem.worker.mesh.link import ExchangeError, Link, Work
 
-WINDOW = 4
-"""Pieces under way at once."""
 MAX_TAG = 2**31 - 1
 ABANDON_S = 0.2
 """After a cut, a wait that has not ended by then never will: when a connection ends while gloo
 writes to it, the transfer under way may be told nothing."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """One step under way; owned by the thread."""
+class Turn(Protocol):
+    """One step, as a method sees it."""
 
-    pieces: tuple[Piece, ...]
+    @property
+    def first_tag(self) -> int:
+        """Tags from here on, `num_tags` of them, are free in this step."""
+
+    @property
+    def divisor(self) -> float | None: ...
+
+    def await_launch(self, bucket: int) -> int:
+        """Blocks until the bucket was launched; how many are by now. Raises ExchangeError."""
+
+    def wait(self, works: list[Work]) -> None:
+        """Waits for all works and empties the list. Raises ExchangeError."""
+
+
+class Method(Protocol):
+    """How the members' partial sums become the sum."""
+
+    @property
+    def suffix(self) -> str:
+        """Added to the engine's name for people; empty for the usual method."""
+
+    @property
+    def num_tags(self) -> int:
+        """How many tags one step uses."""
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> Any:
+        """What `run` needs for all steps with so many live shards. Makes tensors, moves nothing."""
+
+    def run(self, prepared: Any, turn: Turn) -> None:
+        """Exchanges one step; afterwards set 0 holds the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    prepared: Any
     first_tag: int
     divisor: float | None
-    receives: list[list[Work]] = field(default_factory=list)
-    """Phase 1, by piece."""
-    sends: list[list[Work]] = field(default_factory=list)
-    """Phase 1, by piece."""
-    rest: list[Work] = field(default_factory=list)
-    """Phase 2."""
+    transport: "MeshTransport"
+
+    def await_launch(self, bucket: int) -> int:
+        return self.transport.await_launch(bucket)
+
+    def wait(self, works: list[Work]) -> None:
+        self.transport.wait(works)
 
 
 class MeshTransport:
     """A `Transport` among the members of a link, which it owns."""
 
-    def __init__(self, link: Link, layout: Layout, party: Party, *, deadline_s: float) -> None:
+    def __init__(self, link: Link, method: Method, *, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self._link, self._party = link, party
-        self._cuts: tuple[Cut, ...] = cut_pieces(layout, link.size)
-        self._num_tags = max(1, num_tags(self._cuts, party))
-        self._window = 1 if link.in_order else WINDOW
-        self._prepared: dict[int, tuple[Piece, ...]] = {}
+        self._link, self._method = link, method
+        self._num_tags = max(1, method.num_tags)
+        self._prepared: dict[int, Any] = {}
         self._changed = threading.Condition()
-        self._run: _Run | None = None  # guarded by _changed, as all below
+        self._run: _Turn | None = None  # guarded by _changed, as all below
         self._num_launched = 0  # buckets
         self._error = ""
         self._is_closed = False
@@ -69,18 +90,16 @@ class MeshTransport:
 
     @property
     def name(self) -> str:
-        return self._link.name
+        return f"{self._link.name}{self._method.suffix}"
 
     def begin(
         self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         if step.num_live not in self._prepared:
-            self._prepared[step.num_live] = prepare(
-                self._cuts, self._party, step, sets, self._window
-            )
-        turn = number % (MAX_TAG // self._num_tags)
+            self._prepared[step.num_live] = self._method.prepare(step, sets)
+        first_tag = number % (MAX_TAG // self._num_tags) * self._num_tags
         with self._changed:
-            self._run = _Run(self._prepared[step.num_live], turn * self._num_tags, divisor)
+            self._run = _Turn(self._prepared[step.num_live], first_tag, divisor, self)
             self._num_launched = 0
             self._changed.notify_all()
 
@@ -131,7 +150,7 @@ class MeshTransport:
     def _serve(self) -> None:
         while (run := self._next_run()) is not None:
             try:
-                self._reduce(run)
+                self._method.run(run.prepared, run)
             except ExchangeError as error:
                 # Only the words are kept: a traceback would keep works, and with them the group.
                 self._fail(str(error))
@@ -143,73 +162,19 @@ class MeshTransport:
                 self._run = None
                 self._changed.notify_all()
 
-    def _next_run(self) -> _Run | None:
+    def _next_run(self) -> _Turn | None:
         with self._changed:
             self._changed.wait_for(lambda: self._run or self._is_closed or self._error)
             return None if self._is_closed or self._error else self._run
 
-    def _reduce(self, run: _Run) -> None:
-        for index, piece in enumerate(run.pieces):
-            self._send_ready(run, index)
-            self._wait(run.receives[index])
-            if piece.adds_in_place:
-                self._wait(run.sends[index])
-            for addition in piece.additions:
-                addition.run()
-            if run.divisor is not None and not piece.is_extras:
-                piece.total.div_(run.divisor)  # while it is warm, and once for all members
-            if self._link.in_order:
-                run.rest += self._post(run, piece.send_sums, piece.receive_sums)
-            else:
-                run.rest += self._post(run, piece.send_sums, ())
-        for works in run.sends:
-            self._wait(works)
-        self._wait(run.rest)
-
-    def _send_ready(self, run: _Run, index: int) -> None:
-        """Sends piece `index` as soon as its bucket was launched, and those behind it that may
-        be under way too and are ready by then."""
-        last = min(index + self._window, len(run.pieces))
-        if not self._link.in_order:
-            while len(run.receives) < last:
-                ahead = run.pieces[len(run.receives)]
-                run.receives.append(self._post(run, (), ahead.receive_partials))
-        num_launched = self._await_launch(run.pieces[index].bucket)
-        while len(run.sends) < last and run.pieces[len(run.sends)].bucket < num_launched:
-            piece = run.pieces[len(run.sends)]
-            if self._link.in_order:
-                works = self._post(run, piece.send_partials, piece.receive_partials)
-                run.receives.append(works)
-                run.sends.append([])
-            else:
-                run.sends.append(self._post(run, piece.send_partials, ()))
-                # Sums can be received over the partial sums: a member sends a sum only after it
-                # has received all of ours for it.
-                run.rest += self._post(run, (), piece.receive_sums)
-
-    def _await_launch(self, bucket: int) -> int:
+    def await_launch(self, bucket: int) -> int:
         with self._changed:
             self._changed.wait_for(lambda: self._num_launched > bucket or self._error)
             if self._error:
                 raise ExchangeError(self._error)
             return self._num_launched
 
-    def _post(
-        self, run: _Run, sends: Sequence[Transfer], receives: Sequence[Transfer]
-    ) -> list[Work]:
-        """Issues transfers. Of two members the lower one sends first, so that a link which goes
-        by order finds a receive for every send."""
-        rank, link, works = self._link.rank, self._link, []
-        for peer in range(link.size):
-            out = [t for t in sends if t.peer == peer]
-            back = [t for t in receives if t.peer == peer]
-            for is_send in (True, False) if rank < peer else (False, True):
-                for t in out if is_send else back:
-                    issue = link.send if is_send else link.recv
-                    works.append(issue(peer, run.first_tag + t.tag, t.tensor))
-        return works
-
-    def _wait(self, works: list[Work]) -> None:
+    def wait(self, works: list[Work]) -> None:
         for work in works:
             self._set_waiting(True)
             work.wait(self.deadline_s)

@@ -45,7 +45,7 @@ def form_gloo(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1  # serves collectives only, and none is used
+    options._threads = 2  # serve collectives only
     try:
         group = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
@@ -93,6 +93,14 @@ class GlooLink:
         what = f"receive from member {peer}"
         try:
             work = self._open().recv([tensor], peer, tag)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise ExchangeError(f"{what}: {_first_line(error)}") from None
+        return self._begun(work, what, tensor)
+
+    def all_reduce(self, tensor: Tensor) -> "GlooWork":
+        what = "all-reduce among all members"
+        try:
+            work = self._open().allreduce([tensor])  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise ExchangeError(f"{what}: {_first_line(error)}") from None
         return self._begun(work, what, tensor)

@@ -5,7 +5,7 @@ away when one of them is lost; there is no repair. It must not know what it carr
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -55,3 +55,12 @@ class Link(Protocol):
     def close(self) -> None:
         """Frees the link. After it, nothing writes into a received tensor any more, provided
         that the caller has dropped its Works."""
+
+
+@runtime_checkable
+class CollectiveLink(Link, Protocol):
+    """A link whose backend has an all-reduce of its own."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Adds the tensors of all members in place, in an order of the backend's; all members
+        call it in the same order."""

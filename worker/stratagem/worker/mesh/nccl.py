@@ -57,6 +57,10 @@ class NcclLink:
         what = f"receive from member {peer}"
         return self._issue(lambda group: group.recv([tensor], peer, 0), what)  # type: ignore[attr-defined]
 
+    def all_reduce(self, tensor: Tensor) -> "NcclWork":
+        what = "all-reduce among all members"
+        return self._issue(lambda group: group.allreduce([tensor]), what)  # type: ignore[attr-defined]
+
     def cut(self) -> None:
         if self._group is not None:
             self._group.abort()
