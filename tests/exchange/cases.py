@@ -14,6 +14,14 @@ torch.set_num_threads(1)
 ODD = (0, 1, 7, 1_000_003, 64, 300_000)
 
 
+WAYS = {
+    "": (schedule.SMALL_BYTES, schedule.MAX_GATHER_MEMBERS),
+    "direct": (0, 0),
+    "gather": (2**60, 2**60),
+    "tree": (2**60, 0),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     num_shards: int
@@ -23,6 +31,13 @@ class Case:
     num_extras: int = 3
     divisor: float | None = None
     piece_bytes: int = schedule.PIECE_BYTES
+    way: str = ""
+    """The one way that all buckets take; by size and members unless given."""
+
+    def configure(self) -> None:
+        """Sets the thresholds of this process."""
+        schedule.PIECE_BYTES = self.piece_bytes
+        schedule.SMALL_BYTES, schedule.MAX_GATHER_MEMBERS = WAYS[self.way]
 
     @property
     def wide(self) -> torch.dtype:

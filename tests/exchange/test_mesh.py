@@ -16,7 +16,6 @@ from stratagem.worker.exchange import (
     ExchangeError,
     GradientBuckets,
     mesh_exchange,
-    schedule,
 )
 from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import Case, one_step
@@ -38,7 +37,7 @@ class Place:
 def form(
     former: Former, place: Place, buckets: GradientBuckets, case: Case, deadline_s: float
 ) -> Exchange:
-    schedule.PIECE_BYTES = case.piece_bytes
+    case.configure()
     link = former.form(place.engine, place.rank, place.size)
     return mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
 
@@ -67,6 +66,32 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
 def volunteers() -> Iterator[list[Member]]:
     with party(take_cases, 5) as members:
         yield members
+
+
+SMALL = (0, 1, 7, 10_003)
+WAYS = [
+    (size, Case(num_shards, num_live, sizes, num_extras=2, divisor=3.0, way=way))
+    for way in ("direct", "gather", "tree")
+    for size, num_shards, num_live, sizes in [
+        (1, 2, 2, SMALL),
+        (2, 2, 2, SMALL),
+        (3, 3, 3, SMALL),
+        (3, 7, 6, (1,)),
+        (4, 9, 3, SMALL),
+        (5, 5, 5, (7,)),
+        (5, 13, 11, SMALL),
+    ]
+]
+
+
+@pytest.mark.parametrize("engine", ["gloo", "grpc"])
+@pytest.mark.parametrize(
+    ("size", "case"), WAYS, ids=lambda value: getattr(value, "way", str(value))
+)
+def test_every_way_has_the_same_bits(
+    volunteers: list[Member], engine: str, size: int, case: Case
+) -> None:
+    check(volunteers[:size], engine, case)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -103,12 +128,16 @@ def volunteers() -> Iterator[list[Member]]:
 def test_every_member_holds_the_bits_of_the_single_process_sum(
     volunteers: list[Member], engine: str, size: int, case: Case
 ) -> None:
-    members = volunteers[:size]
+    check(volunteers[:size], engine, case)
+
+
+def check(members: list[Member], engine: str, case: Case) -> None:
+    """All members say that their sums are right."""
     for rank, member in enumerate(members):
-        member.pipe.send((Place(engine, rank, size), case))
+        member.pipe.send((Place(engine, rank, len(members)), case))
     for _ in range(num_meetings(engine)):
         introduce(members)
-    assert [member.receive() for member in members] == ["equal"] * size
+    assert [member.receive() for member in members] == ["equal"] * len(members)
     for member in members:
         member.pipe.send("done")
 

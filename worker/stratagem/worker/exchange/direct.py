@@ -11,8 +11,10 @@ from torch import Tensor
 
 from stratagem.worker.exchange.layout import Layout
 from stratagem.worker.exchange.mesh import Turn
+from stratagem.worker.exchange.moves import Transfer
 from stratagem.worker.exchange.plan import Party, Step
-from stratagem.worker.exchange.schedule import Piece, Transfer, cut_pieces, num_tags, prepare
+from stratagem.worker.exchange.schedule import Piece, cut_pieces, num_tags, prepare
+from stratagem.worker.exchange.tree import Hop, Tree
 from stratagem.worker.mesh.link import Link, Work
 
 WINDOW = 4
@@ -55,6 +57,9 @@ class _DirectRun:
     def run(self) -> None:
         for index, piece in enumerate(self.pieces):
             self._send_ready(index)
+            if piece.tree is not None:
+                self._climb(piece, piece.tree)
+                continue
             self.turn.wait(self.receives[index])
             if piece.adds_in_place:
                 self.turn.wait(self.sends[index])
@@ -90,6 +95,26 @@ class _DirectRun:
                 # Sums can be received over the partial sums: a member sends a sum only after it
                 # has received all of ours for it.
                 self.rest += self._post((), piece.receive_sums)
+
+    def _climb(self, piece: Piece, tree: Tree) -> None:
+        """Up and down the tree, message by message; its own sums are already among them."""
+        for move in tree.up:
+            if isinstance(move, Hop):
+                self._hop(move)
+            else:
+                move.run()
+        if self.turn.divisor is not None and not piece.is_extras and self.link.rank == 0:
+            piece.total.div_(self.turn.divisor)
+        for hop in tree.down:
+            self._hop(hop)
+
+    def _hop(self, hop: Hop) -> None:
+        peer, tag = hop.transfer.peer, self.turn.first_tag + hop.transfer.tag
+        if hop.is_send:
+            # The sum comes back over what went up, but only after all of that has arrived.
+            self.rest.append(self.link.send(peer, tag, hop.transfer.tensor))
+            return
+        self.turn.wait([self.link.recv(peer, tag, hop.transfer.tensor)])
 
     def _post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Work]:
         """Issues transfers. Of two members the lower one sends first, so that a link which goes

@@ -3,8 +3,9 @@
 A bucket is cut into pieces, and each piece into one slice per member. A member sends its partial
 sums of slice p to member p (phase 1), adds what it received of its own slice in tree order and
 sends the sum back to all (phase 2): the bandwidth of a ring, two latencies, and bits that depend
-on nothing but the shards. A small bucket is gathered instead: everybody sends everything to
-everybody and adds for itself. Prepares only; moves nothing and waits for nothing.
+on nothing but the shards. A small bucket is not cut: among few members everybody sends everything
+to everybody and adds for itself, among more it goes up and down a tree.
+Prepares only; moves nothing and waits for nothing.
 """
 
 from collections.abc import Sequence
@@ -15,39 +16,24 @@ from torch import Tensor
 
 from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.worker.exchange.layout import SLOT_BYTES, Bucket, Layout
+from stratagem.worker.exchange.moves import Addition, Transfer
 from stratagem.worker.exchange.plan import Party, Step
+from stratagem.worker.exchange.tree import Tree, plan_tree
 
 PIECE_BYTES = 32 << 20
 """So only a bucket made of one huge parameter is cut. Smaller pieces overlap more but cost a
 round of wake-ups each: on two busy cores, pieces of 1 MiB cost a step of 230 ms about 20 ms more
 CPU, pieces of 8 MiB about 5 ms (benchmarks/data_parallel.py, 10 M parameters)."""
-GATHER_BYTES = 64 << 10
-"""Below this size one latency is worth more than fewer bytes."""
+SMALL_BYTES = 256 << 10
+"""Below this size fewer messages are worth more than fewer bytes. Over gRPC on two busy cores,
+64 KiB take 2.4, 7.8 and 18 ms at 2, 4 and 8 members, and 2.0, 18 and 66 ms in slices; 1 MiB at 4
+members take 15 against 19 ms (benchmarks/small_buckets.py)."""
+MAX_GATHER_MEMBERS = 3
+"""Among so few a small bucket is gathered by all, which is one latency, else it goes through a
+tree. 64 KiB at 3 members take 4.3 against 3.5 ms over gRPC and 4.1 against 8.0 over gloo; at 4
+members 14 against 8 over gRPC; at 8 members 44 against 18 over gRPC, 17 against 14 over gloo."""
 
 Sets = Sequence[Sequence[Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    peer: int
-    tag: int
-    """Within the step."""
-    tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """out = left + right; a copy when there is no right."""
-
-    out: Tensor
-    left: Tensor
-    right: Tensor | None
-
-    def run(self) -> None:
-        if self.right is None:
-            self.out.copy_(self.left)
-        else:
-            torch.add(self.left, self.right, out=self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +42,7 @@ class Cut:
 
     bucket: int
     is_gathered: bool
+    is_tree: bool
     slices: tuple[tuple[int, int], ...]
 
 
@@ -74,6 +61,8 @@ class Piece:
     """What the additions end in: this member's slice, or all of a gathered bucket."""
     send_sums: tuple[Transfer, ...]
     receive_sums: tuple[Transfer, ...]
+    tree: Tree | None = None
+    """Instead of all of the above but `total`."""
 
 
 def cut_pieces(layout: Layout, size: int) -> tuple[Cut, ...]:
@@ -101,7 +90,10 @@ def prepare(
     largest_bytes = max((_own_bytes(cut, party.rank, sets) for cut in cuts), default=0)
     device = sets[0][-1].device
     ring = [
-        [torch.empty(largest_bytes, dtype=torch.uint8, device=device) for _ in foreign]
+        [
+            torch.empty(largest_bytes, dtype=torch.uint8, device=device)
+            for _ in range(max(1, len(foreign)))
+        ]
         for _ in range(min(window, len(cuts)))
     ]
     builder = _Builder(party, step, sets, foreign)
@@ -114,15 +106,17 @@ def prepare(
 def _cut_bucket(index: int, bucket: Bucket, size: int) -> list[Cut]:
     if bucket.numel == 0:
         return []
-    if bucket.size_bytes < GATHER_BYTES:
-        return [Cut(index, True, ((0, bucket.numel),) * size)]
+    if bucket.size_bytes < SMALL_BYTES:
+        is_tree = size > MAX_GATHER_MEMBERS
+        return [Cut(index, not is_tree, is_tree, ((0, bucket.numel),) * size)]
     step = SLOT_BYTES // bucket.dtype.itemsize  # every slice begins on SLOT_BYTES
     num_units = -(-bucket.numel // step)
     cuts = []
     for piece in split_rows(num_units, -(-bucket.size_bytes // PIECE_BYTES)):
         parts = [piece[part.start : part.stop] for part in split_rows(len(piece), size)]
-        slices = [(p.start * step, min(p.stop * step, bucket.numel)) for p in parts]
-        cuts.append(Cut(index, False, tuple(slices)))
+        ends = [(p.start * step, p.stop * step) for p in parts]
+        slices = [(min(a, bucket.numel), min(b, bucket.numel)) for a, b in ends]
+        cuts.append(Cut(index, False, False, tuple(slices)))
     return cuts
 
 
@@ -139,6 +133,25 @@ class _Builder:
     foreign: list[tuple[int, Node]]
 
     def build(self, cut: Cut, first_tag: int, stage: list[Tensor]) -> Piece:
+        return (self._tree if cut.is_tree else self._direct)(cut, first_tag, stage)
+
+    def _tree(self, cut: Cut, first_tag: int, stage: list[Tensor]) -> Piece:
+        flats = [one_set[cut.bucket] for one_set in self.sets]
+        room = _stage(stage[0], flats[0])
+        return Piece(
+            bucket=cut.bucket,
+            is_extras=cut.bucket == len(self.sets[0]) - 1,
+            adds_in_place=False,
+            send_partials=(),
+            receive_partials=(),
+            additions=(),
+            total=flats[0],
+            send_sums=(),
+            receive_sums=(),
+            tree=plan_tree(self.party, self.step, flats, first_tag, room),
+        )
+
+    def _direct(self, cut: Cut, first_tag: int, stage: list[Tensor]) -> Piece:
         rank = self.party.rank
         own = self.step.nodes[rank]
         peers = [p for p in range(self.party.size) if p != rank and _is_wanted(cut, p)]
@@ -149,7 +162,7 @@ class _Builder:
         partials = {node: _slice(flat, cut, rank) for node, flat in zip(own, flats, strict=False)}
         if own:
             partials[own[0]] = total
-        partials |= {node: t for (_, node), t in zip(self.foreign, received, strict=True)}
+        partials |= {node: t for (_, node), t in zip(self.foreign, received, strict=False)}
         sum_tag = first_tag + self.party.num_shards
         sends_sums = is_mine and not cut.is_gathered
         return Piece(
@@ -164,7 +177,7 @@ class _Builder:
             ),
             receive_partials=tuple(
                 Transfer(peer, first_tag + node.first, tensor)
-                for (peer, node), tensor in zip(self.foreign, received, strict=True)
+                for (peer, node), tensor in zip(self.foreign, received, strict=False)
                 if is_mine
             ),
             additions=tree_additions(partials, self.step.num_live, total) if is_mine else (),

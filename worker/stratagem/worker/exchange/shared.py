@@ -15,8 +15,9 @@ from torch import Tensor
 from stratagem.common.shards import Node, split_rows
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.layout import SLOT_BYTES, Layout
+from stratagem.worker.exchange.moves import Addition
 from stratagem.worker.exchange.plan import Party, Step, num_sets
-from stratagem.worker.exchange.schedule import Addition, tree_additions
+from stratagem.worker.exchange.schedule import tree_additions
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.shared import SharedGroup
 
