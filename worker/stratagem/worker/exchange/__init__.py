@@ -1,8 +1,8 @@
 """Summing the gradients of logical shards, whoever computes them.
 
 `GradientBuckets` is the storage, `Exchange` the reducer, and a transport carries partial sums:
-none (solo), member to member (mesh), or through the coordinator (server). `GossipExchange` adds
-nothing up for all: it averages parameters among neighbours.
+none (solo), member to member (mesh, or shared where they share memory), or through the coordinator
+(server). `GossipExchange` adds nothing up for all: it averages parameters among neighbours.
 """
 
 from stratagem.worker.exchange.buckets import GradientBuckets

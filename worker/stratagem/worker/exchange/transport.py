@@ -14,7 +14,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Which engine this is, for people: "solo", "gloo", "nccl", "grpc", "server"."""
+        """Which engine this is, for people: "solo", "shm", "gloo ring", ..."""
 
     def begin(
         self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None

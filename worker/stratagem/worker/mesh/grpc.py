@@ -121,10 +121,11 @@ class GrpcLink:
 
     async def _hold(self, out: _Outbound) -> None:
         """Without this member nothing whole can be exchanged any more. What the others still send
-        may come to its end; then they are told, for they may wait for that member too."""
+        may come to its end; a receive that does not may wait for who waits for that member."""
         await out.run()
-        await asyncio.sleep(LEAVE_GRACE_S + self._endpoint.box.num_open_bytes / LEAVE_BYTES_PER_S)
-        if not self._is_closed:
+        box = self._endpoint.box
+        await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)
+        if box.num_open_bytes and not self._is_closed:
             self.cut()
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
