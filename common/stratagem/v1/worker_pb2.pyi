@@ -446,7 +446,9 @@ class Progress(_message.Message):
     rows_per_s: _builtins.float
     """Rows per second since the plan began, over all members."""
     engine: _builtins.str
-    """Which engine carries the exchange: "solo", "gloo", "nccl", "server"."""
+    """Which engine carries the exchange: "solo", "shm", "gloo", "nccl", "grpc", "server"; another
+    way to add than the usual one behind it, as in "gloo ring".
+    """
     def __init__(
         self,
         *,
