@@ -17,10 +17,10 @@ import torch
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
 from stratagem.worker.exchange.plan import Party, num_sets, plan_step
 from stratagem.worker.mesh.agree import MeshOffer
+from stratagem.worker.mesh.segments import UnshareableError
 from stratagem.worker.mesh.shared import (
     SharedGroup,
     SharedListener,
-    UnshareableError,
     form_shared,
     host_identity,
 )

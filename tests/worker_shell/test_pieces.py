@@ -197,6 +197,12 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.threads == 2
     assert settings.allow == ["a:*", "b.*:*"]
     assert settings.local_data == {"n": "m:f"}
-    for wrong in (["--listen", "nowhere"], ["--local-data", "n"], ["--threads", "0"]):
+    for wrong in (
+        ["--listen", "nowhere"],
+        ["--local-data", "n"],
+        ["--threads", "0"],
+        ["--mesh", "nccl"],
+        ["--mesh", "tcp"],
+    ):
         with pytest.raises(ValueError, match=wrong[0].strip("-").replace("-", "_")):
             from_command_line([*needed, *wrong])

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.ids import check_worker_id
@@ -104,6 +104,15 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _is_worker_id(cls, value: str) -> str:
         return check_worker_id(value)
+
+    @field_validator("mesh")
+    @classmethod
+    def _fits_the_device(cls, value: str, info: ValidationInfo) -> str:
+        device = str(info.data.get("device", "cpu"))
+        needs = {"shm": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(value, "")
+        if not device.startswith(needs):
+            raise ValueError(f"{value} is for {needs} devices, and --device is {device}")
+        return value
 
     @field_validator("log_level")
     @classmethod

@@ -21,10 +21,10 @@ from stratagem.worker.mesh.gloo import form_gloo
 from stratagem.worker.mesh.grpc import connect_grpc, leave_grpc
 from stratagem.worker.mesh.link import Link, Rendezvous
 from stratagem.worker.mesh.nccl import connect_nccl, serve_nccl
+from stratagem.worker.mesh.segments import UnshareableError
 from stratagem.worker.mesh.shared import (
     SharedGroup,
     SharedListener,
-    UnshareableError,
     form_shared,
     host_identity,
 )

@@ -10,8 +10,6 @@ Knows nothing of gradients.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import secrets
 import select
@@ -22,21 +20,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.segments import (
+    UnshareableError,
+    allocate,
+    map_segment,
+    send_segment,
+    take_segment,
+)
 
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f">{_SECRET_BYTES}sI")  # the listener's secret, the caller's rank
 HELLO_TIMEOUT_S: Final = 1.0
-_SEALS: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
-_SEGMENT: Final = b"S"
-_NO_SEGMENT: Final = b"N"
-
-
-class UnshareableError(ExchangeError):
-    """Members that were thought to be on one host cannot share memory; trying again is no use."""
 
 
 class SharedListener:
@@ -131,18 +128,18 @@ class SharedGroup:
         refusal = ""
         fd: int | None = None
         try:
-            fd = _allocate(sizes_bytes[self.rank])
+            fd = allocate(sizes_bytes[self.rank])
         except OSError as error:
             refusal = f"cannot allocate {sizes_bytes[self.rank]} bytes of shared memory: {error}"
         fds = [] if fd is None else [fd]
         try:
             for sock in self._sockets.values():
-                _send_segment(sock, fds)
+                send_segment(sock, fds)
             if fd is None:
                 raise UnshareableError(refusal)
-            segments = {self.rank: _map(fd, sizes_bytes[self.rank], self.rank)}
+            segments = {self.rank: map_segment(fd, sizes_bytes[self.rank], self.rank)}
             for peer, sock in self._sockets.items():
-                segments[peer] = _take_segment(sock, sizes_bytes[peer], peer, deadline_s)
+                segments[peer] = take_segment(sock, sizes_bytes[peer], peer, deadline_s)
         finally:
             for each in fds:
                 os.close(each)
@@ -303,58 +300,3 @@ def _shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:  # the peer was faster
         return
-
-
-# ---- segments ----
-
-
-def _allocate(size_bytes: int) -> int:
-    """A segment with its pages: to run out of memory later would kill the process."""
-    fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, max(1, size_bytes))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _map(fd: int, size_bytes: int, owner: int) -> Tensor:
-    """The segment as bytes. Its seals keep anybody from truncating it under our feet."""
-    size_found = os.fstat(fd).st_size
-    if size_found != max(1, size_bytes):
-        raise ExchangeError(
-            f"the segment of member {owner} has {size_found} bytes, expected {size_bytes}"
-        )
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ExchangeError(f"the segment of member {owner} is not sealed")
-    mapped = mmap.mmap(fd, size_found, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _send_segment(sock: socket.socket, fds: list[int]) -> None:
-    try:
-        socket.send_fds(sock, [_SEGMENT if fds else _NO_SEGMENT], fds)
-    except OSError:  # the peer is gone, which receiving from it will say
-        return
-
-
-def _take_segment(sock: socket.socket, size_bytes: int, peer: int, deadline_s: float) -> Tensor:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    if not poll.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
-        raise ExchangeError(f"no segment from member {peer}")
-    try:
-        word, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError as error:
-        raise ExchangeError(f"no segment from member {peer}: {error}") from error
-    try:
-        if word == _NO_SEGMENT:
-            raise UnshareableError(f"member {peer} cannot allocate shared memory")
-        if not fds:
-            raise ExchangeError(f"member {peer} has left before it shared its segment")
-        return _map(fds[0], size_bytes, peer)
-    finally:
-        for fd in fds:
-            os.close(fd)
