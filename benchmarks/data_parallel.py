@@ -171,14 +171,13 @@ def run_member(pipe: Connection, name: str, rank: int, size: int, args: argparse
     store = dist.FileStore(args.store, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     setup = Setup(name, rank, size, pipe)
-    steps = {variant: make_step(variant, setup) for variant in VARIANTS}
+    steps = {variant: make_step(variant, setup) for variant in args.variants}
     for step in steps.values():
         for _ in range(args.warmup):
             step()
     for round_num in range(args.rounds):
-        for variant in (
-            VARIANTS[round_num % len(VARIANTS) :] + VARIANTS[: round_num % len(VARIANTS)]
-        ):
+        turn = round_num % len(steps)
+        for variant in args.variants[turn:] + args.variants[:turn]:
             dist.monitored_barrier(timeout=timedelta(seconds=60))
             begun, cpu = time.perf_counter(), time.process_time()
             for _ in range(args.steps):
@@ -213,12 +212,12 @@ def measure(name: str, size: int, args: argparse.Namespace) -> dict[str, Times]:
             target=run_member, args=(theirs, name, rank, size, args), daemon=True
         ).start()
         pipes.append(ours)
-    for _ in (*ENGINES, *UNORDERED):
+    for _ in [variant for variant in args.variants if variant in (*ENGINES, *UNORDERED)]:
         addresses = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send(addresses)
-    times = {variant: Times() for variant in VARIANTS}
-    for _ in range(args.rounds * len(VARIANTS)):
+    times = {variant: Times() for variant in args.variants}
+    for _ in range(args.rounds * len(args.variants)):
         told = [pipe.recv() for pipe in pipes]
         times[told[0][0]].wall_s.append(max(wall_s for _, wall_s, _ in told))
         times[told[0][0]].cpu_s.append(statistics.mean(cpu_s for *_, cpu_s in told))
@@ -235,13 +234,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3, help="steps per round and variant")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="with ddp and none"
+    )
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step")
     print(f"{'model':<12} {'N':>2} {'':<7} {'median':>7} {'min':>6} {'CPU':>6}   / DDP  / none")
     for name in args.models:
         for size in args.members:
             times = measure(name, size, args)
-            for variant in VARIANTS:
+            for variant in args.variants:
                 ratios = [ratio(times[variant], times[other]) for other in ("ddp", "none")]
                 cells = " ".join(f"{value:7.3f}" for value in ratios)
                 print(f"{name:<12} {size:>2} {variant:<7} {times[variant]!s} {cells}", flush=True)
