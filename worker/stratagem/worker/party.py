@@ -56,6 +56,7 @@ FORM_TIMEOUT_S: Final = 30.0
 USABLE: Final = {
     "direct": PREFERENCE,
     "ring": ("nccl", "gloo", "grpc"),
+    "gossip": ("nccl", "gloo", "grpc"),
     "native": ("nccl", "gloo"),
 }
 """Engines by the method that goes over them."""
@@ -91,6 +92,7 @@ def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange | GossipEx
         if link is not None:
             work.control.hold(link, view.membership)
         if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
+            assert not isinstance(link, SharedGroup)  # see USABLE
             holding.exchange = join_nodes(work, plan, view, members, link)
         else:
             _agree_on_state(work, plan, view, members)
@@ -144,7 +146,9 @@ def _meet(
     group = Group(work.key.run_id, work.key.party, view.term, view.membership, view.rank, view.size)
     host, _ = split_address(work.host.address)
     place = Place(group, work.host.hub, host, work.host.device)
-    engines = work.host.mesh.engines(USABLE[all_reduce_of(work.job.strategy)])
+    is_gossip = plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
+    method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
+    engines = work.host.mesh.engines(USABLE[method])
     timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
     forming = Forming(lambda: form_agreed(place, engines, exchange_offers, timeout_s))
     work.control.hold(forming, view.membership)
