@@ -138,6 +138,7 @@ def refuse_to_allocate(pipe: Connection, rank: int, size: int) -> None:
             mesh_exchange(buckets, group, size)
         except UnshareableError as error:
             pipe.send(str(error))
+            pipe.poll(10.0)  # until the test has heard all: a socket that closes resets the others
 
 
 def test_all_members_are_told_that_one_cannot_allocate() -> None:
