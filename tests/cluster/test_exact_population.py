@@ -199,6 +199,27 @@ def test_members_that_are_data_parallel(client: Client) -> None:
         torch.testing.assert_close(tensor, first.state[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("inner", ["Federated", "Gossip"])
+def test_members_under_other_strategies_have_the_same_bits_twice(
+    client: Client, inner: str
+) -> None:
+    rounds = {
+        "type": "Federated",
+        "num_clients": 3,
+        "rounds": 3,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    }
+    ring = {**data_parallel(3), "aggregation": {"method": "Decentralized", "topology": "ring"}}
+    chosen = rounds if inner == "Federated" else ring
+    spec = population(size=2, generations=2, options={"inner": chosen})
+    first, second = train(client, spec), train(client, spec)
+    assert [e.payload["digest"] for e in first.of("GenerationClosed")] == [
+        e.payload["digest"] for e in second.of("GenerationClosed")
+    ]
+    assert_same_bits(first.state, second.state)
+
+
 def test_a_member_whose_code_raises_is_replaced(client: Client) -> None:
     """Depth 3 is one too many for the model's code; the run goes on with those that are left."""
     spec = population(

@@ -26,7 +26,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     RunResumed,
 )
-from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies import federated, nested
 from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.federated_rounds import (
@@ -261,7 +261,16 @@ def next_deadline(value: SiloRun) -> float | None:
 def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
     """How the rounds stand, with the workers of all silos."""
     found = federated.outlook(job, value.rounds, world)
-    return replace(found, members=nested.members(value.clients.values()) or found.members)
+    members = nested.members(value.clients.values()) or found.members
+    if found.strategy_phase != "TRAINING":
+        return replace(found, members=members)
+    count = f"round {value.rounds.round_num}: {found.num_clients_done} of {found.num_clients}"
+    reason, phase = f"{count} clients have answered", RunPhase.RUNNING
+    waiting = [n for n, child in _in_training(value).items() if not nested.members([child])]
+    if waiting:
+        names = ", ".join(f"client {client}" for client in waiting[:4])
+        reason, phase = f"{reason}; without workers: {names}", RunPhase.RECOVERING
+    return replace(found, members=members, phase=phase, reason=reason)
 
 
 def parties(value: SiloRun) -> Mapping[Party, PartyView]:
