@@ -25,6 +25,8 @@ from stratagem.worker.work import Work
 _MODEL: Final = "model/"
 NUM_UPDATES: Final = 1
 """A worker may play many clients, so each keeps its latest update only."""
+MAX_RUNNERS: Final = 4
+"""Jobs of one run that keep a model for their clients: each costs one."""
 
 
 def build(work: Work) -> pb.BuildResult:
@@ -68,13 +70,19 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
 
 
 def _runner(work: Work) -> ClientRunner:
-    """One model and the clients' data serve all clients of the run on this worker."""
-    cache = work.run_cache
-    if cache.clients is None:
-        cache.clients = ClientRunner(
+    """One model and the clients' data serve all clients of one job on this worker.
+
+    Parties of a run may have jobs of their own: members of a population, with other settings.
+    """
+    runners, text = work.run_cache.clients, work.request.job_json
+    if text not in runners:
+        if len(runners) == MAX_RUNNERS:
+            runners.popitem(last=False)
+        runners[text] = ClientRunner(
             work.job, work.host.entrypoints, work.host.device, work.sources()
         )
-    return cache.clients
+    runners.move_to_end(text)
+    return runners[text]
 
 
 def evaluate_state(work: Work, plan: pb.EvaluatePlan) -> pb.EvaluateResult:

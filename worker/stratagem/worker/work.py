@@ -8,6 +8,7 @@ access to both. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,8 @@ class Holding:
 class RunCache:
     """What the sessions of a run share. Touched in the torch thread only."""
 
-    clients: ClientRunner | None = None
+    clients: OrderedDict[str, ClientRunner] = field(default_factory=OrderedDict)
+    """By job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +173,11 @@ class Work:
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Make a state the one that the session holds. A trainer that fails to load is not kept."""
         failpoint("worker.state.received")
-        held = self.holding.trainer
-        trainer = held if isinstance(held, Trainer) else self.new_trainer(fresh=False)
-        buckets = self.holding.buckets
+        held, buckets = self.holding.trainer, self.holding.buckets
+        if isinstance(held, Trainer) and held.job == self.job:
+            trainer = held
+        else:  # a member of a population that has copied another one has other settings
+            trainer, buckets = self.new_trainer(fresh=False), None
         self.holding.trainer, self.holding.buckets = None, None
         trainer.load_state(tensors, metadata)
         self.holding.trainer, self.holding.buckets = trainer, buckets

@@ -65,7 +65,7 @@ class Trainer:
 
     def __init__(self, setup: Setup) -> None:
         job, self.model = setup.job, setup.model
-        self._job, self._data, self._evaluator = job, setup.data, setup.evaluator
+        self.job, self._data, self._evaluator = job, setup.data, setup.evaluator
         self._loss, self._gather, self._randomness = setup.loss, setup.gather, setup.randomness
         if "train" not in setup.data:
             known = ", ".join(setup.data) or "none"
@@ -148,7 +148,7 @@ class Trainer:
 
     def _divisor(self, indices: Tensor) -> float | None:
         """The total weight of a batch where it is known before: the gradients then come divided."""
-        return float(len(indices)) if counts_rows(self._job.loss) else None
+        return float(len(indices)) if counts_rows(self.job.loss) else None
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         return lambda param: self._reached.add(index)
@@ -158,7 +158,7 @@ class Trainer:
         activity = f"training step {self.step + 1}"
         exchange.begin_shard(shard)
         self._reached.clear()
-        self._randomness.begin(self._job.seed, self.step, shard, _MICRO_BATCH)
+        self._randomness.begin(self.job.seed, self.step, shard, _MICRO_BATCH)
         x, y = self._gather(self._data["train"], rows, activity)
         with user_code(activity):
             loss = self._loss(self.model(x), y, len(rows))
@@ -196,9 +196,9 @@ class Trainer:
             raise
         self._buffers.apply(totals[first_buffer:], num_live)
         set_learning_rate(
-            self.optimizer, learning_rate(self._job.optimizer, self.step, self.num_steps)
+            self.optimizer, learning_rate(self.job.optimizer, self.step, self.num_steps)
         )
-        clip([param for _, param in self.params], self._job.optimizer.clip_norm)
+        clip([param for _, param in self.params], self.job.optimizer.clip_norm)
         with user_code(f"training step {self.step + 1}"):
             self.optimizer.step()
         self.step += 1
