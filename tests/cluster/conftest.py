@@ -31,7 +31,8 @@ def parking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
 def exact_cluster(
     tmp_path_factory: pytest.TempPathFactory, parking: Gates
 ) -> Iterator[LocalCluster]:
-    """Four workers; the clients of worker-1 and worker-3 are fast, those of worker-3 also large."""
+    """Four workers; worker-1 and worker-3 are fast, worker-3 is also large."""
+    activations = tmp_path_factory.mktemp("activations")
     with LocalCluster(
         workers=4,
         threads=1,
@@ -42,10 +43,15 @@ def exact_cluster(
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
             "worker": [sys.executable, str(PARKABLE_WORKER)],
         },
-        environment={"TEST_PARKING": str(parking.folder)},
+        environment={
+            "TEST_PARKING": str(parking.folder),
+            "STRATAGEM_WORKER_ACTIVATION_STORE": f"file://{activations}",
+        },
         worker_arguments={
-            "worker-1": ["--tags", "fast"],
-            "worker-3": ["--tags", "fast", "--tags", "large"],
+            "worker-0": ["--tags", "any,slow"],
+            "worker-1": ["--tags", "any,fast"],
+            "worker-2": ["--tags", "any,slow"],
+            "worker-3": ["--tags", "any,fast,large"],
         },
     ) as cluster:
         yield cluster

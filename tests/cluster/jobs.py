@@ -4,7 +4,7 @@ import fcntl
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,35 @@ def gossip(num_replicas: int, topology: str = "ring") -> dict[str, Any]:
         "num_replicas": num_replicas,
         "aggregation": {"method": "Decentralized", "topology": topology},
     }
+
+
+Cut = Mapping[str, str] | Sequence[tuple[str, str]]
+""" "node ids" → the worker's name, or "tag:NAME"."""
+
+
+def model_parallel(
+    cut: Cut, *, schedule: str | None = None, **communication: Any
+) -> dict[str, Any]:
+    """Direct unless changed."""
+    pairs = cut.items() if isinstance(cut, Mapping) else cut
+    return {
+        "type": "ModelParallel",
+        "partitions": [
+            {
+                "node_ids": ids.split(),
+                "target": {"Tag": worker[4:]} if worker[:4] == "tag:" else {"WorkerId": worker},
+            }
+            for ids, worker in pairs
+        ],
+        "communication": {"protocol": "Direct", **communication},
+        "options": {} if schedule is None else {"schedule": schedule},
+    }
+
+
+def replicated(num_replicas: int, inner: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Data parallelism over pipelines."""
+    strategy = data_parallel(num_replicas)
+    return {**strategy, "options": {"inner": inner, **options}}
 
 
 def federated(

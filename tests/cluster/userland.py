@@ -39,6 +39,20 @@ def batch_norm_mlp() -> nn.Module:
     )
 
 
+def deep() -> nn.Module:
+    """Eight nodes; 6 takes what 5 makes in place."""
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 16),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.LayerNorm(16),
+        nn.Linear(16, NUM_CLASSES),
+    )
+
+
 class Everything(nn.Module):
     """Frozen, unused and tied parameters, and a buffer that the forward pass changes."""
 
@@ -123,6 +137,18 @@ class Talking(nn.Module):
         print(f"the user sees {len(x)} rows")
         output: Tensor = self.linear(x)
         return output
+
+
+# ---- losses ----
+
+
+def two_heads(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    left, right = output
+    return nn.functional.cross_entropy(left, target) + 0.5 * right.square().mean()
+
+
+def broken_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise ValueError("labels are upside down")
 
 
 # ---- data ----

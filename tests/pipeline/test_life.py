@@ -138,7 +138,9 @@ def test_data_parallel_over_pipelines_equals_the_sharded_loop(
         rank = parties[replica].runners.index(runner)
         return [
             runner.train_step(
-                shard=replica, num_shards=3, reduce=lambda g: sums[rank].reduce(replica, g)
+                shards=range(replica, replica + 1),
+                num_shards=3,
+                reduce=lambda _, mine: sums[rank].reduce(replica, next(mine, None)),
             ).loss
             for _ in range(2)
         ]

@@ -29,6 +29,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker import capture
 from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
 from stratagem.worker.entrypoints import user_error
+from stratagem.worker.execution_pipeline import train_stages
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
 from stratagem.worker.execution_train import Segment, train
 from stratagem.worker.work import Work
@@ -231,6 +232,8 @@ def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
         raise Interrupt(DRAINED)
     request, membership = work.request, work.control.view.membership
     match request.WhichOneof("plan"):
+        case "train" if request.train.ranks:
+            return train_stages(work, request.train, segment)
         case "train":
             return train(work, request.train, segment)
         case "build":

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
@@ -65,11 +66,12 @@ def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteR
             segment.is_stepping = False
             if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
                 holding.drop()  # neighbours may have mixed what this member has not
-            _report_failure(work, view, error)
+            report_failure(work, view, error)
         view = work.control.view_after(view.membership)
 
 
-def _report_failure(work: Work, view: PartyView, error: ExchangeError) -> None:
+def report_failure(work: Work, view: PartyView, error: StratagemError) -> None:
+    """Leave what failed and have the coordinator look into it, unless the plan is to end."""
     work.control.check()
     try:
         give_up(work, view, str(error))
@@ -101,7 +103,7 @@ def _train_under(
             assert isinstance(exchange, Exchange)
             report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
         segment.is_stepping = False
-        _account(work, plan, segment, report)
+        account(work, plan, segment, report)
         if report.stop and report.step < plan.to_step:
             # All members stop after this step. Those that stay go on under the next view.
             work.control.check()
@@ -121,7 +123,8 @@ def _look_up(work: Work, plan: pb.TrainPlan, view: PartyView) -> None:
         raise Interrupt(DRAINED)
 
 
-def _account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport) -> None:
+def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport) -> None:
+    """Add an applied step to the sums of the segment, and tell of it now and then."""
     tally = work.holding.tally
     tally.weight += report.weight
     tally.loss_sum += report.loss * report.weight

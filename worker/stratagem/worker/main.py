@@ -40,6 +40,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.peer import PeerHub, PeerServicer
+from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.server import WorkerServicer
 from stratagem.worker.sessions import Sessions
 from stratagem.worker.settings import WorkerSettings, from_command_line, split_address
@@ -219,6 +220,7 @@ def _host(
         local_data=settings.local_data,
         exchange_timeout_s=settings.exchange_timeout_s,
         mesh=MeshOffer(settings.mesh, torch.device(settings.device)),
+        activations=ActivationStore(settings.activation_store),
         hub=PeerHub(address),
         coordinator=coordinator,
         blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Final
 
@@ -39,7 +40,7 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.mesh import Forming, Link, SharedGroup
+from stratagem.worker.mesh import Forming, Link, Rendezvous, SharedGroup
 from stratagem.worker.mesh.agree import Place, form_agreed
 from stratagem.worker.mesh.choice import PREFERENCE
 from stratagem.worker.mesh.segments import UnshareableError
@@ -82,7 +83,7 @@ def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange | GossipEx
         # It was formed by an earlier plan; from now on this one's control must be able to cut it.
         work.control.hold(holding.exchange, view.membership)
         return holding.exchange
-    _leave(work)
+    leave(work)
     if view.size > 1 and view.membership <= holding.spent:
         raise ExchangeError(f"the exchange of membership {view.membership} was given up")
     work.be("waiting")
@@ -110,14 +111,15 @@ def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange | GossipEx
 
 def give_up(work: Work, view: PartyView, reason: str) -> None:
     """Leave an exchange that failed and tell the coordinator, who looks for the culprit."""
-    _leave(work)
+    leave(work)
     request = coordinator_pb2.SuspectRequest(
         fence=_fence(view), session=_session(work), reason=reason[:1000]
     )
     work.control.wait(_suspect(work, request), view.membership)
 
 
-def _leave(work: Work) -> None:
+def leave(work: Work) -> None:
+    """Give up the exchange; the session holds what it has applied."""
     work.control.let_go()
     work.post(work.gradients.close)
     work.holding.leave()
@@ -136,30 +138,48 @@ def _meet(
     if view.size == 1:
         return None, [mine]
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
-        return None, _rendezvous(work, view, b"")
+        return None, meet(work, view, b"")
     members: list[coordinator_pb2.RendezvousMember] = []
 
     def exchange_offers(offer: bytes) -> list[bytes]:
-        members.extend(_rendezvous(work, view, offer))
+        members.extend(meet(work, view, offer))
         return [each.endpoint for each in members]
 
     group = Group(work.key.run_id, work.key.party, view.term, view.membership, view.rank, view.size)
-    host, _ = split_address(work.host.address)
-    place = Place(group, work.host.hub, host, work.host.device)
     is_gossip = plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
     method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
+    forming = Forming(lambda: form_link(work, group, method, exchange_offers))
+    work.control.hold(forming, view.membership)
+    with noting_failures(work):
+        return forming.link(), members
+
+
+def form_link(
+    work: Work, group: Group, method: str, exchange_offers: Rendezvous
+) -> Link | SharedGroup:
+    """Blocks until a group is connected by an engine that all of it have and the method can use.
+
+    exchange_offers gets what this member offers and answers with all offers, by rank.
+    """
+    host, _ = split_address(work.host.address)
+    place = Place(group, work.host.hub, host, work.host.device)
     engines = work.host.mesh.engines(USABLE[method])
     timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
-    forming = Forming(lambda: form_agreed(place, engines, exchange_offers, timeout_s))
-    work.control.hold(forming, view.membership)
+    return form_agreed(place, engines, exchange_offers, timeout_s)
+
+
+@contextmanager
+def noting_failures(work: Work) -> Iterator[None]:
+    """Shared memory that cannot be had counts against it."""
     try:
-        return forming.link(), members
+        yield
     except UnshareableError as error:
         work.host.mesh.sharing_fails(error)
         raise
 
 
-def _rendezvous(work: Work, view: PartyView, endpoint: bytes) -> Members:
+def meet(work: Work, view: PartyView, endpoint: bytes) -> Members:
+    """The rendezvous: what all members of the view say, by rank, once all are there."""
     request = coordinator_pb2.RendezvousRequest(
         fence=_fence(view),
         session=_session(work),
@@ -303,17 +323,21 @@ def _exchange(
         return exchange
     if link is None:
         return solo_exchange(holding.buckets, plan.num_shards)
-    try:
+    return exchange_over(work, holding.buckets, link, plan.num_shards)
+
+
+def exchange_over(
+    work: Work, buckets: GradientBuckets, link: Link | SharedGroup, num_shards: int
+) -> Exchange:
+    """Sums by the job's method; takes the link over."""
+    with noting_failures(work):
         exchange = mesh_exchange(
-            holding.buckets,
+            buckets,
             link,
-            plan.num_shards,
+            num_shards,
             all_reduce=all_reduce_of(work.job.strategy),
-            deadline_s=deadline_s,
+            deadline_s=work.host.exchange_timeout_s,
         )
-    except UnshareableError as error:
-        work.host.mesh.sharing_fails(error)
-        raise
     if isinstance(link, SharedGroup):
         work.host.mesh.sharing_works()
     return exchange

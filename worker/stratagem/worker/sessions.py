@@ -135,6 +135,8 @@ class Sessions:
         if ref is None:
             self._run_caches.pop(run_id, None)
             self._host.blobs.drop_run(run_id)
+            # After the sessions have left their parties, which happens in the same thread.
+            self._host.thread.submit(lambda: self._host.activations.clear_run(run_id))
 
     def _close(self, session: Session) -> None:
         for execution in session.executions.values():

@@ -93,6 +93,10 @@ class WorkerSettings(BaseSettings):
         "auto",
         description="engine between workers; auto takes the best that all members of a party have",
     )
+    activation_store: str = Field(
+        "",
+        description="file:///DIR or s3://BUCKET/PREFIX, the same for all workers: for DataStore",
+    )
     exchange_timeout_s: float = Field(
         120.0, gt=0, description="longest wait for another member inside one step"
     )
@@ -119,6 +123,13 @@ class WorkerSettings(BaseSettings):
     def _is_level(cls, value: str) -> str:
         if value not in LEVELS:
             raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
+        return value
+
+    @field_validator("activation_store")
+    @classmethod
+    def _is_store(cls, value: str) -> str:
+        if value and not value.startswith(("file:///", "s3://")):
+            raise ValueError(f"{value!r} is neither file:///DIR nor s3://BUCKET/PREFIX")
         return value
 
     @field_validator("coordinator", mode="before")

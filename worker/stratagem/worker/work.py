@@ -30,6 +30,8 @@ from stratagem.worker.gradients import GradientPort
 from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.outbox import Outbox
 from stratagem.worker.peer import PeerHub
+from stratagem.worker.pipeline.activations import ActivationStore
+from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.state_store import StateStore
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
@@ -56,6 +58,7 @@ class Host:
     local_data: Mapping[str, str]
     exchange_timeout_s: float
     mesh: MeshOffer
+    activations: ActivationStore
     hub: PeerHub
     coordinator: CoordinatorServiceAsyncStub
     blobs: BlobCache
@@ -80,6 +83,8 @@ class Holding:
     trainer: Trainer | GossipTrainer | None = None
     buckets: GradientBuckets | None = None
     exchange: Exchange | GossipExchange | None = None
+    stages: HeldStages | None = None
+    """Under model parallelism, instead of trainer and exchange."""
     membership: int = -1
     """The membership of the exchange."""
     lineage: int = 0
@@ -102,6 +107,10 @@ class Holding:
         if exchange is not None:
             exchange.cut()
             exchange.close()
+        stages, self.stages = self.stages, None
+        if stages is not None:
+            stages.cut()
+            stages.close()
 
     def drop(self) -> None:
         """Forget the state too."""

@@ -72,6 +72,14 @@ class GradientBuckets:
         for param in self._params:
             param.grad = None
 
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        """Gradients that were computed elsewhere, by parameter, go into the set that was begun."""
+        if self._filling is None:
+            raise RuntimeError("begin comes first")
+        for view, gradient in zip(self._filling, gradients, strict=True):
+            view.copy_(gradient)
+        self._filled = [True] * len(self._filled)
+
     def end(self, index: int, extras: Tensor) -> None:
         """Slots that backward did not reach become zero. Every bucket is full now."""
         for filled, view in zip(self._filled, self._views[index], strict=True):

@@ -7,23 +7,33 @@ Knows nothing of engines.
 
 import threading
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
-from stratagem.worker.mesh.link import ExchangeError, Link
-from stratagem.worker.mesh.shared import SharedGroup
+from stratagem.worker.mesh.link import ExchangeError
 
 
-class Forming:
+class Formed(Protocol):
+    """A link, or several."""
+
+    def cut(self) -> None: ...
+    def close(self) -> None: ...
+
+
+F = TypeVar("F", bound=Formed)
+
+
+class Forming(Generic[F]):
     """A link on its way."""
 
-    def __init__(self, form: Callable[[], Link | SharedGroup]) -> None:
+    def __init__(self, form: Callable[[], F]) -> None:
         self._form = form
         self._is_over = threading.Event()  # formed, failed or cut
         self._lock = threading.Lock()
-        self._link: Link | SharedGroup | None = None  # guarded by _lock, as all below
+        self._link: F | None = None  # guarded by _lock, as all below
         self._error: BaseException | None = None
         self._is_abandoned = False
 
-    def link(self) -> Link | SharedGroup:
+    def link(self) -> F:
         """Blocks until the link is there. Raises what forming raises, or ExchangeError when cut."""
         threading.Thread(target=self._run, name="forming", daemon=True).start()
         self._is_over.wait()
@@ -47,7 +57,7 @@ class Forming:
             self._hand_over(link)
         self._is_over.set()
 
-    def _hand_over(self, link: Link | SharedGroup) -> None:
+    def _hand_over(self, link: F) -> None:
         with self._lock:
             if not self._is_abandoned:
                 self._link = link

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.common.failpoints import failpoint
 from stratagem.common.pipeline.schedules import Action, Kind
 from stratagem.common.pipeline.tags import base_of, control_tag, tag_of
 from stratagem.common.pipeline.tiling import Boundary, StagePlan
@@ -108,6 +109,7 @@ class RankPass:
                 for boundary in part.after
                 if kept.left[boundary.number]
             }
+            failpoint("worker.step.before_backward")
             with user_code(work.activity):
                 sent = (part.backward if is_whole else part.backward_input)(kept, received)
             for boundary in part.before:

@@ -9,7 +9,7 @@ have said that their gradients are finite. Must not know gRPC and the coordinato
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.schedules import Schedule, choose, forward_only
 from stratagem.common.pipeline.simulation import check
@@ -43,7 +44,7 @@ _UNBOUNDED: Final = 2**62
 
 @dataclass(frozen=True, slots=True)
 class StageGradients:
-    """What a replica adds to a step: the seam for data parallelism around a pipeline.
+    """What a shard adds to a step: the seam for data parallelism around a pipeline.
 
     gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
     reach. extras: float64 [weight, loss sum, wish to stop, 1 per parameter that was reached,
@@ -54,9 +55,10 @@ class StageGradients:
     extras: Tensor
 
 
-Reduce = Callable[[StageGradients | None], StageGradients]
-"""Adds up over the replicas of this rank in the tree of shards. None: this replica's shard has no
-rows. Called between the last backward and the division by the weight."""
+Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
+"""Adds up over all shards of this rank, in their tree. It is given how many shards have rows, and
+what the shards of this replica come to, in order: each is computed when it is asked for, and all
+must be. Called before the division by the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +115,28 @@ class StageRunner:
     def train_step(
         self,
         *,
-        shard: int = 0,
+        shards: range = range(1),
         num_shards: int = 1,
         stop: bool = False,
         reduce: Reduce | None = None,
     ) -> StepReport:
-        """One optimizer step over the next global batch, of which this pipeline computes a shard.
+        """One optimizer step over the next global batch, of which this pipeline computes `shards`,
+        one after the other. Without `reduce` these must be all of them, and only one.
 
         Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
         ExchangeError; parameters, buffers and optimizer are then as before.
         """
         _, indices = self._order.batch(self.step)
-        live = [rows for rows in split_rows(len(indices), num_shards) if rows]
-        micro_batches: tuple[Tensor, ...] = ()
-        if shard < len(live):
-            rows = indices[live[shard].start : live[shard].stop]
-            micro_batches = torch.split(rows, self._setup.micro_batch_size or _UNBOUNDED)
+        live = [
+            indices[rows.start : rows.stop] for rows in split_rows(len(indices), num_shards) if rows
+        ]
         self.model.train()
         self._buffers.snapshot()
         try:
-            extras = self._compute(micro_batches, shard, len(live), stop, reduce)
+            computed = self._compute_all(
+                range(shards.start, min(shards.stop, len(live))), live, stop
+            )
+            extras = self._take((reduce or _only)(len(live), computed))
             verdict = self._divide_and_agree(extras)
         except BaseException:
             self._undo()
@@ -145,7 +149,9 @@ class StageRunner:
         except UserCodeError:
             self._undo()
             raise
+        failpoint("worker.step.before_apply")
         self._apply(extras, len(live), verdict)
+        failpoint("worker.step.after_apply")
         return StepReport(self.step, loss, float(extras[WEIGHT]), len(indices), verdict.stop)
 
     def evaluate(self, split: str) -> list[Part]:
@@ -205,15 +211,22 @@ class StageRunner:
         """Of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
+    def _compute_all(
+        self, shards: range, live: list[Tensor], stop: bool
+    ) -> Iterator[StageGradients]:
+        """The live shards of this replica; each starts from the buffers before the step."""
+        for shard in shards:
+            if shard > shards.start:
+                self._buffers.restore()
+            micro_batches = torch.split(live[shard], self._setup.micro_batch_size or _UNBOUNDED)
+            yield self._compute(micro_batches, shard, len(live), stop)
+        if not shards:  # the ranks speak to each other all the same
+            self._compute((), 0, len(live), stop)
+
     def _compute(
-        self,
-        micro_batches: tuple[Tensor, ...],
-        shard: int,
-        num_live: int,
-        stop: bool,
-        reduce: Reduce | None,
-    ) -> Tensor:
-        """Forward and backward of everything; leaves sums in .grad and answers the extras."""
+        self, micro_batches: tuple[Tensor, ...], shard: int, num_live: int, stop: bool
+    ) -> StageGradients:
+        """Forward and backward of everything."""
         activity = f"training step {self.step + 1}"
         totals = torch.zeros(2, dtype=torch.float64)
         for each in self._setup.trained:
@@ -251,18 +264,18 @@ class StageRunner:
         extras[FIXED : FIXED + len(reached)] = torch.tensor(reached, dtype=torch.float64)
         if count:
             extras[FIXED + len(reached) :] = self._buffers.contribution(shard, num_live)
-        return extras if reduce is None else self._reduced(reduce, extras, has_rows=count > 0)
-
-    def _reduced(self, reduce: Reduce, extras: Tensor, *, has_rows: bool) -> Tensor:
         gradients = {
             name: torch.zeros_like(param) if param.grad is None else param.grad
             for name, param in self.params
         }
-        answer = reduce(StageGradients(gradients, extras) if has_rows else None)
-        reached = answer.extras[FIXED : FIXED + len(self.params)].tolist()
+        return StageGradients(gradients, extras)
+
+    def _take(self, total: StageGradients) -> Tensor:
+        """Makes the sum the gradient of each parameter that any shard reached; its extras."""
+        reached = total.extras[FIXED : FIXED + len(self.params)].tolist()
         for (name, param), count in zip(self.params, reached, strict=True):
-            param.grad = answer.gradients[name] if count else None
-        return answer.extras
+            param.grad = total.gradients[name] if count else None
+        return total.extras
 
     def _divide_and_agree(self, extras: Tensor) -> Verdict:
         weight = float(extras[WEIGHT])
@@ -329,3 +342,9 @@ class StageRunner:
                 f"non-finite {what} at step {self.step + 1}",
                 activity=f"training step {self.step + 1}",
             )
+
+
+def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
+    """The sum where there is one shard."""
+    (one,) = shards
+    return one

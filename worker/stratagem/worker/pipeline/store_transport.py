@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -50,7 +50,7 @@ class StoreTransport:
 
     def send(self, address: Address, message: Message) -> None:
         frame = pack(address, message)
-        self._puts.append(self._pool.submit(self._put, address, bytes_of(frame)))
+        self._submit(self._put, address, bytes_of(frame))
 
     def recv(self, address: Address, timeout_s: float) -> Message:
         path = self._path(address)
@@ -63,7 +63,7 @@ class StoreTransport:
             if self._is_cut.wait(pause_s) or (pause_s == LAST_POLL_S and self._was_cut()):
                 raise ExchangeError(f"receive of {address}: the party was cut")
             pause_s = min(2 * pause_s, LAST_POLL_S)
-        self._puts.append(self._pool.submit(obstore.delete, self._store, path))
+        self._submit(obstore.delete, self._store, path)
         body = memoryview(found)[:-_CRC_BYTES]
         if google_crc32c.value(bytes(body)) != int.from_bytes(found[-_CRC_BYTES:], "little"):
             raise IntegrityError(f"{path}: the checksum is wrong")
@@ -89,6 +89,12 @@ class StoreTransport:
         """Deletes everything under the prefix. For when no rank uses it any more."""
         for page in obstore.list(self._store, prefix=f"{self._prefix}/"):
             obstore.delete(self._store, [each["path"] for each in page])
+
+    def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._puts.append(self._pool.submit(act, *arguments))
+        except RuntimeError as error:  # the pool has ended
+            raise ExchangeError("the party was cut") from error
 
     def _path(self, address: Address) -> str:
         label = re.sub(r"[^A-Za-z0-9]+", "-", address.label)

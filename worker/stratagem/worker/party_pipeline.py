@@ -1,0 +1,237 @@
+"""Joining a party whose members hold stages of a model: meet, connect, load one's part of the base.
+
+Members stand replica by replica. There is one rendezvous for all of them; then the ranks of each
+replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients.
+What a rank holds is the only copy, so nobody heals: a new membership begins from the base. Runs in
+the torch thread, but for the forming of connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DataParallel, DataStore, ModelParallel, Pipeline
+from stratagem.v1 import coordinator_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.control import PartyView
+from stratagem.worker.exchange import (
+    ExchangeError,
+    GradientBuckets,
+    mesh_exchange,
+    solo_exchange,
+)
+from stratagem.worker.mesh import Forming
+from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.party import FORM_TIMEOUT_S, form_link, leave, meet
+from stratagem.worker.peer import Group
+from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.held import HeldStages, Lines
+from stratagem.worker.pipeline.peer_transport import PeerTransport
+from stratagem.worker.pipeline.replicas import SumOverReplicas
+from stratagem.worker.pipeline.runner import Reduce, StageRunner
+from stratagem.worker.pipeline.transport import Exchange, LocalTransport
+from stratagem.worker.work import Tally, Work
+
+Members = Sequence[coordinator_pb2.RendezvousMember]
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """This member's place: rank `rank` of the `width` ranks of replica number `replica`."""
+
+    view: PartyView
+    width: int
+
+    @property
+    def replica(self) -> int:
+        return self.view.rank // self.width
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank % self.width
+
+    @property
+    def num_replicas(self) -> int:
+        return self.view.size // self.width
+
+
+def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
+    """This worker's stages under the view, at the step where all members stand.
+
+    Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
+    current one.
+    """
+    holding = work.holding
+    if holding.stages is not None and holding.stages.membership == view.membership:
+        # Made by an earlier plan; from now on this one's control must be able to cut it.
+        work.control.hold(holding.stages, view.membership)
+        return holding.stages
+    leave(work)
+    if view.size > 1 and view.membership <= holding.spent:
+        raise ExchangeError(f"the exchange of membership {view.membership} was given up")
+    spec = _spec_of(work.job)
+    where = _Where(view, len(set(plan.ranks)))
+    if isinstance(spec.communication, DataStore):
+        work.host.activations.check(work.host.worker_id)
+    work.be("waiting")
+    lines = _connect(work, where, spec)
+    failpoint("worker.rendezvous.joined")
+    try:
+        work.control.hold(lines, view.membership)
+        runner = _runner(work, plan, where, spec, lines)
+        _load_base(work, plan.base, runner)
+        reduce = _reduce(work, plan, where, runner, lines)
+        holding.stages = HeldStages(
+            view.membership, runner, reduce, lines, where.replica, _engine(work, where, spec, lines)
+        )
+    except BaseException:
+        work.control.let_go()
+        lines.cut()
+        lines.close()
+        raise
+    work.control.hold(holding.stages, view.membership)
+    return holding.stages
+
+
+def _spec_of(job: JobSpec) -> ModelParallel:
+    strategy = job.strategy
+    inner = strategy.options.inner if isinstance(strategy, DataParallel) else strategy
+    if not isinstance(inner, ModelParallel):
+        raise InvalidInputError.at("strategy", "is not ModelParallel, but the plan names ranks")
+    return inner
+
+
+# ---- connecting ----
+
+
+def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
+    if where.view.size == 1:
+        return Lines(LocalTransport(Exchange(1), 0))
+    forming = Forming(lambda: _form(work, where, spec))
+    work.control.hold(forming, where.view.membership)
+    return forming.link()
+
+
+def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
+    """Everything that others connect to is opened before the rendezvous."""
+    lines = Lines(LocalTransport(Exchange(1), 0))
+    rendezvous = partial(_meet, work, where, lines)
+    try:
+        if where.width > 1 and not isinstance(spec.communication, DataStore):
+            timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
+            group = _group(work, where.view, f"replica{where.replica}", where.rank, where.width)
+            link = form_grpc(
+                work.host.hub, group, lambda _: _addresses(where, rendezvous()), timeout_s
+            )
+            lines.transport, lines.carrier = PeerTransport(link), link
+            return lines
+        rendezvous()
+        if where.width > 1:
+            key, store = work.key, work.host.activations
+            membership = where.view.membership
+            made = store.transport(key.run_id, key.party, membership, where.replica)
+            lines.transport = made
+            if where.view.rank == 0:
+                store.clear_older(key.run_id, key.party, membership)
+        return lines
+    except BaseException:
+        lines.cut()
+        lines.close()
+        raise
+
+
+def _meet(work: Work, where: _Where, lines: Lines) -> Members:
+    """The rendezvous of the whole party; forms the column on the way, where there are replicas."""
+    if where.num_replicas == 1:
+        return meet(work, where.view, b"")
+    members: list[coordinator_pb2.RendezvousMember] = []
+
+    def endpoints(endpoint: bytes) -> list[bytes]:
+        members.extend(meet(work, where.view, endpoint))
+        return [each.endpoint for each in members[where.rank :: where.width]]
+
+    name = f"rank{where.rank}"
+    group = _group(work, where.view, name, where.replica, where.num_replicas)
+    lines.column = form_link(work, group, endpoints)
+    return members
+
+
+def _addresses(where: _Where, members: Members) -> list[bytes]:
+    first = where.replica * where.width
+    return [each.address.encode() for each in members[first : first + where.width]]
+
+
+def _group(work: Work, view: PartyView, name: str, rank: int, size: int) -> Group:
+    """Some of the members, among whom this one is number `rank`."""
+    party = f"{work.key.party}/{name}".lstrip("/")
+    return Group(work.key.run_id, party, view.term, view.membership, rank, size)
+
+
+# ---- what goes over the connections ----
+
+
+def _runner(
+    work: Work, plan: pb.TrainPlan, where: _Where, spec: ModelParallel, lines: Lines
+) -> StageRunner:
+    communication = spec.communication
+    placement = Placement(
+        partitions=tuple(each.node_ids for each in spec.partitions),
+        ranks=tuple(plan.ranks),
+        micro_batch_size=(
+            communication.micro_batch_size if isinstance(communication, Pipeline) else None
+        ),
+        schedule=spec.options.schedule,
+    )
+    return build_stage_runner(
+        work.job,
+        work.host.entrypoints,
+        placement,
+        Seat(where.rank, lines.transport, work.host.exchange_timeout_s),
+        device=work.host.device,
+        fresh=False,
+        sources=work.sources(),
+    )
+
+
+def _load_base(work: Work, base: pb.StateRef, runner: StageRunner) -> None:
+    tensors, metadata = work.blob(base.digest)
+    failpoint("worker.state.received")
+    # Aggregated states (federated) carry no step of their own.
+    runner.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
+    work.holding.tally = Tally(work.segment)
+
+
+def _reduce(
+    work: Work, plan: pb.TrainPlan, where: _Where, runner: StageRunner, lines: Lines
+) -> Reduce | None:
+    """How this rank's gradients are added up over the shards; None for one shard."""
+    if plan.num_shards == 1:
+        return None
+    buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)
+    if lines.column is None:
+        exchange = solo_exchange(buckets, plan.num_shards)
+    else:
+        deadline_s = work.host.exchange_timeout_s
+        exchange = mesh_exchange(buckets, lines.column, plan.num_shards, deadline_s=deadline_s)
+    lines.exchange = exchange
+    return SumOverReplicas(runner, exchange)
+
+
+def _engine(work: Work, where: _Where, spec: ModelParallel, lines: Lines) -> str:
+    communication = spec.communication
+    kind = {"DataStore": "data store"}.get(type(communication).__name__)
+    kind = kind or type(communication).__name__.lower()
+    carrier = "local"
+    if where.width > 1:
+        is_store = isinstance(communication, DataStore)
+        carrier = work.host.activations.name if is_store else "grpc"
+    schedule = f" {spec.options.schedule}" if isinstance(communication, Pipeline) else ""
+    replicas = ""
+    if lines.column is not None:
+        replicas = f", {where.num_replicas} replicas over {lines.column.name}"
+    return f"{kind}/{carrier}{schedule}{replicas}"

@@ -1,0 +1,120 @@
+"""The operator's object store for activations: where a membership's messages lie, and who sweeps.
+
+    <url>/<run>/<party>/<membership>/<replica>/...
+
+Messages are deleted as they are read; what a lost membership left behind is deleted when the next
+one is formed, and everything of a run when it is closed. Sweeping happens in threads of its own:
+a slow store holds nobody up, and one that fails is named in the log.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import obstore
+import structlog
+
+from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
+
+log = structlog.get_logger(__name__)
+
+_ROOT: Final = "root"
+
+
+class ActivationStore:
+    """Used in the torch thread, and by a thread that forms a party; never by two at once.
+
+    url: file:///DIR, s3://BUCKET/PREFIX (endpoint and keys from the AWS_* variables of the
+    environment), or "" for none.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        # A directory per step would be left behind by every step.
+        self._settings = {"automatic_cleanup": True} if url.startswith("file:") else {}
+        self._opened: dict[str, list[StoreTransport]] = {}
+
+    @property
+    def name(self) -> str:
+        """ "file" or "s3"."""
+        return self._url.partition(":")[0]
+
+    def check(self, worker_id: str) -> None:
+        """Raises NotFoundError without a store, InvalidInputError for one that cannot be used."""
+        if not self._url:
+            raise NotFoundError(
+                f"worker {worker_id} has no object store, which ModelParallel over DataStore "
+                "needs; start it with --activation-store"
+            )
+        path = f"check/{worker_id}"
+        try:
+            store = self._open()
+            obstore.put(store, path, b"")
+            obstore.delete(store, path)
+        except InvalidInputError:
+            raise
+        except Exception as error:
+            raise InvalidInputError.at("activation_store", f"{self._url}: {error}") from error
+
+    def transport(self, run_id: str, party: str, membership: int, replica: int) -> StoreTransport:
+        """Of one replica of a party under one membership."""
+        prefix = f"{_folder(run_id, party)}/{membership}/{replica}"
+        made = StoreTransport(self._url, prefix, self._settings)
+        self._opened.setdefault(run_id, []).append(made)
+        return made
+
+    def clear_older(self, run_id: str, party: str, membership: int) -> None:
+        """Delete what earlier memberships of the party have left."""
+        folder = _folder(run_id, party)
+
+        def is_older(path: str) -> bool:
+            number = path.removeprefix(f"{folder}/").partition("/")[0]
+            return number.isdecimal() and int(number) < membership
+
+        self._in_background(lambda: self._delete(f"{folder}/", is_older))
+
+    def clear_run(self, run_id: str) -> None:
+        """Delete what is left of a run that this worker has used the store for."""
+        transports = self._opened.pop(run_id, [])
+
+        def clear() -> None:
+            for each in transports:
+                each.close()
+            self._delete(f"{run_id}/", lambda _: True)
+
+        if transports:
+            self._in_background(clear)
+
+    def _delete(self, prefix: str, is_one: Callable[[str], bool]) -> None:
+        store = self._open()
+        for page in obstore.list(store, prefix=prefix):
+            for path in [str(each["path"]) for each in page]:
+                if is_one(path):
+                    _delete_if_there(store, path)
+
+    def _open(self) -> Any:
+        return open_store(self._url, self._settings)
+
+    def _in_background(self, act: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                act()
+            except Exception as error:
+                log.warning("activations are left in the store", url=self._url, reason=str(error))
+
+        threading.Thread(target=run, name="activations-sweep", daemon=True).start()
+
+
+def _delete_if_there(store: Any, path: str) -> None:
+    try:
+        obstore.delete(store, path)
+    except (FileNotFoundError, obstore.exceptions.NotFoundError):
+        return  # another worker sweeps too
+
+
+def _folder(run_id: str, party: str) -> str:
+    """Not nested like parties, so that no party lies inside another one's folder."""
+    return f"{run_id}/{party.replace('/', '.') or _ROOT}"
