@@ -28,11 +28,16 @@ def parking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
 
 
 @pytest.fixture(scope="session")
+def activations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workers' object store."""
+    return tmp_path_factory.mktemp("activations")
+
+
+@pytest.fixture(scope="session")
 def exact_cluster(
-    tmp_path_factory: pytest.TempPathFactory, parking: Gates
+    tmp_path_factory: pytest.TempPathFactory, parking: Gates, activations: Path
 ) -> Iterator[LocalCluster]:
     """Four workers; worker-1 and worker-3 are fast, worker-3 is also large."""
-    activations = tmp_path_factory.mktemp("activations")
     with LocalCluster(
         workers=4,
         threads=1,

@@ -1,6 +1,7 @@
 """ModelParallel over real processes has the bits of one process, whatever the cut."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.crash.rig import until
 
 pytestmark = pytest.mark.cluster
 
@@ -104,6 +106,13 @@ def test_every_cut_has_the_bits_of_one_process(client: Client, case: str) -> Non
 
 
 DEEP = anywhere("0 1 2", "3 4 5 6 7")
+
+
+def test_nothing_is_left_in_the_store(client: Client, activations: Path) -> None:
+    train(client, job("dropout_mlp", strategy=model_parallel(SEQUENTIAL, protocol="DataStore")))
+    until(lambda: not list(activations.rglob("*")), "the folder is empty")
+
+
 REPLICATED: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "2 x 2": ({"model": "dropout_mlp", "optimizer": ADAMW}, 2, pipeline(anywhere("0 1", "2 3")), 4),
     "2 x 2, three shards": ({"model": "dropout_mlp"}, 3, pipeline(anywhere("0 1", "2 3")), 4),

@@ -1,8 +1,6 @@
 """Messages between stages: their bytes, and what carries them."""
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +31,7 @@ from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
 from stratagem.worker.reference import sharded_loop
 from tests.engine.support import assert_same_bits
+from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
 from tests.stream.test_peer_processes import hub_in_a_thread
 
@@ -294,41 +293,18 @@ def test_pipelines_through_a_directory(tmp_path: Path) -> None:
         assert time.monotonic() < deadline_s
 
 
-@pytest.fixture(name="s3")
-def _s3() -> Iterator[dict[str, Any]]:
-    """A real S3 server process; the settings of a client."""
-    pytest.importorskip("moto")
-    code = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])"
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-c", code],
-        stderr=subprocess.STDOUT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        found = next(m for line in server.stdout if (m := re.search(r"http://[\d.]+:\d+", line)))
-        threading.Thread(target=server.stdout.read, daemon=True).start()  # its log fills the pipe
-        yield s3_settings(found[0])
-    finally:
-        server.kill()
-        server.communicate()
+def test_pipelines_through_s3() -> None:
+    with s3_server("activations") as endpoint:
+        s3 = s3_settings(endpoint)
+        stores: list[StoreTransport] = []
 
+        def make(size: int) -> list[Transport]:
+            prefix = f"run/{len(stores)}"
+            made = [StoreTransport("s3://activations/folder", prefix, s3) for _ in range(size)]
+            stores.extend(made)
+            return list(made)
 
-def test_pipelines_through_s3(s3: dict[str, Any]) -> None:
-    import urllib.request
-
-    bucket = urllib.request.Request(f"{s3['endpoint']}/activations", method="PUT")
-    urllib.request.urlopen(bucket).close()
-    stores: list[StoreTransport] = []
-
-    def make(size: int) -> list[Transport]:
-        prefix = f"run/{len(stores)}"
-        made = [StoreTransport("s3://activations/folder", prefix, s3) for _ in range(size)]
-        stores.extend(made)
-        return list(made)
-
-    assert_trains_exactly(make)
-    for store in stores:
-        store.close()
-    assert not [each for page in open_store("s3://activations", s3).list() for each in page]
+        assert_trains_exactly(make)
+        for store in stores:
+            store.close()
+        assert not [each for page in open_store("s3://activations", s3).list() for each in page]

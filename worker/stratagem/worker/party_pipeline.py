@@ -34,7 +34,7 @@ from stratagem.worker.pipeline.held import HeldStages, Lines
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.pipeline.replicas import SumOverReplicas
 from stratagem.worker.pipeline.runner import Reduce, StageRunner
-from stratagem.worker.pipeline.transport import Exchange, LocalTransport
+from stratagem.worker.pipeline.transport import LocalPost, LocalTransport
 from stratagem.worker.work import Tally, Work
 
 Members = Sequence[coordinator_pb2.RendezvousMember]
@@ -111,7 +111,7 @@ def _spec_of(job: JobSpec) -> ModelParallel:
 
 def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
     if where.view.size == 1:
-        return Lines(LocalTransport(Exchange(1), 0))
+        return Lines(LocalTransport(LocalPost(1), 0))
     forming = Forming(lambda: _form(work, where, spec))
     work.control.hold(forming, where.view.membership)
     return forming.link()
@@ -119,7 +119,7 @@ def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
 
 def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
     """Everything that others connect to is opened before the rendezvous."""
-    lines = Lines(LocalTransport(Exchange(1), 0))
+    lines = Lines(LocalTransport(LocalPost(1), 0))
     rendezvous = partial(_meet, work, where, lines)
     try:
         if where.width > 1 and not isinstance(spec.communication, DataStore):

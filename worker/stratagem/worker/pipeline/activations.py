@@ -9,15 +9,17 @@ a slow store holds nobody up, and one that fails is named in the log.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import obstore
 import structlog
 
 from stratagem.common.errors import InvalidInputError, NotFoundError
-from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
+
+if TYPE_CHECKING:  # needs obstore, which workers without a store need not have
+    from stratagem.worker.pipeline.store_transport import StoreTransport
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +34,14 @@ class ActivationStore:
     """
 
     def __init__(self, url: str) -> None:
+        """Raises InvalidInputError where the library is missing."""
         self._url = url
+        if url:
+            try:
+                importlib.import_module("obstore")
+            except ImportError as error:
+                message = "needs the object store library: pip install 'stratagem[s3]'"
+                raise InvalidInputError.at("activation_store", message) from error
         # A directory per step would be left behind by every step.
         self._settings = {"automatic_cleanup": True} if url.startswith("file:") else {}
         self._opened: dict[str, list[StoreTransport]] = {}
@@ -52,8 +61,8 @@ class ActivationStore:
         path = f"check/{worker_id}"
         try:
             store = self._open()
-            obstore.put(store, path, b"")
-            obstore.delete(store, path)
+            store.put(path, b"")
+            store.delete(path)
         except InvalidInputError:
             raise
         except Exception as error:
@@ -62,6 +71,8 @@ class ActivationStore:
     def transport(self, run_id: str, party: str, membership: int, replica: int) -> StoreTransport:
         """Of one replica of a party under one membership."""
         prefix = f"{_folder(run_id, party)}/{membership}/{replica}"
+        from stratagem.worker.pipeline.store_transport import StoreTransport
+
         made = StoreTransport(self._url, prefix, self._settings)
         self._opened.setdefault(run_id, []).append(made)
         return made
@@ -90,12 +101,14 @@ class ActivationStore:
 
     def _delete(self, prefix: str, is_one: Callable[[str], bool]) -> None:
         store = self._open()
-        for page in obstore.list(store, prefix=prefix):
+        for page in store.list(prefix):
             for path in [str(each["path"]) for each in page]:
                 if is_one(path):
                     _delete_if_there(store, path)
 
     def _open(self) -> Any:
+        from stratagem.worker.pipeline.store_transport import open_store
+
         return open_store(self._url, self._settings)
 
     def _in_background(self, act: Callable[[], None]) -> None:
@@ -109,9 +122,11 @@ class ActivationStore:
 
 
 def _delete_if_there(store: Any, path: str) -> None:
+    from obstore.exceptions import NotFoundError as GoneError
+
     try:
-        obstore.delete(store, path)
-    except (FileNotFoundError, obstore.exceptions.NotFoundError):
+        store.delete(path)
+    except (FileNotFoundError, GoneError):
         return  # another worker sweeps too
 
 
