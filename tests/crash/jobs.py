@@ -70,6 +70,18 @@ def gossip(num_replicas: int = 4, topology: str = "ring") -> Job:
     }
 
 
+def pipeline(first: str = "worker-0", last: str = "worker-2") -> Job:
+    """The four layers of userland.build on two workers; of 8 rows 3, 3 and 2 at a time."""
+    return {
+        "type": "ModelParallel",
+        "partitions": [
+            {"node_ids": ["0", "1"], "target": {"WorkerId": first}},
+            {"node_ids": ["2", "3"], "target": {"WorkerId": last}},
+        ],
+        "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
+    }
+
+
 YOGI: Job = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
@@ -92,6 +104,7 @@ LOCAL: Job = {"type": "Local"}
 ALL_REDUCE = data_parallel("AllReduce")
 PARAMETER_SERVER = data_parallel("ParameterServer")
 GOSSIP = gossip()
+PIPELINE = pipeline()
 FED_AVG = federated()
 
 JOBS: dict[str, Job] = {
@@ -99,6 +112,9 @@ JOBS: dict[str, Job] = {
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
     "Gossip": job(GOSSIP),
+    "Pipeline": job(PIPELINE),
+    # There are workers for one of the two: it computes both shards.
+    "Pipelines": job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
     "FedAvg": job(FED_AVG),
     "Silos": job(silos(data_parallel("AllReduce", 2))),
     "FedYogi": job(federated(aggregation=YOGI)),

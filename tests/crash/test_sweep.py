@@ -16,12 +16,14 @@ SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
 EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
+SOLE_COPIES = ("Gossip", "Pipeline")
+"""Return to the last commit."""
 
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
-    "coordinator.segment.trained": (*NESTED, "Gossip"),
-    "coordinator.commit.pulled": (*NESTED, "Gossip"),
+    "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
+    "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES),
     "coordinator.step.summed": ("ParameterServer",),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos",),
@@ -36,9 +38,9 @@ REACHED_BY = {
     "coordinator.spool.before_rename": ("FedAvg",),
     "coordinator.spool.after_rename": ("FedAvg",),
     "coordinator.fold.after_window": ("FedAvg", "FedAvg-large", "FedYogi"),
-    "worker.step.before_backward": SYNCHRONOUS,
-    "worker.step.before_apply": SYNCHRONOUS,
-    "worker.step.after_apply": NESTED,
+    "worker.step.before_backward": (*SYNCHRONOUS, "Pipeline", "Pipelines"),
+    "worker.step.before_apply": (*SYNCHRONOUS, "Pipeline"),
+    "worker.step.after_apply": (*NESTED, "Pipeline"),
     "worker.gossip.loaded": ("Gossip",),
     "worker.gossip.before_backward": ("Gossip",),
     "worker.gossip.before_mix": ("Gossip",),
@@ -48,11 +50,11 @@ REACHED_BY = {
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
-    "worker.rendezvous.answered": (*EXCHANGING, "Gossip"),
-    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
-    "worker.state.received": ALL,
-    "worker.segment.finished": (*NESTED, "Gossip"),
-    "worker.snapshot.taken": (*NESTED, "Gossip"),
+    "worker.rendezvous.answered": (*EXCHANGING, *SOLE_COPIES),
+    "worker.rendezvous.joined": (*SYNCHRONOUS, *SOLE_COPIES),
+    "worker.state.received": (*ALL, "Pipeline"),
+    "worker.segment.finished": (*NESTED, *SOLE_COPIES),
+    "worker.snapshot.taken": (*NESTED, *SOLE_COPIES),
     "worker.round.trained": ("FedAvg",),
 }
 
@@ -108,7 +110,7 @@ def cases() -> list[Case]:
             for num_passed in (0, *later_hits):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
-                is_other = job in (*EXCHANGING, "Gossip") and num_passed > 0
+                is_other = job in (*EXCHANGING, *SOLE_COPIES, "Pipelines") and num_passed > 0
                 worker = "worker-2" if is_other else "worker-0"
                 process = worker if failpoint.startswith("worker.") else "coordinator"
                 if job in EXCHANGING or failpoint != "worker.execute.accepted":
@@ -126,6 +128,8 @@ SAMPLE = (
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
     Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
+    Case("Pipeline", "worker-2", "worker.step.before_apply", 5),
+    Case("Pipelines", "worker-2", "worker.step.before_backward", 6),
     Case("Local", "worker-0", "worker.snapshot.taken", 5),
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
