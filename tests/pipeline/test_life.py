@@ -9,8 +9,10 @@ import torch
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
+from stratagem.worker.exchange import GradientBuckets, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement
+from stratagem.worker.pipeline.replicas import SumOverReplicas
 from stratagem.worker.pipeline.runner import StageGradients, StageRunner
 from stratagem.worker.reference import sharded_loop
 from tests.engine.support import assert_same_bits
@@ -157,6 +159,45 @@ def test_data_parallel_over_pipelines_equals_the_sharded_loop(
     assert losses == dict.fromkeys(range(3), [expected.losses] * 2)
     for party in parties:
         assert_same_bits(party.model(), dict(expected.state))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "micro_batch_size", "num_shards"),
+    [
+        (job(optimizer=ADAM), (3, 5), None, 2),
+        (job(), (4, 4), None, 3),
+        (TIED, (2, 2), 2, 3),
+        (TIED, (3, 1), 1, 7),
+    ],
+    ids=["halves", "thirds", "tied", "without rows"],
+)
+def test_one_pipeline_may_compute_all_shards(
+    spec: Any, sizes: tuple[int, ...], micro_batch_size: int | None, num_shards: int
+) -> None:
+    """The last of three batches has 6 rows, fewer than shards in one case."""
+    names = [str(i) for i in range(sum(sizes))]
+    party = Party(spec, Placement(cut(names, *sizes), (0, 1), micro_batch_size))
+    sums = [
+        SumOverReplicas(
+            runner,
+            solo_exchange(GradientBuckets(runner.params, num_extras=runner.num_extras), num_shards),
+        )
+        for runner in party.runners
+    ]
+
+    def steps(runner: StageRunner) -> list[float]:
+        reduce = sums[party.runners.index(runner)]
+        shards = range(num_shards)
+        return [
+            runner.train_step(shards=shards, num_shards=num_shards, reduce=reduce).loss
+            for _ in range(4)
+        ]
+
+    expected = sharded_loop(
+        spec, ALLOWED, num_shards, 4, micro_batch_size=micro_batch_size or 2**62
+    )
+    assert party.each(steps) == [expected.losses] * 2
+    assert_same_bits(party.model(), dict(expected.state))
 
 
 def test_an_error_of_the_user_ends_the_step_everywhere_and_changes_nothing() -> None:

@@ -11,6 +11,7 @@ Everything listens on loopback only.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -213,6 +214,9 @@ class LocalCluster:
 
     def _command(self, name: str, argv: Argv, needs: tuple[str, ...] = ()) -> Command:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}
+        if importlib.util.find_spec("obstore") is not None:
+            store = f"file://{self._folder}/activations"
+            environment.setdefault("STRATAGEM_WORKER_ACTIVATION_STORE", store)
         if self.failpoints:
             environment["STRATAGEM_FAILPOINTS"] = str(self._folder / "failpoints" / name)
         return Command(
