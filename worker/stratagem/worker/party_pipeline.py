@@ -15,19 +15,27 @@ from functools import partial
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import DataParallel, DataStore, ModelParallel, Pipeline
+from stratagem.common.strategy import (
+    DataParallel,
+    DataStore,
+    ModelParallel,
+    Pipeline,
+    all_reduce_of,
+)
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import PartyView
-from stratagem.worker.exchange import (
-    ExchangeError,
-    GradientBuckets,
-    mesh_exchange,
-    solo_exchange,
-)
+from stratagem.worker.exchange import ExchangeError, GradientBuckets, solo_exchange
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.party import FORM_TIMEOUT_S, form_link, leave, meet
+from stratagem.worker.party import (
+    FORM_TIMEOUT_S,
+    exchange_over,
+    form_link,
+    leave,
+    meet,
+    noting_failures,
+)
 from stratagem.worker.peer import Group
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.held import HeldStages, Lines
@@ -114,7 +122,8 @@ def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
         return Lines(LocalTransport(LocalPost(1), 0))
     forming = Forming(lambda: _form(work, where, spec))
     work.control.hold(forming, where.view.membership)
-    return forming.link()
+    with noting_failures(work):
+        return forming.link()
 
 
 def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
@@ -151,13 +160,13 @@ def _meet(work: Work, where: _Where, lines: Lines) -> Members:
         return meet(work, where.view, b"")
     members: list[coordinator_pb2.RendezvousMember] = []
 
-    def endpoints(endpoint: bytes) -> list[bytes]:
-        members.extend(meet(work, where.view, endpoint))
+    def offers(offer: bytes) -> list[bytes]:
+        members.extend(meet(work, where.view, offer))
         return [each.endpoint for each in members[where.rank :: where.width]]
 
     name = f"rank{where.rank}"
     group = _group(work, where.view, name, where.replica, where.num_replicas)
-    lines.column = form_link(work, group, endpoints)
+    lines.column = form_link(work, group, all_reduce_of(work.job.strategy), offers)
     return members
 
 
@@ -216,8 +225,7 @@ def _reduce(
     if lines.column is None:
         exchange = solo_exchange(buckets, plan.num_shards)
     else:
-        deadline_s = work.host.exchange_timeout_s
-        exchange = mesh_exchange(buckets, lines.column, plan.num_shards, deadline_s=deadline_s)
+        exchange = exchange_over(work, buckets, lines.column, plan.num_shards)
     lines.exchange = exchange
     return SumOverReplicas(runner, exchange)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from stratagem.worker.mesh import Link
+from stratagem.worker.mesh import Link, SharedGroup
 from stratagem.worker.pipeline.runner import Reduce, StageRunner
 from stratagem.worker.pipeline.transport import Transport
 
@@ -27,7 +27,7 @@ class Lines:
     transport: Transport
     carrier: Line | None = None
     """What carries the transport's messages, where that must be freed."""
-    column: Link | None = None
+    column: Link | SharedGroup | None = None
     """To the ranks of other replicas that hold the same stages."""
     exchange: Line | None = None
     """What has taken `column` over."""
