@@ -154,10 +154,12 @@ def test_evaluation_is_that_of_one_process(client: Client) -> None:
 TWO_KINDS = [("0 1", "tag:slow"), ("2 3", "tag:fast")]
 
 
-def stuck(client: Client, gates: Gates, num_replicas: int) -> tuple[JobSpec, RunHandle, str]:
+def stuck(
+    client: Client, gates: Gates, num_replicas: int, inner: dict[str, Any] | None = None
+) -> tuple[JobSpec, RunHandle, str]:
     """A run in the middle of a step, after its first commit, and who holds the last stage (of the
     first replica): there everything waits until the gates are opened."""
-    inner = pipeline(TWO_KINDS, 4)
+    inner = inner or pipeline(TWO_KINDS, 4)
     spec = job(
         "dropout_mlp",
         data=user("gated", folder=str(gates.folder)),
@@ -187,6 +189,20 @@ def test_a_killed_stage_returns_all_to_the_last_commit(
     assert outcome.status.reproducible
     expected = sharded_loop(spec, ALLOWED, num_replicas, micro_batch_size=4)
     assert_same_bits(outcome.state, expected.state)
+
+
+def test_a_killed_stage_behind_a_store(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, activations: Path
+) -> None:
+    """Nobody is connected to it; what it has left behind is deleted."""
+    store = model_parallel(TWO_KINDS, protocol="DataStore")
+    spec, run, victim = stuck(client, gates, 1, store)
+    exact_cluster.kill(victim)
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 1, micro_batch_size=WHOLE).state)
+    until(lambda: not list(activations.rglob("*")), "the folder is empty")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
