@@ -62,7 +62,7 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
             # All members stop after this step, and those that stay return to the last commit.
             work.control.check()
             raise Interrupt(DRAINED) if stop else Moved
-    failpoint("worker.segment.finished")
+    failpoint("worker.stages.trained")
     return held
 
 
@@ -70,7 +70,7 @@ def _conclude(work: Work, plan: pb.TrainPlan, held: HeldStages, segment: Segment
     """Snapshot of this rank's part, evaluation by the first replica, result."""
     runner, tally = held.runner, work.holding.tally
     work.post(work.states.keep, work.segment, freeze(*runner.copy_state()))
-    failpoint("worker.snapshot.taken")
+    failpoint("worker.stages.kept")
     segment.parts = []
     if held.replica == 0 and plan.evaluate_splits:
         work.be("evaluating")

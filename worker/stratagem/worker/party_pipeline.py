@@ -88,7 +88,7 @@ def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
         work.host.activations.check(work.host.worker_id)
     work.be("waiting")
     lines = _connect(work, where, spec)
-    failpoint("worker.rendezvous.joined")
+    failpoint("worker.stages.joined")
     try:
         work.control.hold(lines, view.membership)
         runner = _runner(work, plan, where, spec, lines)
@@ -209,10 +209,10 @@ def _runner(
 
 def _load_base(work: Work, base: pb.StateRef, runner: StageRunner) -> None:
     tensors, metadata = work.blob(base.digest)
-    failpoint("worker.state.received")
     # Aggregated states (federated) carry no step of their own.
     runner.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
     work.holding.tally = Tally(work.segment)
+    failpoint("worker.stages.loaded")
 
 
 def _reduce(

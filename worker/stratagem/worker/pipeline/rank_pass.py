@@ -109,7 +109,7 @@ class RankPass:
                 for boundary in part.after
                 if kept.left[boundary.number]
             }
-            failpoint("worker.step.before_backward")
+            failpoint("worker.stages.before_backward")
             with user_code(work.activity):
                 sent = (part.backward if is_whole else part.backward_input)(kept, received)
             for boundary in part.before:

@@ -149,9 +149,9 @@ class StageRunner:
         except UserCodeError:
             self._undo()
             raise
-        failpoint("worker.step.before_apply")
+        failpoint("worker.stages.before_apply")
         self._apply(extras, len(live), verdict)
-        failpoint("worker.step.after_apply")
+        failpoint("worker.stages.after_apply")
         return StepReport(self.step, loss, float(extras[WEIGHT]), len(indices), verdict.stop)
 
     def evaluate(self, split: str) -> list[Part]:
