@@ -27,6 +27,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.cluster.test_exact_population import population
 from tests.crash.rig import until
 
 pytestmark = pytest.mark.cluster
@@ -62,6 +63,7 @@ GRAPH_CUT = {
 }
 SEQUENTIAL = {"0 1": "worker-0", "2 3": "worker-1"}
 TWO_EACH = {"0": "worker-0", "1 2": "worker-1", "3 4 5": "worker-0", "6 7": "worker-1"}
+TWO_KINDS = [("0 1", "tag:slow"), ("2 3", "tag:fast")]
 ONE_WORKER = {"0 1": "worker-3", "2 3": "worker-3"}
 UNEVEN = user("classes", num_rows=55)
 WHOLE = 2**62
@@ -149,9 +151,17 @@ def test_evaluation_is_that_of_one_process(client: Client) -> None:
     assert [each.keys() for each in found[2]] == [each.keys() for each in found[0]]
 
 
-# ---- faults ----
+def test_a_population_of_pipelines_is_one_of_whole_models(client: Client) -> None:
+    """Members train in turn on the same stages, and copy each other's states."""
+    found = []
+    for inner in ({"type": "Local"}, model_parallel(TWO_KINDS)):
+        spec = population(2, 2, options={"inner": inner}, model=user("dropout_mlp"))
+        found.append(train(client, spec))
+    assert_same_bits(found[0].state, found[1].state)
+    assert len(found[1].of("GenerationClosed")) == 2
 
-TWO_KINDS = [("0 1", "tag:slow"), ("2 3", "tag:fast")]
+
+# ---- faults ----
 
 
 def stuck(
