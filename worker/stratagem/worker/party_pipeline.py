@@ -8,6 +8,7 @@ the torch thread, but for the forming of connections.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +86,8 @@ def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
     spec = _spec_of(work.job)
     where = _Where(view, len(set(plan.ranks)))
     if isinstance(spec.communication, DataStore):
-        work.host.activations.check(work.host.worker_id)
+        check = asyncio.to_thread(work.host.activations.check, work.host.worker_id)
+        work.control.wait(check, view.membership)
     work.be("waiting")
     lines = _connect(work, where, spec)
     failpoint("worker.stages.joined")

@@ -12,17 +12,20 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.common.errors import InvalidInputError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:  # needs obstore, which workers without a store need not have
     from stratagem.worker.pipeline.store_transport import StoreTransport
 
 log = structlog.get_logger(__name__)
 
+RETRY: Final = {"max_retries": 10, "retry_timeout": timedelta(seconds=30)}
+"""Of S3. A store that is away for longer ends the membership; the next one tries again."""
 _ROOT: Final = "root"
 
 
@@ -43,7 +46,8 @@ class ActivationStore:
                 message = "needs the object store library: pip install 'stratagem[s3]'"
                 raise InvalidInputError.at("activation_store", message) from error
         # A directory per step would be left behind by every step.
-        self._settings = {"automatic_cleanup": True} if url.startswith("file:") else {}
+        is_folder = url.startswith("file:")
+        self._settings = {"automatic_cleanup": True} if is_folder else {"retry_config": RETRY}
         self._opened: dict[str, list[StoreTransport]] = {}
 
     @property
@@ -52,7 +56,8 @@ class ActivationStore:
         return self._url.partition(":")[0]
 
     def check(self, worker_id: str) -> None:
-        """Raises NotFoundError without a store, InvalidInputError for one that cannot be used."""
+        """Raises NotFoundError without a store, InvalidInputError for one that cannot be used, and
+        UnavailableError for one that does not answer."""
         if not self._url:
             raise NotFoundError(
                 f"worker {worker_id} has no object store, which ModelParallel over DataStore "
@@ -66,7 +71,11 @@ class ActivationStore:
         except InvalidInputError:
             raise
         except Exception as error:
-            raise InvalidInputError.at("activation_store", f"{self._url}: {error}") from error
+            text = f"{self._url}: {str(error).partition(chr(10))[0]}"
+            # What S3 has not refused, it has not answered.
+            if self.name == "s3" and type(error).__name__ == "GenericError":
+                raise UnavailableError(text) from error
+            raise InvalidInputError.at("activation_store", text) from error
 
     def transport(self, run_id: str, party: str, membership: int, replica: int) -> StoreTransport:
         """Of one replica of a party under one membership."""

@@ -127,7 +127,7 @@ class StoreTransport:
         except TimeoutError as error:
             text = f"{what}: the object store did not answer within {timeout_s:g} s"
             raise ExchangeError(text) from error
-        except BaseError as error:
+        except (BaseError, OSError) as error:
             raise UnavailableError(f"{what}: the object store refuses: {error}") from error
 
 
