@@ -43,6 +43,14 @@ FEDERATED: dict[str, object] = {
     "aggregation": {"method": "FedAvg"},
     "client_selection": {"method": "All"},
 }
+MODEL_PARALLEL: dict[str, object] = {
+    "type": "ModelParallel",
+    "partitions": [
+        {"node_ids": ["0"], "target": {"WorkerId": "a"}},
+        {"node_ids": ["1"], "target": {"WorkerId": "a"}},
+    ],
+    "communication": {"protocol": "Direct"},
+}
 POPULATION: dict[str, object] = {
     "type": "PopulationBased",
     "population_size": 2,
@@ -54,6 +62,7 @@ STRATEGIES = {
     "local": LOCAL,
     "data_parallel": DATA_PARALLEL,
     "decentralized": DECENTRALIZED,
+    "model_parallel": MODEL_PARALLEL,
     "federated": FEDERATED,
     "population_based": POPULATION,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stratagem.client.sync import Client
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import DataParallel, Federated
+from stratagem.common.strategy import DataParallel, Federated, ModelParallel
 from stratagem.coordinator.strategies.silos import client_job
 from stratagem.worker import reference
 from stratagem.worker.data.sources import DataSources, load_data
@@ -20,6 +20,7 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
+    model_parallel,
     outcome_of,
     train,
     user,
@@ -28,13 +29,17 @@ from tests.cluster.jobs import (
 
 pytestmark = pytest.mark.cluster
 
+MICRO_BATCH = 5
+
 
 def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Rounds of sharded loops that start from the global state, averaged by rows in float64."""
     strategy = spec.strategy
     assert isinstance(strategy, Federated)
     inner = strategy.options.inner
-    assert isinstance(inner, DataParallel)
+    assert isinstance(inner, DataParallel | ModelParallel)
+    num_shards = inner.num_replicas if isinstance(inner, DataParallel) else 1
+    of_pipeline = {"micro_batch_size": MICRO_BATCH} if isinstance(inner, ModelParallel) else {}
     model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
     world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -49,7 +54,8 @@ def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tens
         for client in range(strategy.num_clients):
             job = client_job(spec, client, round_num)
             num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
-            updates.append((num_rows, dict(sharded_loop(job, ALLOWED, inner.num_replicas).state)))
+            trained = sharded_loop(job, ALLOWED, num_shards, **of_pipeline)
+            updates.append((num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
     return world
@@ -85,6 +91,17 @@ def test_bits_of_averaged_sharded_loops(
     formed = [e.payload for e in outcome.of("MembersFormed") if e.payload["party"]]
     assert {len(each["members"]) for each in formed} == {2}
     assert len({m["worker_id"] for each in formed for m in each["members"]}) == 4
+
+
+def test_silos_that_are_pipelines(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two silos of two stages each, on four workers."""
+    cut = [("0", "tag:any"), ("1 2", "tag:any")]
+    stages = model_parallel(cut, protocol="Pipeline", micro_batch_size=MICRO_BATCH)
+    spec = federated(num_clients=2, rounds=2, optimizer=MOMENTUM, options={"inner": stages})
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, silos_loop(spec, monkeypatch))
+    formed = [e.payload for e in outcome.of("MembersFormed") if e.payload["party"]]
+    assert {len(each["members"]) for each in formed} == {2}
 
 
 def test_a_silo_that_loses_a_worker_ends_with_the_same_bits(
