@@ -102,6 +102,8 @@ CUT = 5  # embedding and four layers; two layers and the head
 class Member:
     rank: int
     rows: int
+    schedule: str
+    """Of ours."""
     pipe: Connection
     hub: Any
 
@@ -113,9 +115,9 @@ def make_ours(member: Member) -> Callable[[], None]:
 
     link = form_grpc(member.hub, Group("run", "", 1, 1, member.rank, SIZE), rendezvous, 30.0)
     names = [str(i) for i in range(NUM_NODES)]
-    placement = Placement(
-        (tuple(names[:CUT]), tuple(names[CUT:])), (0, 1), member.rows // NUM_MICRO_BATCHES
-    )
+    stages = (tuple(names[:CUT]), tuple(names[CUT:]))
+    micro_batch_size = member.rows // NUM_MICRO_BATCHES
+    placement = Placement(stages, (0, 1), micro_batch_size, member.schedule)
     seat = Seat(member.rank, PeerTransport(link), 60.0)
     allowed = EntryPoints(["benchmarks.pipeline:*"])
     runner = build_stage_runner(job(member.rows), allowed, placement, seat, fresh=True)
@@ -206,7 +208,7 @@ def run_member(pipe: Connection, rank: int, args: argparse.Namespace) -> None:
         "gloo", store=dist.FileStore(args.store, SIZE), rank=rank, world_size=SIZE
     )
     with hub_in_a_thread() as hub:
-        member = Member(rank, args.rows, pipe, hub)
+        member = Member(rank, args.rows, args.schedule, pipe, hub)
         steps: dict[str, Callable[[], Any]] = {"ours": make_ours(member)}
         steps["torch"] = make_torch(member)
         steps["alone"] = make_alone(member) if rank == 0 else lambda: None
@@ -258,6 +260,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps per round and variant")
     parser.add_argument("--rows", type=int, default=32, help="rows of a step")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--schedule", default="1f1b", help="ours: 1f1b, eager, gpipe, zero_bubble")
     args = parser.parse_args()
     times = measure(args)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step of {args.rows} rows")

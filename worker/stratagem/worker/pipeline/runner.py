@@ -283,7 +283,7 @@ class StageRunner:
         if weight:
             for grad in grads:
                 grad.div_(weight)
-        is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        is_finite = _are_finite(grads)
         max_norm = self._job.optimizer.clip_norm
         verdict = self._agreement.verdict(is_finite, bool(extras[STOP] > 0), max_norm is not None)
         self._lane.transport.end(self._lane.timeout_s)
@@ -348,3 +348,10 @@ def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
     """The sum where there is one shard."""
     (one,) = shards
     return one
+
+
+def _are_finite(grads: list[Tensor]) -> bool:
+    """One pass that allocates nothing; only where the norm itself overflows a second one."""
+    if math.isfinite(nn.utils.get_total_norm(grads, foreach=False).item()):
+        return True
+    return all(bool(torch.isfinite(grad).all()) for grad in grads)
