@@ -117,6 +117,7 @@ JOBS: dict[str, Job] = {
     "Pipelines": job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
     "FedAvg": job(FED_AVG),
     "Silos": job(silos(data_parallel("AllReduce", 2))),
+    "Silo-pipelines": job(silos(PIPELINE)),
     "FedYogi": job(federated(aggregation=YOGI)),
     "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.

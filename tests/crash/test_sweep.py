@@ -26,7 +26,7 @@ REACHED_BY = {
     "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES),
     "coordinator.step.summed": ("ParameterServer",),
     "coordinator.round.pulled": ("FedAvg",),
-    "coordinator.silo.collected": ("Silos",),
+    "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.folded": ("FedAvg", "FedYogi"),
     "coordinator.evaluation.folded": ("FedAvg",),
     "coordinator.run.released": ALL,
@@ -47,10 +47,10 @@ REACHED_BY = {
     "worker.gossip.mixing": ("Gossip",),
     "worker.gossip.after_mix": ("Gossip",),
     "worker.stages.joined": ("Pipeline",),
-    "worker.stages.loaded": ("Pipeline",),
+    "worker.stages.loaded": ("Pipeline", "Silo-pipelines"),
     "worker.stages.before_backward": ("Pipeline", "Pipelines"),
     "worker.stages.before_apply": ("Pipeline",),
-    "worker.stages.after_apply": ("Pipeline",),
+    "worker.stages.after_apply": ("Pipeline", "Silo-pipelines"),
     "worker.stages.trained": ("Pipeline",),
     "worker.stages.kept": ("Pipeline",),
     "worker.client_round.after_training": ("FedAvg",),
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
     found = []
     for failpoint, jobs in REACHED_BY.items():
         for job in jobs:
-            later_hits = () if job == "Silos" else LATER_HITS.get(failpoint, ())
+            later_hits = () if job.startswith("Silo") else LATER_HITS.get(failpoint, ())
             for num_passed in (0, *later_hits):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
