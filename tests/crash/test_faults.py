@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.client.views import Event, Phase
 from stratagem.common.errors import RunFailedError
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PARAMETER_SERVER, Job, job
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PARAMETER_SERVER, Job, job
 from tests.crash.rig import (
     Rig,
     await_event,
@@ -159,6 +159,34 @@ def test_frozen_worker_is_dropped_and_harmless_when_it_thaws(rig: Rig) -> None:
     again = rig.outcome(job({**ALL_REDUCE, "options": {"min_replicas": 3}}))
     assert len(again.digests) == 7
     assert rig.cluster.processes["worker-1"].last_exit in (None, -9, 11, 137)
+
+
+FROZEN_AFTER = {
+    "ParameterServer": "SegmentFinished",
+    "Gossip": "SegmentFinished",
+    "FedAvg": "UpdateReceived",
+    "Population": "SegmentFinished",
+    "Silos": "SegmentFinished",
+}
+"""Strategy -> the first fact after which a worker freezes, in the middle of what comes next."""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", FROZEN_AFTER)
+def test_others_take_over_from_a_frozen_worker(rig: Rig, name: str) -> None:
+    """The run ends with the same bits while the worker stays frozen."""
+    kwargs = {"pace_s": PACE_S}
+    model = {"entrypoint": "tests.crash.userland:build_paced", "kwargs": kwargs}
+    document = {**JOBS[name], "model": model}
+    expected = rig.outcome({**document, **_unpaced(document)})
+    with rig.running(document) as run:
+        await_event(run, FROZEN_AFTER[name])
+        rig.cluster.kill("worker-1", signal.SIGSTOP)
+        try:
+            assert outcome_of(run) == expected
+        finally:
+            rig.cluster.kill("worker-1", signal.SIGCONT)
+    rig.settle()
 
 
 def _unpaced(document: Job) -> Job:
