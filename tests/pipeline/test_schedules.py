@@ -17,7 +17,6 @@ from stratagem.common.pipeline.schedules import (
     interleaved,
     list_schedule,
     one_f_one_b,
-    should_warm_up_more,
     zero_bubble,
 )
 from stratagem.common.pipeline.simulation import (
@@ -148,16 +147,6 @@ def test_a_grid_shows_who_waits() -> None:
     grid = format_grid(one_f_one_b(2, 3)).splitlines()
     assert grid[0] == "rank 0: F0 F1 .  B0 F2 B1 .  B2"
     assert grid[1] == "rank 1: .  F0 B0 F1 B1 F2 B2 ."
-
-
-def test_hops_delay_plain_1f1b_and_not_the_eager_order() -> None:
-    costs = {F: 1.0, B: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
-    plain = simulate(one_f_one_b(4, 8), chain(4), costs, hop=0.25).makespan
-    eager = simulate(eager_one_f_one_b(4, 8), chain(4), costs, hop=0.25).makespan
-    assert (plain, eager) == (37.0, 34.5)
-    assert should_warm_up_more(0.1, 0.2, 0.025, 4)
-    assert not should_warm_up_more(0.1, 0.2, 0.001, 4)
-    assert not should_warm_up_more(0.1, 0.2, 1.0, 1)
 
 
 def test_a_deadlock_is_found_and_shown() -> None:

@@ -209,15 +209,6 @@ def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedul
     return tuple(lists[place[rank]] for rank in range(num_ranks))
 
 
-def should_warm_up_more(forward_s: float, backward_s: float, hop_s: float, num_stages: int) -> bool:
-    """Whether hops cost plain 1F1B more than 2 % of its time, which the eager order would save.
-
-    forward_s, backward_s: of one micro-batch on one stage; hop_s: from a send to its receive.
-    """
-    exposed_s = 2 * hop_s * (num_stages - 1) / num_stages
-    return exposed_s > 0.02 * (forward_s + backward_s)
-
-
 SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
     "1f1b": one_f_one_b,
     "eager": eager_one_f_one_b,
