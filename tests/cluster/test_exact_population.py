@@ -221,7 +221,7 @@ def test_members_under_other_strategies_have_the_same_bits_twice(
 
 
 def test_a_member_whose_code_raises_is_replaced(client: Client) -> None:
-    """Depth 3 is one too many for the model's code; the run goes on with those that are left."""
+    """Members that drew at_call 2 raise in their second forward; the run goes on without them."""
     spec = population(
         model=user("Failing", at_call=1000),
         search_space={

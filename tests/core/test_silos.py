@@ -8,6 +8,7 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.commands import LoseWorker, Report
 from stratagem.coordinator.core.effects import CollectUpdate, RunSegment, TrainClient
 from stratagem.coordinator.core.facts import (
+    MembersFormed,
     PartyFailed,
     RoundClosed,
     SegmentCommitted,
@@ -58,12 +59,12 @@ def test_silos_take_workers_of_their_own_where_there_are_enough() -> None:
     while not [e for e in pending(simulation.state) if isinstance(e, RunSegment)]:
         simulation.tell(simulation.queue.popleft())
     simulation.run()
-    formed = {}
-    for _, kind, payload, _ in simulation.journal:
-        if kind == "MembersFormed" and '"client' in payload:
-            fact = JobSpec and payload
-            party = "client0" if '"client0"' in fact else "client1"
-            formed[party] = {name for name in "abcd" if f'"worker_id":"{name}"' in fact}
+    formed = {
+        fact.party: {member.worker_id for member in fact.members}  # type: ignore[union-attr]
+        for fact in simulation.facts(MembersFormed)
+        if fact.party  # type: ignore[union-attr]
+    }
+    assert formed.keys() == {"client0", "client1"}
     assert formed["client0"].isdisjoint(formed["client1"])
     assert len(formed["client0"] | formed["client1"]) == 4
 

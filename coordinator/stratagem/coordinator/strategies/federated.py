@@ -13,7 +13,7 @@ for, where its rows lie on one worker). Only a deadline with a quorum, or over-s
 anybody out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from stratagem.common.errors import Violation
@@ -41,7 +41,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies.contract import PartyView, Standing
 from stratagem.coordinator.strategies.federated_outlook import outlook as outlook
 from stratagem.coordinator.strategies.federated_rounds import (
@@ -83,6 +83,17 @@ def init(job: JobSpec, party: Party) -> FederatedRun:
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round that the facts call for."""
+    return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
+
+
+def decide_round(
+    job: JobSpec,
+    value: FederatedRun,
+    world: World,
+    now_s: float,
+    train: Callable[[list[WorkerRecord]], Fact | None],
+) -> Fact | None:
+    """The next step of the round; while it is open, what `train` decides of its clients."""
     if failed := too_deadly(value):
         return failed
     workers = eligible(job, world, value.fingerprint)
@@ -102,7 +113,7 @@ def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fac
         return open_round(job, value, now_s)
     if value.accepted:
         return None
-    return close(job, value, now_s) or assign(job, value, workers)
+    return close(job, value, now_s) or train(workers)
 
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:

@@ -29,18 +29,8 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies import federated, nested
 from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
-from stratagem.coordinator.strategies.federated_rounds import (
-    close,
-    complete,
-    evaluated,
-    form_roster,
-    new_helper,
-    open_round,
-    too_deadly,
-)
 from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.nested import Child
-from stratagem.coordinator.strategies.placement import eligible
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 
@@ -117,24 +107,9 @@ def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | N
     rounds = value.rounds
     if value.failure is not None:
         return RunFailed(reason=value.failure.reason, error=value.failure.error)
-    if failed := too_deadly(rounds):
-        return failed
-    workers = eligible(job, world, rounds.fingerprint)
-    if helper := new_helper(job, rounds, workers):
-        return helper
-    if rounds.committed is None:
-        return None
-    if metrics := evaluated(job, rounds):
-        return metrics
-    if not rounds.roster:
-        return form_roster(job, rounds, workers)
-    if rounds.committed.segment == spec_of(job).rounds:
-        return complete(rounds)
-    if not rounds.selected:
-        return open_round(job, rounds, now_s)
-    if rounds.accepted:
-        return None
-    return close(job, rounds, now_s) or _of_clients(value, world, now_s)
+    return federated.decide_round(
+        job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
+    )
 
 
 def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
