@@ -18,17 +18,13 @@ from stratagem.worker.execution_train import Segment, account, parts_to_proto, r
 from stratagem.worker.party_pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.state_store import freeze
-from stratagem.worker.work import Tally, Work
+from stratagem.worker.work import Work
 
 
 def train_stages(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     """Train to plan.to_step; the result, and the membership that it was computed under."""
     holding = work.holding
-    if holding.lineage != plan.lineage:
-        holding.drop()
-        holding.lineage = plan.lineage
-    if holding.tally.segment != work.segment:
-        holding.tally = Tally(work.segment)
+    holding.begin(plan.lineage, work.segment)
     view = work.control.view
     while True:
         try:

@@ -20,7 +20,7 @@ from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Tr
 from stratagem.worker.exchange import Exchange, ExchangeError, GossipExchange
 from stratagem.worker.party import give_up, join
 from stratagem.worker.state_store import freeze
-from stratagem.worker.work import Tally, Work
+from stratagem.worker.work import Work
 
 PROGRESS_INTERVAL_S: Final = 0.1
 NUM_EVALUATION_SLICES: Final = 16
@@ -47,12 +47,7 @@ class Segment:
 def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     """Train to plan.to_step; the result, and the membership that it was computed under."""
     holding = work.holding
-    if holding.lineage != plan.lineage:
-        # The party begins from another state, perhaps with other hyperparameters.
-        holding.drop()
-        holding.lineage = plan.lineage
-    if holding.tally.segment != work.segment:
-        holding.tally = Tally(work.segment)
+    holding.begin(plan.lineage, work.segment)
     view = work.control.view
     while True:
         try:

@@ -101,6 +101,15 @@ class Holding:
         """Steps applied to the state held; None without a state."""
         return None if self.trainer is None else self.trainer.step
 
+    def begin(self, lineage: int, segment: int) -> None:
+        """A plan of this lineage and segment begins; a state of an earlier lineage is dropped."""
+        if self.lineage != lineage:
+            # The party begins from another state, perhaps with other hyperparameters.
+            self.drop()
+            self.lineage = lineage
+        if self.tally.segment != segment:
+            self.tally = Tally(segment)
+
     def leave(self) -> None:
         """Give up the exchange; its membership is over for this session."""
         exchange, self.exchange = self.exchange, None
