@@ -22,6 +22,7 @@ from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
+from stratagem.worker.engine.passes import Counted, Passes, Rows
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints, user_code
 from stratagem.worker.losses import make_loss
@@ -64,9 +65,9 @@ class ClientRunner:
         self._data = ClientData(job, entrypoints, sources or DataSources())
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         self._params = [p for p in self._model.parameters() if p.requires_grad]
-        self._loss = make_loss(job.loss, entrypoints)
-        self._gather = Gather(float_dtype(job), device)
-        self._randomness = KeyedRandomness(self._model, device)
+        loss, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
+        randomness = KeyedRandomness(self._model, device)
+        self._passes = Passes(self._model, loss, gather, randomness)
 
     def run(
         self,
@@ -94,16 +95,16 @@ class ClientRunner:
             for local_epoch in range(local_epochs):
                 epoch = (round_num - 1) * local_epochs + local_epoch
                 order = client_order(len(data), self._job.seed, client, epoch)
-                for rows in torch.split(order, self._job.batch_size):
+                for indices in torch.split(order, self._job.batch_size):
                     check()
-                    self._randomness.begin(self._job.seed, "client", client, round_num, num_steps)
+                    key = (self._job.seed, "client", client, round_num, num_steps)
                     num_steps += 1
                     activity = f"round {round_num}, client {client}, step {num_steps}"
-                    mean, weight = self._step(optimizer, anchors, (data, rows), activity)
-                    loss_sum += mean * weight
-                    weight_sum += weight
+                    counted = self._step(optimizer, anchors, Rows(data, indices, activity), key)
+                    loss_sum += counted.loss * counted.weight
+                    weight_sum += counted.weight
         finally:
-            self._randomness.end()
+            self._passes.randomness.end()
         failpoint("worker.client_round.after_training")
         tensors = state.copied(state.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
@@ -128,27 +129,22 @@ class ClientRunner:
         self,
         optimizer: torch.optim.Optimizer,
         anchors: list[Tensor],
-        batch: tuple[Dataset, Tensor],
-        activity: str,
-    ) -> tuple[float, float]:
-        """One local update; (mean loss, weight)."""
-        dataset, rows = batch
-        x, y = self._gather(dataset, rows, activity)
-        with user_code(activity):
-            loss = self._loss(self._model(x), y, len(rows))
-            optimizer.zero_grad()
-            loss.mean.backward()  # type: ignore[no-untyped-call]
-        mean = float(loss.mean.detach())
-        _check_finite(mean, activity)
+        rows: Rows,
+        key: tuple[int | str, ...],
+    ) -> Counted:
+        """One local update."""
+        optimizer.zero_grad()
+        counted = self._passes.run(rows, key, is_weighted=False)
+        _check_finite(counted.loss, rows.activity)
         # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
         # with mu = 0 is FedAvg to the bit.
         for param, anchor in zip(self._params, anchors, strict=False):
             if param.grad is not None:
                 param.grad.add_(param.detach() - anchor, alpha=self._mu)
         clip(self._params, self._job.optimizer.clip_norm)
-        with user_code(activity):
+        with user_code(rows.activity):
             optimizer.step()
-        return mean, loss.weight
+        return counted
 
 
 def _check_finite(loss: float, activity: str) -> None:

@@ -22,6 +22,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import check_finite, check_gradients
+from stratagem.worker.engine.passes import Passes, Rows
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, StepReport
 from stratagem.worker.entrypoints import user_code
@@ -58,7 +59,7 @@ class _Node:
     model: nn.Module
     params: list[tuple[str, nn.Parameter]]
     optimizer: torch.optim.Optimizer
-    randomness: KeyedRandomness
+    passes: Passes
     sums: _Sums = field(default_factory=_Sums)
 
     @property
@@ -119,24 +120,23 @@ class GossipTrainer:
         activity, step = f"training step {self.step + 1}", self.step + 1
         node.model.train()
         node.optimizer.zero_grad()
-        node.randomness.begin(self._job.seed, self.step, number, _MICRO_BATCH)
         try:
-            x, y = self._setup.gather(self._setup.data["train"], rows, activity)
-            with user_code(activity):
-                loss = self._setup.loss(node.model(x), y, len(rows))
-            failpoint("worker.gossip.before_backward")
-            with user_code(activity):
-                loss.mean.backward()  # type: ignore[no-untyped-call]
+            counted = node.passes.run(
+                Rows(self._setup.data["train"], rows, activity),
+                (self._job.seed, self.step, number, _MICRO_BATCH),
+                is_weighted=False,
+                before_backward=lambda: failpoint("worker.gossip.before_backward"),
+            )
         finally:
-            node.randomness.end()
-        mean, weight = float(loss.mean.detach()), float(loss.weight)
-        check_finite("loss" if weight else "loss (nothing was counted)", mean, step)
+            node.passes.randomness.end()
+        what = "loss" if counted.weight else "loss (nothing was counted)"
+        check_finite(what, counted.loss, step)
         check_gradients([p.grad for _, p in node.params if p.grad is not None], step)
         set_learning_rate(node.optimizer, rate)
         clip([param for _, param in node.params], self._job.optimizer.clip_norm)
         with user_code(activity):
             node.optimizer.step()
-        return mean, weight
+        return counted.loss, counted.weight
 
     @torch.no_grad()
     def end_segment(self, exchange: GossipExchange) -> Summary:
@@ -244,7 +244,8 @@ class GossipTrainer:
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(setup.job.optimizer, [param for _, param in params])
-    return _Node(model, params, optimizer, KeyedRandomness(model, setup.gather.device))
+    randomness = KeyedRandomness(model, setup.gather.device)
+    return _Node(model, params, optimizer, Passes(model, setup.loss, setup.gather, randomness))
 
 
 def _prefix(number: int) -> str:

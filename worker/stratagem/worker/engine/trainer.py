@@ -25,6 +25,7 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
 from stratagem.worker.engine.finite import check_finite, check_gradients
+from stratagem.worker.engine.passes import Passes, Rows
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.exchange import Exchange
@@ -66,7 +67,7 @@ class Trainer:
     def __init__(self, setup: Setup) -> None:
         job, self.model = setup.job, setup.model
         self.job, self._data, self._evaluator = job, setup.data, setup.evaluator
-        self._loss, self._gather, self._randomness = setup.loss, setup.gather, setup.randomness
+        self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness)
         if "train" not in setup.data:
             known = ", ".join(setup.data) or "none"
             raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
@@ -110,7 +111,7 @@ class Trainer:
             self._buffers.restore()
             raise
         finally:
-            self._randomness.end()
+            self._passes.randomness.end()
         failpoint("worker.step.before_apply")
         loss, weight = self._apply(exchange, totals, len(live), self._divisor(indices) is None)
         failpoint("worker.step.after_apply")
@@ -158,16 +159,14 @@ class Trainer:
         activity = f"training step {self.step + 1}"
         exchange.begin_shard(shard)
         self._reached.clear()
-        self._randomness.begin(self.job.seed, self.step, shard, _MICRO_BATCH)
-        x, y = self._gather(self._data["train"], rows, activity)
-        with user_code(activity):
-            loss = self._loss(self.model(x), y, len(rows))
-        failpoint("worker.step.before_backward")
-        with user_code(activity):
-            (loss.mean * loss.weight).backward()  # type: ignore[no-untyped-call]
+        counted = self._passes.run(
+            Rows(self._data["train"], rows, activity),
+            (self.job.seed, self.step, shard, _MICRO_BATCH),
+            is_weighted=True,
+            before_backward=lambda: failpoint("worker.step.before_backward"),
+        )
         extras = torch.zeros(self.num_extras, dtype=torch.float64)
-        extras[_WEIGHT] = loss.weight
-        extras[_LOSS] = float(loss.mean.detach()) * loss.weight
+        extras[_WEIGHT], extras[_LOSS] = counted.weight, counted.loss * counted.weight
         extras[[_FIXED + index for index in sorted(self._reached)]] = 1.0
         extras[_FIXED + len(self.params) :] = self._buffers.contribution(shard, len(live))
         return extras
