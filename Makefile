@@ -27,10 +27,10 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/buf lint
 	$(BIN)/mypy
 
-test: setup  ## all tests but the crash sweep
+test: setup  ## all tests but the long ones
 	$(BIN)/python -m pytest -q -m "not sweep" --numprocesses 2 --dist loadfile
 
-sweep: setup  ## kill each process at each failpoint and compare the bits
+sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
 	$(BIN)/python -m pytest -q -m sweep
 
 bench: setup  ## print the benchmark tables

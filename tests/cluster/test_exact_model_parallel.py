@@ -183,7 +183,7 @@ def stuck(
     return spec, run, formed[1]["worker_id"]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_a_killed_stage_returns_all_to_the_last_commit(
     exact_cluster: LocalCluster, client: Client, gates: Gates, num_replicas: int
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_killed_stage_behind_a_store(
     until(lambda: not list(activations.rglob("*")), "the folder is empty")
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_stage_that_drains_leaves_after_its_step(
     exact_cluster: LocalCluster, client: Client, gates: Gates, num_replicas: int
 ) -> None:
@@ -228,6 +228,7 @@ def test_a_stage_that_drains_leaves_after_its_step(
     assert_same_bits(outcome.state, expected.state)
 
 
+@pytest.mark.sweep
 def test_a_frozen_stage_is_replaced(
     exact_cluster: LocalCluster, client: Client, gates: Gates
 ) -> None:

@@ -118,8 +118,15 @@ async def test_two_workers_equal_the_sharded_loop(
         assert_same_bits(model_of(tensors), reference(spec, 2, 10))
 
 
-@pytest.mark.parametrize("failpoint", ["worker.step.before_backward", "worker.step.before_apply"])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("alone", "failpoint"),
+    [
+        (False, "worker.step.before_backward"),
+        (True, "worker.step.before_apply"),
+        pytest.param(False, "worker.step.before_apply", marks=pytest.mark.sweep),
+        pytest.param(True, "worker.step.before_backward", marks=pytest.mark.sweep),
+    ],
+)
 async def test_a_lost_member_is_replaced_and_its_step_done_again(
     own_rig: Rig, failpoint: str, alone: bool
 ) -> None:
