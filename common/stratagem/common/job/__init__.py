@@ -1,6 +1,7 @@
 """The job document: its sections, how it is read from a file, its canonical text."""
 
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
+from stratagem.common.job.compression import CompressionSpec
 from stratagem.common.job.derive import with_fields
 from stratagem.common.job.every import Every
 from stratagem.common.job.files import load_job, parse_yaml
@@ -19,6 +20,7 @@ from stratagem.common.job.spec import JobSpec
 
 __all__ = [
     "CheckpointSpec",
+    "CompressionSpec",
     "DataSpec",
     "EdgeSpec",
     "EvaluationSpec",

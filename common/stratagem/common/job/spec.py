@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
+from stratagem.common.job.compression import CompressionSpec, why_not_compressed
 from stratagem.common.job.every import Every, Unit
 from stratagem.common.job.nesting import effective
 from stratagem.common.job.search import SearchSpaceField
@@ -63,6 +64,7 @@ class JobSpec(Section):
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
     strategy: StrategyField = Local()
     execution: ExecutionSpec = ExecutionSpec()
+    compression: CompressionSpec | None = None
     partition: PartitionSpec | None = None
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
@@ -89,6 +91,7 @@ class JobSpec(Section):
                 *_units(self),
                 *_graph_strategy(self),
                 *_order_of_sums(self),
+                *_compression(self),
             ]
         )
         return self
@@ -197,6 +200,12 @@ def _order_of_sums(job: JobSpec) -> list[Violation]:
         return []
     text = f"{how} adds in an order that depends on the workers; set execution.deterministic: false"
     return [Violation("strategy.options.all_reduce", text)]
+
+
+def _compression(job: JobSpec) -> list[Violation]:
+    if job.compression is None:
+        return []
+    return list(why_not_compressed(job.compression, job.strategy, job.execution.precision))
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -1,0 +1,178 @@
+"""What a codec is: a pure function from tensors and explicit state to bytes, and back.
+
+A codec is made for a layout (names and shapes), from which the size of its payload follows, so a
+receiver allocates before the first byte. Tensors are flat float32 arrays in the order of the
+layout. Knows neither torch nor the network.
+
+    Codec         all tensors of one shard at once; may keep state
+    TensorCodec   one tensor, without state; `PerTensor` makes a Codec of them
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stratagem.common.compression.hashing import derive
+
+FloatArray = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+State = Mapping[str, FloatArray]
+"""What a codec keeps from one payload to the next, by `<kind>/<tensor name>`; flat float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor by name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def raw_bytes(self) -> int:
+        """As float32."""
+        return 4 * self.numel
+
+
+Layout = Sequence[TensorLayout]
+
+
+class Codec(Protocol):
+    """For one layout. Every method may be called from any thread."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of every payload, all metadata included."""
+
+    @property
+    def bypassed(self) -> tuple[str, ...]:
+        """Tensors that are sent as they are, because coding them would save nothing."""
+
+    def initial_state(self) -> State:
+        """Before the first payload; empty for a codec that keeps nothing."""
+
+    def encode(
+        self, tensors: Sequence[FloatArray], state: State, key: int
+    ) -> tuple[ByteArray, State]:
+        """The payload and the state after it; nothing that is given is modified.
+
+        key: 32 bits, another one for each payload; random choices follow from it. Raises
+        NonFiniteError: a NaN would stay in a residual for ever.
+        """
+
+    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
+        """What the receiver makes of a payload that was encoded with the key."""
+
+
+class TensorCodec(Protocol):
+    """For one tensor of known size."""
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    def encode(self, x: FloatArray, seed: int) -> ByteArray:
+        """x is flat and finite; not modified."""
+
+    def decode(self, payload: ByteArray) -> FloatArray: ...
+
+
+class NonFiniteError(ValueError):
+    """A tensor holds a NaN or an infinity; `name` says which tensor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"{name} has values that are not finite")
+
+
+def check_finite(layout: Layout, tensors: Sequence[FloatArray]) -> None:
+    """Raises NonFiniteError, or ValueError where tensors are not those of the layout."""
+    for spec, tensor in zip(layout, tensors, strict=True):
+        if tensor.shape != (spec.numel,) or tensor.dtype != np.float32:
+            raise ValueError(
+                f"{spec.name} is {tensor.dtype} {tensor.shape}, expected float32 ({spec.numel},)"
+            )
+        if not np.isfinite(tensor).all():
+            raise NonFiniteError(spec.name)
+
+
+class Plain:
+    """The tensor as it is: float32, little endian."""
+
+    def __init__(self, numel: int) -> None:
+        self.payload_bytes = 4 * numel
+
+    def encode(self, x: FloatArray, seed: int) -> ByteArray:
+        del seed
+        return to_bytes(x)
+
+    def decode(self, payload: ByteArray) -> FloatArray:
+        return from_bytes(payload, "<f4").astype(np.float32)
+
+
+class PerTensor:
+    """Each tensor by a codec of its own; as it is where that would not make it smaller."""
+
+    def __init__(self, layout: Layout, codecs: Sequence[TensorCodec]) -> None:
+        self._layout = layout
+        self.bypassed = tuple(
+            spec.name
+            for spec, codec in zip(layout, codecs, strict=True)
+            if spec.numel and codec.payload_bytes >= spec.raw_bytes
+        )
+        self._codecs = [
+            Plain(spec.numel) if codec.payload_bytes >= spec.raw_bytes else codec
+            for spec, codec in zip(layout, codecs, strict=True)
+        ]
+        self.payload_bytes = sum(codec.payload_bytes for codec in self._codecs)
+
+    def initial_state(self) -> State:
+        return {}
+
+    def encode(
+        self, tensors: Sequence[FloatArray], state: State, key: int
+    ) -> tuple[ByteArray, State]:
+        check_finite(self._layout, tensors)
+        parts = [
+            codec.encode(tensor, derive(key, place))
+            for place, (codec, tensor) in enumerate(zip(self._codecs, tensors, strict=True))
+        ]
+        return joined(parts), state
+
+    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
+        del key
+        parts = split(payload, [codec.payload_bytes for codec in self._codecs])
+        return [codec.decode(part) for codec, part in zip(self._codecs, parts, strict=True)]
+
+
+def to_bytes(values: NDArray[np.generic]) -> ByteArray:
+    """A copy of the bytes, little endian."""
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return np.frombuffer(little.tobytes(), np.uint8)
+
+
+def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
+    """A view of the bytes, which may lie anywhere, as elements."""
+    return np.ascontiguousarray(payload).view(dtype)
+
+
+def joined(parts: Sequence[ByteArray]) -> ByteArray:
+    """One array of all bytes."""
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
+    """The way back. Raises ValueError unless the sizes are exactly those of the payload."""
+    if payload.shape != (sum(sizes),):
+        raise ValueError(f"a payload of {payload.size} bytes came, expected {sum(sizes)}")
+    ends = np.cumsum([0, *sizes])
+    return [payload[a:b] for a, b in itertools.pairwise(ends)]

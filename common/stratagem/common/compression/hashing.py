@@ -1,0 +1,68 @@
+"""Random numbers that are a function of (seed, place): the same on every machine and device.
+
+`lowbias32` is a bijection of 32-bit words with little bias
+(https://nullprogram.com/blog/2018/07/31/). Nothing is drawn in an order, so any part of a tensor
+can be computed alone. Must not know codecs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint32]
+
+SIGN_SALT: Final = 0x9E3779B9
+_WORD: Final = 0xFFFFFFFF
+
+
+def lowbias32(x: Words) -> Words:
+    """x: uint32, not modified."""
+    x = x ^ (x >> np.uint32(16))
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def hash32(seed: int, places: Words) -> Words:
+    """One word per place (uint32)."""
+    return lowbias32(lowbias32(places) ^ np.uint32(seed))
+
+
+def uniform(seed: int, places: Words) -> NDArray[np.float32]:
+    """float32 in [0, 1), multiples of 2^-24."""
+    bits = (hash32(seed, places) >> np.uint32(8)).astype(np.float32)
+    return bits * np.float32(2.0**-24)
+
+
+def derive(seed: int, *parts: int) -> int:
+    """A 32-bit seed for something that is named by whole numbers >= 0 of any size."""
+    words = [seed & _WORD]
+    for part in (seed >> 32, *parts):
+        while part > _WORD:
+            words.append(part & _WORD)
+            part >>= 32
+        words.append(part)
+    state = 0
+    for word in words:
+        state = int(hash32(state, np.array([word], np.uint32))[0])
+    return state
+
+
+def name_seed(name: str) -> int:
+    """A 32-bit seed that a name has in every process."""
+    return zlib.crc32(name.encode())
+
+
+def places(num: int) -> Words:
+    """0, 1, ... num - 1, modulo 2^32."""
+    return np.arange(num, dtype=np.uint64).astype(np.uint32) if num > _WORD else _arange(num)
+
+
+def _arange(num: int) -> Words:
+    return np.arange(num, dtype=np.uint32)

@@ -1,0 +1,80 @@
+"""Ternary: -1, 0 or +1 times one scale per tensor, two bits per element.
+
+Deterministic: sign(x) where |x| > t = threshold_fraction · mean|x|, and the scale that fits best,
+which is the mean |x| of what is kept (Ternary Weight Networks, https://arxiv.org/abs/1605.04711).
+It is biased and wants error feedback (https://arxiv.org/abs/1901.09847).
+Stochastic: sign(x) with probability |x| / max|x|, scale max|x|; unbiased (TernGrad,
+https://arxiv.org/abs/1705.07878).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
+from stratagem.common.compression.hashing import places, uniform
+
+Trits = NDArray[np.int8]
+
+
+class Ternary:
+    """float32 scale, then four elements per byte: ceil(n / 4) + 4 bytes."""
+
+    def __init__(self, numel: int, *, threshold_fraction: float, stochastic: bool) -> None:
+        self.payload_bytes = 4 + -(-numel // 4)
+        self._numel = numel
+        self._threshold_fraction, self._stochastic = threshold_fraction, stochastic
+
+    def encode(self, x: FloatArray, seed: int) -> ByteArray:
+        if self._stochastic:
+            trits, scale = quantise_stochastic(x, seed)
+        else:
+            trits, scale = quantise(x, self._threshold_fraction)
+        return joined([to_bytes(np.array([scale], np.float32)), pack(trits)])
+
+    def decode(self, payload: ByteArray) -> FloatArray:
+        values: FloatArray = unpack(payload[4:], self._numel).astype(np.float32)
+        values *= from_bytes(payload[:4], "<f4")
+        return values
+
+
+def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
+    """(trits, scale). x: (n,) float32, not modified; all zeros give scale 0."""
+    magnitude = np.abs(x)
+    threshold = np.float32(threshold_fraction) * mean(magnitude)
+    kept = magnitude > threshold
+    trits = np.sign(x).astype(np.int8) * kept
+    return trits, mean(magnitude[kept])
+
+
+def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
+    """(trits, scale) with E[trits · scale] = x."""
+    magnitude = np.abs(x)
+    scale = np.float32(np.max(magnitude, initial=0.0))
+    kept = uniform(seed, places(x.size)) * scale < magnitude
+    return np.sign(x).astype(np.int8) * kept, scale
+
+
+def mean(values: FloatArray) -> np.float32:
+    """Added in float64, rounded once; 0 of nothing."""
+    return np.float32(np.add.reduce(values, dtype=np.float64) / max(1, values.size))
+
+
+def pack(trits: Trits) -> ByteArray:
+    """Element i at bits 2(i mod 4) of byte i // 4: 0 -> 00, +1 -> 01, -1 -> 10."""
+    codes = np.zeros(-(-trits.size // 4) * 4, np.uint8)
+    codes[: trits.size] = (trits > 0) | ((trits < 0).astype(np.uint8) << np.uint8(1))
+    quads = codes.reshape(-1, 4)
+    packed = quads[:, 0] | quads[:, 1] << np.uint8(2)
+    packed |= quads[:, 2] << np.uint8(4) | quads[:, 3] << np.uint8(6)
+    return packed
+
+
+def unpack(packed: ByteArray, numel: int) -> Trits:
+    """The way back. Raises ValueError at the code 11, which nothing packs."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)
+    codes = ((packed[:, None] >> shifts) & np.uint8(3)).reshape(-1)[:numel]
+    if (codes == 3).any():
+        raise ValueError("a ternary payload holds the code 11")
+    return (codes & np.uint8(1)).astype(np.int8) - (codes >> np.uint8(1)).astype(np.int8)

@@ -1,0 +1,204 @@
+"""vsa: all tensors in one vector of d places, by a vector symbolic architecture.
+
+Each tensor is sketched to d places with hashed signs and permutations (a count sketch, as in
+FetchSGD, https://arxiv.org/abs/2007.07682), bound to a key of ±1 that belongs to its name, and
+added to the others. Binding is the product, which undoes itself: the vector times a tensor's key
+is the tensor's sketch plus what the others leave, which looks like noise. Nothing of size n × d is
+ever made. A scale per tensor, the least-squares one, keeps every decoded tensor the best multiple
+of its direction, so error feedback cannot diverge. Signs and places change with every payload:
+what one payload cannot show, a later one can.
+
+Where the payload would not be smaller than the tensors, all are sent as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stratagem.common.compression.codec import (
+    ByteArray,
+    FloatArray,
+    Layout,
+    Plain,
+    State,
+    TensorCodec,
+    check_finite,
+    from_bytes,
+    joined,
+    split,
+    to_bytes,
+)
+from stratagem.common.compression.hashing import (
+    SIGN_SALT,
+    Words,
+    derive,
+    hash32,
+    name_seed,
+    places,
+)
+from stratagem.common.compression.int8 import Int8
+from stratagem.common.compression.ternary import Ternary
+
+MIN_DIMENSION: Final = 64
+_SKETCH_THRESHOLD_FRACTION: Final = 0.7
+_KEY_SALT: Final = 0x5BD1E995
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A linear map from n values to d: place j of block b holds element b·d + (a_b·j + c_b mod d),
+    or 0 beyond n, times a sign; the sketch is the sum over the blocks, ascending."""
+
+    seed: int
+    numel: int
+    dimension: int
+    """A power of two, so that an odd a_b makes a permutation."""
+
+    def project(self, x: FloatArray) -> FloatArray:
+        """(n,) -> (d,)."""
+        total = np.zeros(self.dimension, np.float32)
+        for block in range(self._num_blocks):
+            elements, signs = self._block(block)
+            inside = elements < self.numel
+            values = np.where(inside, x[np.where(inside, elements, 0)], np.float32(0.0))
+            total += values * signs
+        return total
+
+    def transpose(self, y: FloatArray) -> FloatArray:
+        """(d,) -> (n,)."""
+        x = np.empty(self.numel, np.float32)
+        for block in range(self._num_blocks):
+            elements, signs = self._block(block)
+            inside = elements < self.numel
+            x[elements[inside]] = (y * signs)[inside]
+        return x
+
+    @property
+    def _num_blocks(self) -> int:
+        return -(-self.numel // self.dimension)
+
+    def _block(self, block: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], FloatArray]:
+        """(element of each place, sign of each place)."""
+        pair = np.array([2 * block, 2 * block + 1], np.uint64).astype(np.uint32)
+        a, c = hash32(self.seed, pair)
+        here = places(self.dimension)
+        inner = ((a | np.uint32(1)) * here + c) & np.uint32(self.dimension - 1)
+        elements = inner.astype(np.int64) + block * self.dimension
+        first = np.uint32(block * self.dimension & 0xFFFFFFFF)
+        return elements, signs_of(self.seed ^ SIGN_SALT, here + first)
+
+
+def signs_of(seed: int, where: Words) -> FloatArray:
+    """+1 where the hash is even, else -1."""
+    odd = (hash32(seed, where) & np.uint32(1)).astype(np.float32)
+    return np.float32(1.0) - np.float32(2.0) * odd
+
+
+def key_of(name: str, dimension: int) -> FloatArray:
+    """The ±1 key of a tensor; follows from its name alone."""
+    return signs_of(name_seed(name) ^ _KEY_SALT, places(dimension))
+
+
+def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
+    """Also the way back: a key of ±1 undoes itself."""
+    return vector * key
+
+
+def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
+    """The sum, in order."""
+    total = vectors[0].copy()
+    for vector in vectors[1:]:
+        total += vector
+    return total
+
+
+class Vsa:
+    """The bundle by its own codec, then a float32 scale per tensor in order of the layout."""
+
+    def __init__(self, layout: Layout, *, dimension_fraction: float, sketch_codec: str) -> None:
+        self._layout = layout
+        # In order of name, wherever a tensor stands: bundles of all processes are alike.
+        self._order = sorted(range(len(layout)), key=lambda place: layout[place].name)
+        numel = sum(spec.numel for spec in layout)
+        self._dimension = power_of_two_below(dimension_fraction * numel)
+        self._inner = _inner_codec(sketch_codec, self._dimension)
+        self.payload_bytes = self._inner.payload_bytes + 4 * len(layout)
+        self._is_bypassed = self.payload_bytes >= 4 * numel
+        self.bypassed: tuple[str, ...] = ()
+        if self._is_bypassed:
+            self.payload_bytes = 4 * numel
+            self.bypassed = tuple(spec.name for spec in layout if spec.numel)
+
+    def initial_state(self) -> State:
+        return {}
+
+    def encode(
+        self, tensors: Sequence[FloatArray], state: State, key: int
+    ) -> tuple[ByteArray, State]:
+        check_finite(self._layout, tensors)
+        if self._is_bypassed:
+            return joined([to_bytes(tensor) for tensor in tensors]), state
+        bound = [
+            bind(
+                self._sketch(place, key).project(tensors[place]),
+                key_of(self._layout[place].name, self._dimension),
+            )
+            for place in self._order
+        ]
+        coded = self._inner.encode(bundle(bound), derive(key, len(self._layout)))
+        guesses = self._unbound(coded, key)
+        scales = [best_scale(x, y) for x, y in zip(tensors, guesses, strict=True)]
+        return joined([coded, to_bytes(np.array(scales, np.float32))]), state
+
+    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
+        if self._is_bypassed:
+            parts = split(payload, [spec.raw_bytes for spec in self._layout])
+            return [from_bytes(part, "<f4").astype(np.float32) for part in parts]
+        coded, scales = split(payload, [self._inner.payload_bytes, 4 * len(self._layout)])
+        return [
+            guess * scale
+            for guess, scale in zip(
+                self._unbound(coded, key), from_bytes(scales, "<f4"), strict=True
+            )
+        ]
+
+    def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
+        """Each tensor up to its scale."""
+        vector = self._inner.decode(coded)
+        return [
+            self._sketch(place, key).transpose(bind(vector, key_of(spec.name, self._dimension)))
+            for place, spec in enumerate(self._layout)
+        ]
+
+    def _sketch(self, place: int, key: int) -> Sketch:
+        spec = self._layout[place]
+        return Sketch(derive(key, name_seed(spec.name)), spec.numel, self._dimension)
+
+
+def power_of_two_below(value: float) -> int:
+    """The largest one that is not above; at least MIN_DIMENSION."""
+    return max(MIN_DIMENSION, 1 << max(0, int(value).bit_length() - 1))
+
+
+def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
+    """The s for which s·y is nearest to x; 0 where y is nothing."""
+    wide = y.astype(np.float64)  # squares of float32 overflow
+    square = np.add.reduce(wide * wide)
+    product = np.add.reduce(wide * x)
+    return np.float32(product / square if square else 0.0)
+
+
+def _inner_codec(name: str, dimension: int) -> TensorCodec:
+    match name:
+        case "int8":
+            return Int8(dimension, stochastic=False)
+        case "ternary":
+            return Ternary(
+                dimension, threshold_fraction=_SKETCH_THRESHOLD_FRACTION, stochastic=False
+            )
+        case _:
+            return Plain(dimension)
