@@ -1,6 +1,5 @@
 """What a strategy that fails, or is gone, does to its own run and to others: only the former."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,7 +7,9 @@ import pytest
 from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.strategies import federated, local, missing, table
+from stratagem.coordinator.strategies import federated, missing, table
+from stratagem.coordinator.strategies.contract import Strategy
+from stratagem.coordinator.strategies.local import STRATEGY as local
 from tests.core.simulation import RUN, Simulation, job, register, start
 from tests.core.test_runs import FEDERATED, LOCAL
 
@@ -69,9 +70,8 @@ def test_submitting_it_is_refused(installed: dict[str, object]) -> None:
         Simulation().tell(SubmitRun(RUN, job(LOCAL), 0.0))
 
 
-@pytest.mark.parametrize("strategy", [local, federated, missing], ids=lambda s: s.__name__)
-def test_every_strategy_has_the_whole_contract(strategy: ModuleType) -> None:
-    from stratagem.coordinator.strategies.contract import Strategy
-
+@pytest.mark.parametrize("name", [*table.registered(), "missing"])
+def test_every_strategy_has_the_whole_contract(name: str) -> None:
+    strategy = missing if name == "missing" else table._load(name)
     wanted = {name for name in vars(Strategy) if not name.startswith("_")}
-    assert wanted <= set(vars(strategy))
+    assert wanted <= set(dir(strategy))

@@ -17,18 +17,27 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
-from stratagem.coordinator.strategies import segments
-from stratagem.coordinator.strategies.segments import PartyRun, Shape
+from stratagem.coordinator.strategies.segments import (
+    PartyRun,
+    Shape,
+    Synchronous,
+    one_part,
+    part_per_member,
+)
 from tests.core.simulation import ROWS, RUN, digest, job, member, register
 
 pytestmark = pytest.mark.core
 
 ROOT = Party("")
 JOB = JobSpec.from_json(job({"type": "Local"}, checkpoint={"every": "5 steps"}))
-SOLE = Shape(num_shards=3, min_members=1, parts_of=segments.part_per_member, is_sole_copy=True)
+SOLE = Shape(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
 PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
 """Two parts; two members hold each of them."""
 A, B, C, D = (member(name) for name in "abcd")
+
+
+def under(shape: Shape) -> Synchronous:
+    return Synchronous(check=lambda _: [], shape=lambda _: shape)
 
 
 def formed(membership: int, *members: Member) -> MembersFormed:
@@ -72,8 +81,8 @@ BUILT = ModelBuilt(
 
 def play(shape: Shape, run: PartyRun, *facts: Fact) -> PartyRun:
     for fact in facts:
-        assert segments.is_welcome(run, fact) == ""
-        run = segments.transition(run, fact, shape)
+        assert under(shape).is_welcome(JOB, run, fact) == ""
+        run = under(shape).transition(JOB, run, fact, 0.0)
     return run
 
 
@@ -86,7 +95,7 @@ def training(shape: Shape, *members: Member) -> PartyRun:
 
 
 def due(shape: Shape, run: PartyRun) -> tuple[CommitSegment | None, RunSegment | None]:
-    effects = segments.pending(RUN, JOB, run, shape)
+    effects = under(shape).pending(RUN, JOB, run)
     commit = [each for each in effects if isinstance(each, CommitSegment)]
     segment = [each for each in effects if isinstance(each, RunSegment)]
     return (commit[0] if commit else None), (segment[0] if segment else None)
@@ -138,7 +147,7 @@ def test_any_change_of_members_returns_sole_copies_to_the_last_commit(
 
 def test_failed_exchange_returns_sole_copies_to_the_last_commit() -> None:
     before = training(SOLE, A, B, C)
-    fact = segments.reform(before, ROOT, "socket closed")
+    fact = under(SOLE).reform(before, ROOT, "socket closed")
     assert fact is not None
     run = play(SOLE, before, fact)
     assert (run.members, run.membership, run.lineage) == ((A, B, C), 2, 1)
@@ -155,8 +164,10 @@ def test_lineage_rises_each_time_and_never_before_there_is_a_state() -> None:
 def test_what_the_old_members_still_report_is_stale() -> None:
     before = training(SOLE, A, B, C)
     run = play(SOLE, before, formed(2, A, B))
-    assert "expected (segment, membership) (2, 2)" in segments.is_welcome(run, finished(before, 15))
-    assert segments.is_welcome(run, committed(2))
+    assert "expected (segment, membership) (2, 2)" in under(SOLE).is_welcome(
+        JOB, run, finished(before, 15)
+    )
+    assert under(SOLE).is_welcome(JOB, run, committed(2))
 
 
 def test_resumed_run_begins_after_its_last_commit_with_a_new_lineage() -> None:
@@ -165,7 +176,7 @@ def test_resumed_run_begins_after_its_last_commit_with_a_new_lineage() -> None:
 
 
 def test_replicas_of_the_whole_state_go_on_as_ever() -> None:
-    shape = replace(SOLE, parts_of=segments.one_part, is_sole_copy=False)
+    shape = replace(SOLE, parts_of=one_part, is_sole_copy=False)
     run = play(shape, training(shape, A, B, C), formed(2, C))
     commit, segment = due(shape, run)
     assert commit is not None
@@ -183,14 +194,14 @@ def world(*names: str) -> World:
 
 def test_joiner_of_sole_copies_waits_while_a_commit_is_due() -> None:
     run = training(SOLE, A, B)
-    assert segments.decide(JOB, run, SOLE, world("a", "b", "c")) is None
+    assert under(SOLE).decide(JOB, run, world("a", "b", "c"), 0.0) is None
     run = play(SOLE, run, committed(2))
-    fact = segments.decide(JOB, run, SOLE, world("a", "b", "c"))
+    fact = under(SOLE).decide(JOB, run, world("a", "b", "c"), 0.0)
     assert isinstance(fact, MembersFormed)
     assert fact.members == (A, B, C)
 
 
 def test_loss_among_sole_copies_is_not_put_off() -> None:
-    fact = segments.decide(JOB, training(SOLE, A, B), SOLE, world("a", "c"))
+    fact = under(SOLE).decide(JOB, training(SOLE, A, B), world("a", "c"), 0.0)
     assert isinstance(fact, MembersFormed)
     assert fact.members == (A, C)

@@ -12,7 +12,6 @@ https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only 
 """
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import (
     AllReduce,
@@ -25,12 +24,9 @@ from stratagem.common.strategy import (
 )
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 from stratagem.common.topology import graph_of
-from stratagem.coordinator.core.effects import Effect, ExchangeMethod
-from stratagem.coordinator.core.facts import Fact
-from stratagem.coordinator.core.state import World
-from stratagem.coordinator.strategies import model_parallel, segments
-from stratagem.coordinator.strategies.contract import Outlook
-from stratagem.coordinator.strategies.segments import PartyRun, Shape
+from stratagem.coordinator.core.effects import ExchangeMethod
+from stratagem.coordinator.strategies import model_parallel
+from stratagem.coordinator.strategies.segments import Shape, Synchronous, part_per_member
 
 
 def _shape(job: JobSpec) -> Shape:
@@ -50,12 +46,12 @@ def _shape(job: JobSpec) -> Shape:
                 num_shards,
                 min_members,
                 ExchangeMethod.GOSSIP,
-                parts_of=segments.part_per_member,
+                parts_of=part_per_member,
                 is_sole_copy=True,
             )
 
 
-def check(job: JobSpec) -> list[Violation]:
+def _check(job: JobSpec) -> list[Violation]:
     """Refuse what cannot be trained: more replicas than rows, a topology that does not fit."""
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
@@ -98,52 +94,4 @@ def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
     ]
 
 
-def init(job: JobSpec, party: Party) -> PartyRun:
-    """Nothing placed, nothing built."""
-    del job
-    return PartyRun(party)
-
-
-def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
-    """As many workers as there are, up to num_replicas; the end."""
-    del now_s
-    return segments.decide(job, value, _shape(job), world)
-
-
-def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
-    """Fold one fact."""
-    del now_s
-    return segments.transition(value, fact, _shape(job))
-
-
-def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:
-    """Why a reported fact is stale; "" when welcome."""
-    del job
-    return segments.is_welcome(value, fact)
-
-
-def pending(
-    run_id: RunId, job: JobSpec, value: PartyRun, horizon: int | None = None
-) -> frozenset[Effect]:
-    """The segment to train and the commit that is due."""
-    return segments.pending(run_id, job, value, _shape(job), horizon)
-
-
-def next_deadline(value: PartyRun) -> float | None:
-    """Nothing here depends on time."""
-    del value
-    return None
-
-
-def outlook(job: JobSpec, value: PartyRun, world: World) -> Outlook:
-    """How the run stands."""
-    return segments.outlook(job, value, _shape(job), world)
-
-
-parties = segments.parties
-deaths = segments.deaths
-reform = segments.reform
-job_of = segments.job_of
-blobs = segments.blobs
-standing = segments.standing
-rebase = segments.rebase
+STRATEGY = Synchronous(_check, _shape)

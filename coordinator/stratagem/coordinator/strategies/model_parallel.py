@@ -9,18 +9,13 @@ return to the last commit. The result has the same bits for any cut of the model
 """
 
 from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.ids import Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.program import flatten
 from stratagem.common.pipeline.tiling import plan_stages
 from stratagem.common.strategy import ModelParallel
-from stratagem.coordinator.core.effects import Effect, ExchangeMethod
-from stratagem.coordinator.core.facts import Fact
-from stratagem.coordinator.core.state import World
-from stratagem.coordinator.strategies import segments
-from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.pipelines import part_per_rank, place_replicas, why_missing
-from stratagem.coordinator.strategies.segments import PartyRun, Shape
+from stratagem.coordinator.strategies.segments import Shape, Synchronous
 
 
 def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> Shape:
@@ -52,58 +47,10 @@ def _shape(job: JobSpec) -> Shape:
     return shape_of(job.strategy)
 
 
-def check(job: JobSpec) -> list[Violation]:
+def _check(job: JobSpec) -> list[Violation]:
     """Refuse partitions that do not tile the model."""
     assert isinstance(job.strategy, ModelParallel)
     return check_partitions(job, job.strategy)
 
 
-def init(job: JobSpec, party: Party) -> PartyRun:
-    """Nothing placed, nothing built."""
-    del job
-    return PartyRun(party)
-
-
-def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
-    """A worker for every partition; others when some are lost; the end."""
-    del now_s
-    return segments.decide(job, value, _shape(job), world)
-
-
-def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
-    """Fold one fact."""
-    del now_s
-    return segments.transition(value, fact, _shape(job))
-
-
-def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:
-    """Why a reported fact is stale; "" when welcome."""
-    del job
-    return segments.is_welcome(value, fact)
-
-
-def pending(
-    run_id: RunId, job: JobSpec, value: PartyRun, horizon: int | None = None
-) -> frozenset[Effect]:
-    """The segment to train and the commit that is due."""
-    return segments.pending(run_id, job, value, _shape(job), horizon)
-
-
-def next_deadline(value: PartyRun) -> float | None:
-    """Nothing here depends on time."""
-    del value
-    return None
-
-
-def outlook(job: JobSpec, value: PartyRun, world: World) -> Outlook:
-    """How the run stands."""
-    return segments.outlook(job, value, _shape(job), world)
-
-
-parties = segments.parties
-deaths = segments.deaths
-reform = segments.reform
-job_of = segments.job_of
-blobs = segments.blobs
-standing = segments.standing
-rebase = segments.rebase
+STRATEGY = Synchronous(_check, _shape)

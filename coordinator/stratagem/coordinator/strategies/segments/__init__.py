@@ -12,49 +12,17 @@ has (a sole copy), any change of members returns the party to its last commit.
     decisions.py   who belongs to the party, and when it ends
     due.py         the effects that are due
     views.py       what others ask of a party
+    strategy.py    all of it as one strategy, made from a check and a shape
 """
 
-from stratagem.coordinator.strategies.segments.decisions import decide, reform
-from stratagem.coordinator.strategies.segments.due import pending
 from stratagem.coordinator.strategies.segments.run import (
     Parts,
     PartyRun,
     Placed,
     Shape,
-    is_welcome,
-    num_segments,
     one_part,
     part_per_member,
-    rebase,
-    transition,
 )
-from stratagem.coordinator.strategies.segments.views import (
-    blobs,
-    deaths,
-    job_of,
-    outlook,
-    parties,
-    standing,
-)
+from stratagem.coordinator.strategies.segments.strategy import Synchronous
 
-__all__ = [
-    "Parts",
-    "PartyRun",
-    "Placed",
-    "Shape",
-    "blobs",
-    "deaths",
-    "decide",
-    "is_welcome",
-    "job_of",
-    "num_segments",
-    "one_part",
-    "outlook",
-    "part_per_member",
-    "parties",
-    "pending",
-    "rebase",
-    "reform",
-    "standing",
-    "transition",
-]
+__all__ = ["Parts", "PartyRun", "Placed", "Shape", "Synchronous", "one_part", "part_per_member"]

@@ -1,0 +1,75 @@
+"""A strategy of one synchronous party, made from what tells it from others: a check and a shape."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from stratagem.common.errors import Violation
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.effects import Base, Effect
+from stratagem.coordinator.core.facts import Fact, Member, ProcessDied
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
+from stratagem.coordinator.strategies.segments import decisions, due, run, views
+from stratagem.coordinator.strategies.segments.run import PartyRun, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronous:
+    """`contract.Nestable` of a party that trains segment after segment; nothing depends on time."""
+
+    check: Callable[[JobSpec], list[Violation]]
+    """What is wrong with a job under this strategy."""
+    shape: Callable[[JobSpec], Shape]
+    """How the job's party is made up and what its members hold."""
+
+    def init(self, job: JobSpec, party: Party) -> PartyRun:
+        del job
+        return PartyRun(party)
+
+    def decide(self, job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
+        del now_s
+        return decisions.decide(job, value, self.shape(job), world)
+
+    def transition(self, job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
+        del now_s
+        return run.transition(value, fact, self.shape(job))
+
+    def is_welcome(self, job: JobSpec, value: PartyRun, fact: Fact) -> str:
+        del job
+        return run.is_welcome(value, fact)
+
+    def pending(
+        self, run_id: RunId, job: JobSpec, value: PartyRun, horizon: int | None = None
+    ) -> frozenset[Effect]:
+        return due.pending(run_id, job, value, self.shape(job), horizon)
+
+    def next_deadline(self, value: PartyRun) -> float | None:
+        del value
+        return None
+
+    def outlook(self, job: JobSpec, value: PartyRun, world: World) -> Outlook:
+        return views.outlook(job, value, self.shape(job), world)
+
+    def parties(self, value: PartyRun) -> Mapping[Party, PartyView]:
+        return views.parties(value)
+
+    def deaths(self, value: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
+        return views.deaths(value, member)
+
+    def reform(self, value: PartyRun, party: Party, reason: str) -> Fact | None:
+        return decisions.reform(value, party, reason)
+
+    def job_of(self, job: JobSpec, value: PartyRun, party: Party) -> JobSpec:
+        return views.job_of(job, value, party)
+
+    def blobs(self, value: PartyRun) -> frozenset[Digest]:
+        return views.blobs(value)
+
+    def standing(self, value: PartyRun) -> Standing:
+        return views.standing(value)
+
+    def rebase(
+        self, job: JobSpec, value: PartyRun, base: Base, num_rows: Mapping[str, int]
+    ) -> PartyRun:
+        return run.rebase(job, value, base, num_rows)
