@@ -61,6 +61,8 @@ def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteR
             segment.is_stepping = False
             if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
                 holding.drop()  # neighbours may have mixed what this member has not
+            if isinstance(holding.trainer, Trainer) and holding.trainer.is_sole_copy:
+                holding.drop()  # others may have applied the step that this member did not
             report_failure(work, view, error)
         view = work.control.view_after(view.membership)
 
@@ -160,7 +162,7 @@ def _conclude(
             segment.summary = _meet_at_the_end(work, trainer)
             state = trainer.copy_state(with_mean=view.rank == 0)
         else:
-            state = trainer.copy_state()
+            state = trainer.copy_state(is_first=view.rank == 0)
         work.post(work.states.keep, work.segment, freeze(*state))
         segment.snapshot_taken = True
         failpoint("worker.snapshot.taken")
@@ -180,8 +182,19 @@ def _conclude(
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
-        metrics={} if summary is None else summary.metrics,
+        metrics=_traffic(trainer) if summary is None else summary.metrics,
     )
+
+
+def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, float]:
+    """The bytes that a codec has saved in the segment; nothing without one."""
+    if isinstance(trainer, GossipTrainer) or trainer.compressor is None:
+        return {}
+    traffic = trainer.compressor.take_traffic()
+    return {
+        "sent_bytes": float(traffic.sent_bytes),
+        "uncompressed_bytes": float(traffic.uncompressed_bytes),
+    }
 
 
 def _meet_at_the_end(work: Work, trainer: GossipTrainer) -> Summary:

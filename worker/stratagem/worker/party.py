@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.strategy import all_reduce_of
 from stratagem.common.tensors.chunks import Sink
@@ -40,6 +41,7 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
+from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.mesh import Forming, Link, Rendezvous, SharedGroup
 from stratagem.worker.mesh.agree import Place, form_agreed
 from stratagem.worker.mesh.choice import PREFERENCE
@@ -231,7 +233,11 @@ def _agree_on_state(work: Work, plan: pb.TrainPlan, view: PartyView, members: Me
     held = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(held, default=-1)
     mine = work.holding.applied_step
-    if newest < plan.base.step:
+    if _keeps_residuals(work.job):
+        # Nobody can copy them from a member that is gone: all hold the same step, or none counts.
+        if len(held) < view.size or min(held) < newest or newest < plan.base.step:
+            _load_base(work, plan.base)
+    elif newest < plan.base.step:
         _load_base(work, plan.base)
     elif mine is None or mine < newest:
         donors = [
@@ -242,6 +248,10 @@ def _agree_on_state(work: Work, plan: pb.TrainPlan, view: PartyView, members: Me
         _copy_from(work, view, donors[view.rank % len(donors)])
     elif len(held) < view.size or min(held) < newest:
         _offer(work, view)
+
+
+def _keeps_residuals(job: JobSpec) -> bool:
+    return job.compression is not None and job.compression.keeps_state
 
 
 def _load_base(work: Work, base: pb.StateRef) -> None:
@@ -322,12 +332,16 @@ def _exchange(
         work.post(work.gradients.open, view.membership, trainer.step, transport)
         return exchange
     if link is None:
-        return solo_exchange(holding.buckets, plan.num_shards)
-    return exchange_over(work, holding.buckets, link, plan.num_shards)
+        return solo_exchange(holding.buckets, plan.num_shards, trainer.compressor)
+    return exchange_over(work, holding.buckets, link, plan.num_shards, trainer.compressor)
 
 
 def exchange_over(
-    work: Work, buckets: GradientBuckets, link: Link | SharedGroup, num_shards: int
+    work: Work,
+    buckets: GradientBuckets,
+    link: Link | SharedGroup,
+    num_shards: int,
+    compressor: Compressor | None = None,
 ) -> Exchange:
     """Sums by the job's method; takes the link over."""
     with noting_failures(work):
@@ -337,6 +351,7 @@ def exchange_over(
             num_shards,
             all_reduce=all_reduce_of(work.job.strategy),
             deadline_s=work.host.exchange_timeout_s,
+            compressor=compressor,
         )
     if isinstance(link, SharedGroup):
         work.host.mesh.sharing_works()

@@ -6,6 +6,7 @@ the next one gives the survivors their new view: what they compute goes on untou
 """
 
 import asyncio
+from collections.abc import Iterator
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
@@ -133,7 +134,7 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics={
-            **{f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(first.metrics.items())},
+            **{f"{TRAIN_SPLIT}.{name}": value for name, value in _metrics(results)},
             **fold_parts(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),
@@ -144,10 +145,19 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
     await env.report(effect.run_id, fact)
 
 
+def _metrics(results: list[worker_pb2.TrainResult]) -> Iterator[tuple[str, float]]:
+    """What all members say alike, and bytes of all members together."""
+    for name, value in sorted(results[0].metrics.items()):
+        is_sum = name.endswith("_bytes")
+        yield name, sum(result.metrics[name] for result in results) if is_sum else value
+
+
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
     """Who holds what, of members that should hold the same; "" when all is well."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
-    for part in effect.parts:
+    is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
+    # Beside what each holds alone, which their words do not cover, replicas hold the same.
+    for part in (effect.members,) if is_replicated else effect.parts:
         if len({by_member[member] for member in part}) > 1:
             return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
     return ""

@@ -8,8 +8,11 @@ worker is not waited for; the survivors redo the step, and a replacement joins w
 AllReduce moves the gradients between the workers; ParameterServer moves them through the
 coordinator, which only adds them up. Decentralized sums no gradients: each shard is a node with
 parameters of its own, which it averages with its neighbours' after every step (D-PSGD,
-https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only copy.
+https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only copy. So it is with
+the residuals of shards where the job's codec keeps any; the rest of the state all workers have.
 """
+
+from collections.abc import Mapping
 
 from stratagem.common.errors import Violation
 from stratagem.common.job import JobSpec
@@ -26,7 +29,13 @@ from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 from stratagem.common.topology import graph_of
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies import model_parallel
-from stratagem.coordinator.strategies.segments import Shape, Synchronous, part_per_member
+from stratagem.coordinator.strategies.segments import Shape, Synchronous, one_part, part_per_member
+
+_EXCHANGES: Mapping[type, ExchangeMethod] = {
+    AllReduce: ExchangeMethod.ALL_REDUCE,
+    ParameterServer: ExchangeMethod.PARAMETER_SERVER,
+    Decentralized: ExchangeMethod.GOSSIP,
+}
 
 
 def _shape(job: JobSpec) -> Shape:
@@ -35,20 +44,17 @@ def _shape(job: JobSpec) -> Shape:
     options = strategy.options
     if isinstance(options.inner, ModelParallel):
         return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
-    num_shards, min_members = strategy.num_replicas, options.min_replicas
-    match strategy.aggregation:
-        case AllReduce():
-            return Shape(num_shards, min_members)
-        case ParameterServer():
-            return Shape(num_shards, min_members, ExchangeMethod.PARAMETER_SERVER)
-        case Decentralized():
-            return Shape(
-                num_shards,
-                min_members,
-                ExchangeMethod.GOSSIP,
-                parts_of=part_per_member,
-                is_sole_copy=True,
-            )
+    exchange = _EXCHANGES[type(strategy.aggregation)]
+    # Residuals of a codec belong to shards: whoever owns a shard has the only copy of its residual.
+    has_residuals = job.compression is not None and job.compression.keeps_state
+    is_sole_copy = exchange is ExchangeMethod.GOSSIP or has_residuals
+    return Shape(
+        strategy.num_replicas,
+        options.min_replicas,
+        exchange,
+        parts_of=part_per_member if is_sole_copy else one_part,
+        is_sole_copy=is_sole_copy,
+    )
 
 
 def _check(job: JobSpec) -> list[Violation]:

@@ -28,6 +28,7 @@ from stratagem.worker.engine.finite import check_finite, check_gradients
 from stratagem.worker.engine.passes import Passes, Rows
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
+from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.losses import LossFunction, counts_rows
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
@@ -79,6 +80,7 @@ class Trainer:
         self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         self.num_extras = _FIXED + len(self.params) + self._buffers.num_elements
+        self.compressor = compressor_of(job, self.params, self.num_extras)
         self.step = 0
         self._reached: set[int] = set()
         for index, (_, param) in enumerate(self.params):
@@ -130,10 +132,22 @@ class Trainer:
         metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
         return {**state.model_state(self.model), **tensors}, metadata
 
-    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """`state`, copied to the CPU: stays as it is while training goes on."""
+    def copy_state(self, *, is_first: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """`state`, copied to the CPU: stays as it is while training goes on.
+
+        Also what this member alone holds; and of a party of which each member holds something
+        alone, only the first gives what all of them have.
+        """
         tensors, metadata = self.state()
+        if self.compressor is not None:
+            shared = tensors if is_first or not self.is_sole_copy else {}
+            tensors = {**shared, **self.compressor.state()}
         return state.copied(tensors), metadata
+
+    @property
+    def is_sole_copy(self) -> bool:
+        """Whether this member holds what nobody else has: residuals of its shards."""
+        return self.compressor is not None and self.compressor.keeps_state
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state that `state` gave, of this or another process."""
@@ -141,6 +155,8 @@ class Trainer:
             raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
         state.load_model_state(self.model, tensors)
         state.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
+        if self.compressor is not None:
+            self.compressor.load_state(tensors)
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:
@@ -200,6 +216,8 @@ class Trainer:
         clip([param for _, param in self.params], self.job.optimizer.clip_norm)
         with user_code(f"training step {self.step + 1}"):
             self.optimizer.step()
+        if self.compressor is not None:
+            self.compressor.applied()
         self.step += 1
         return loss, weight
 

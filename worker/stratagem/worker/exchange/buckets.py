@@ -55,6 +55,16 @@ class GradientBuckets:
             self._add_set(self._make_flats())
         return self._sets[index]
 
+    def views(self, index: int) -> list[Tensor]:
+        """The gradients of one set, by parameter."""
+        self.tensors(index)
+        return self._views[index]
+
+    def scratch(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
+        flats = self._make_flats()
+        return flats, self._views_of(flats)
+
     def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
         """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
         What they held is lost."""
@@ -111,12 +121,13 @@ class GradientBuckets:
 
     def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)
-        self._views.append(
-            [
-                flats[slot.bucket].narrow(0, slot.offset, slot.shape.numel()).view(slot.shape)
-                for slot in self.layout.slots
-            ]
-        )
+        self._views.append(self._views_of(flats))
+
+    def _views_of(self, flats: list[Tensor]) -> list[Tensor]:
+        return [
+            flats[slot.bucket].narrow(0, slot.offset, slot.shape.numel()).view(slot.shape)
+            for slot in self.layout.slots
+        ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
         """A further backward of the same shard; autograd added in place unless we took .grad."""

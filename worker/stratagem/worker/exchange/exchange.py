@@ -11,8 +11,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.direct import DirectMethod
 from stratagem.worker.exchange.mesh import MeshTransport, Method
+from stratagem.worker.exchange.payloads import PayloadMethod, pays_off
 from stratagem.worker.exchange.plan import Party, Step, plan_step
 from stratagem.worker.exchange.server import ServerTransport
 from stratagem.worker.exchange.shared import SharedTransport
@@ -25,8 +27,16 @@ from stratagem.worker.mesh.shared import SharedGroup
 class Exchange:
     """Sums gradients among the members of one membership. A failed exchange stays failed."""
 
-    def __init__(self, buckets: GradientBuckets, party: Party, transport: Transport) -> None:
+    def __init__(
+        self,
+        buckets: GradientBuckets,
+        party: Party,
+        transport: Transport,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """compressor: what is added of each shard is what its codec leaves of it."""
         self.buckets, self.party, self.transport = buckets, party, transport
+        self._compressor = compressor
         self._steps: dict[int, Step] = {}
         self._step: Step | None = None
         self._num_done = 0  # own live shards
@@ -35,7 +45,8 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        return self.transport.name
+        codec = f", {self._compressor.name}" if self._compressor else ""
+        return f"{self.transport.name}{codec}"
 
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
@@ -53,6 +64,8 @@ class Exchange:
         self._step = plan = self._steps[num_live]
         self._num_done, self._next_bucket = 0, 0
         self._full = [not plan.live] * len(self._full)
+        if self._compressor is not None:
+            self._compressor.begin_step(step, owned)
         sets = [self.buckets.tensors(index) for index in range(max([0, *plan.sets]) + 1)]
         self.transport.begin(step, plan, sets, divisor)
         self._launch()
@@ -63,13 +76,17 @@ class Exchange:
         if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
             raise ValueError(f"shard {shard} is not the next of {plan.live}")
         is_last = shard == plan.live[-1]
-        on_full: Callable[[int], None] | None = self._mark_full if is_last else None
+        may_start = is_last and self._compressor is None  # else all of it is coded first
+        on_full: Callable[[int], None] | None = self._mark_full if may_start else None
         self.buckets.begin(plan.sets[self._num_done], on_full)
 
     def end_shard(self, shard: int, extras: Tensor) -> None:
         """The shard's gradients are complete; extras (num_extras, float64) go with them."""
         plan = self._current()
-        self.buckets.end(plan.sets[self._num_done], extras)
+        own_set = plan.sets[self._num_done]
+        self.buckets.end(own_set, extras)
+        if self._compressor is not None:
+            self._compressor.code(shard, self.buckets.views(own_set), extras)
         self._num_done += 1
         if self._num_done < len(plan.live):
             for bucket in range(len(self._full)):
@@ -120,8 +137,10 @@ class Exchange:
             target.add_(self.buckets.tensors(fold.source)[bucket])
 
 
-def solo_exchange(buckets: GradientBuckets, num_shards: int) -> Exchange:
-    return Exchange(buckets, Party(0, 1, num_shards), SoloTransport())
+def solo_exchange(
+    buckets: GradientBuckets, num_shards: int, compressor: Compressor | None = None
+) -> Exchange:
+    return Exchange(buckets, Party(0, 1, num_shards), SoloTransport(), compressor)
 
 
 def mesh_exchange(
@@ -131,11 +150,13 @@ def mesh_exchange(
     *,
     all_reduce: str = "direct",
     deadline_s: float = 30.0,
+    compressor: Compressor | None = None,
 ) -> Exchange:
     """Takes the link over. deadline_s bounds every single wait for a peer.
 
     all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
-    depend on the members.
+    depend on the members. With a compressor messages are sent where they are fewer bytes than
+    sums, with the same bits; shared memory sends nothing anyway.
     """
     party = Party(link.rank, link.size, num_shards)
     transport: Transport
@@ -144,9 +165,13 @@ def mesh_exchange(
             raise ValueError(f"{all_reduce} all-reduce needs an engine that sends")
         transport = SharedTransport(link, buckets, party, deadline_s=deadline_s)
     else:
-        method = _method(all_reduce, link, buckets, party)
+        method: Method
+        if compressor is not None and pays_off(compressor, num_shards):
+            method = PayloadMethod(link, buckets, party, compressor)
+        else:
+            method = _method(all_reduce, link, buckets, party)
         transport = MeshTransport(link, method, deadline_s=deadline_s)
-    return Exchange(buckets, party, transport)
+    return Exchange(buckets, party, transport, compressor)
 
 
 def _method(name: str, link: Link, buckets: GradientBuckets, party: Party) -> Method:

@@ -1,0 +1,118 @@
+"""Training with a codec: the bits of the compressed loop, whoever owns which shards."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.worker.engine import Trainer
+from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference_compressed import compressed_loop
+from tests.compression.support import CODECS
+from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
+
+
+def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": 3,
+        "aggregation": {"method": "AllReduce"},
+    }
+    return job("dropout_mlp", compression=codec, strategy=strategy, **changes)
+
+
+def train(trainer: Trainer, num_steps: int) -> list[float]:
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
+    return [trainer.train_step(exchange, range(3), 3).loss for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_equals_the_compressed_loop_to_the_bit(name: str) -> None:
+    # The last batch of an epoch has 2 rows for 3 shards.
+    data = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data)
+    trainer = trainer_of(spec)
+    losses = train(trainer, 8)
+    expected = compressed_loop(spec, ALLOWED, 3, 8)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+def test_codec_none_changes_nothing() -> None:
+    spec = compressed({"codec": "none"})
+    assert trainer_of(spec).compressor is None
+    assert compressed_loop(spec, ALLOWED, 3, 5).losses == sharded_loop(spec, ALLOWED, 3, 5).losses
+
+
+@pytest.mark.parametrize("name", ["int8", "ternary", "low_rank", "vsa"])
+def test_a_resumed_run_takes_up_its_residuals(name: str) -> None:
+    spec = compressed(CODECS[name])
+    straight, first = trainer_of(spec), trainer_of(spec)
+    train(straight, 7)
+    train(first, 3)
+    tensors, metadata = first.copy_state()
+    kept = {key.partition("/")[0] for key in tensors} - {"model", "optimizer"}
+    expected = {"int8": set(), "low_rank": {"residual", "basis"}}
+    assert kept == expected.get(name, {"residual"})
+    second = trainer_of(spec, fresh=False)
+    second.load_state(tensors, metadata)
+    train(second, 4)
+    assert_same_bits(model_of(second), model_of(straight))
+    assert_same_bits(second.copy_state()[0], straight.copy_state()[0])
+
+
+def test_a_step_that_failed_leaves_no_residual() -> None:
+    spec = compressed(CODECS["ternary"])
+    straight, disturbed = trainer_of(spec), trainer_of(spec)
+    train(straight, 4)
+    train(disturbed, 2)
+    buckets = GradientBuckets(disturbed.params, num_extras=disturbed.num_extras)
+    exchange = solo_exchange(buckets, 3, disturbed.compressor)
+    exchange.cut()
+    with pytest.raises(Exception, match="cut"):
+        disturbed.train_step(exchange, range(3), 3)
+    train(disturbed, 2)
+    assert_same_bits(disturbed.copy_state()[0], straight.copy_state()[0])
+
+
+def test_each_member_keeps_the_residuals_of_its_own_shards_only() -> None:
+    spec = compressed(CODECS["ternary"])
+    trainer = trainer_of(spec)
+    train(trainer, 2)
+    tensors, metadata = trainer.copy_state()
+    other = trainer_of(spec, fresh=False)
+    other.load_state(tensors, metadata)
+    assert other.compressor is not None
+    other.compressor.begin_step(3, range(1, 3))
+    alone, _ = other.copy_state(is_first=False)
+    assert {name.split("/")[1] for name in alone} == {"shard1", "shard2"}
+    with pytest.raises(RuntimeError, match="are of shards"):
+        other.compressor.begin_step(3, range(2))
+
+
+def test_gradients_that_are_not_finite_fail_the_step_by_name() -> None:
+    trainer = trainer_of(compressed(CODECS["ternary"]))
+    with torch.no_grad():
+        trainer.params[0][1].fill_(float("nan"))
+    with pytest.raises(UserCodeError, match=r"non-finite gradient of .* at step 1"):
+        train(trainer, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"execution": {"precision": "Full"}}, "compression.codec: int8 codes float32"),
+        ({"strategy": {"type": "Local"}}, "Local exchanges neither gradients nor updates"),
+    ],
+)
+def test_what_no_engine_honours_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        job(
+            "mlp",
+            compression="int8",
+            **{"strategy": compressed({"codec": "none"}).document()["strategy"], **changes},
+        )

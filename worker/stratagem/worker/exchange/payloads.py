@@ -1,0 +1,126 @@
+"""All-gather of coded shards: every member sends its shards' messages to all others.
+
+Everybody decodes all of them and adds them in the tree, so nothing but messages is sent. That is
+fewer bytes than exchanging sums as long as the messages of all shards together are smaller than
+two sets of gradients; `pays_off` is the rule, the same for all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem.common.shards import Node, assign_shards, split_node
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.compressor import Compressor
+from stratagem.worker.exchange.mesh import Turn
+from stratagem.worker.exchange.plan import Party, Step
+from stratagem.worker.mesh.link import Link, Work
+
+_ON_DEVICE: Final = ("nccl",)
+"""Engines that send from the memory of the device only."""
+
+
+def pays_off(compressor: Compressor, num_shards: int) -> bool:
+    """Each exchange of sums sends every gradient to where it is added, and the sum back."""
+    return num_shards * compressor.message_bytes < 2 * compressor.raw_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    step: Step
+    sets: Sequence[Sequence[Tensor]]
+    incoming: Mapping[int, Tensor]
+    """By shard of another member, where its message arrives."""
+
+
+class PayloadMethod:
+    """A `Method` that sends what the compressor has made of each shard."""
+
+    suffix = " payloads"
+
+    def __init__(
+        self, link: Link, buckets: GradientBuckets, party: Party, compressor: Compressor
+    ) -> None:
+        self._link, self._buckets, self._party = link, buckets, party
+        self._compressor = compressor
+        self._owners = {
+            shard: rank
+            for rank, owned in enumerate(assign_shards(party.num_shards, party.size))
+            for shard in owned
+        }
+        self.num_tags = party.num_shards
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
+        device = sets[0][0].device if self._link.name in _ON_DEVICE else torch.device("cpu")
+        return _Prepared(
+            step,
+            sets,
+            {
+                shard: torch.empty(self._compressor.message_bytes, dtype=torch.uint8, device=device)
+                for shard in range(step.num_live)
+                if shard not in step.live
+            },
+        )
+
+    def run(self, prepared: _Prepared, turn: Turn) -> None:
+        turn.await_launch(len(self._buckets.layout.buckets) - 1)
+        receives, sends = self._post(prepared, turn.first_tag)
+        turn.wait(receives)
+        step, sets = prepared.step, prepared.sets
+        partials = dict(zip(step.nodes[self._link.rank], sets, strict=False))
+        total = self._sum(Node(0, step.num_live), partials, prepared.incoming)
+        for target, summed in zip(sets[0], total, strict=True):
+            if target is not summed:
+                target.copy_(summed)
+        if turn.divisor is not None:
+            for target in sets[0][:-1]:
+                target.div_(turn.divisor)
+        turn.wait(sends)
+
+    def _post(self, prepared: _Prepared, first_tag: int) -> tuple[list[Work], list[Work]]:
+        """(receives, sends). Of two members the lower one sends first, for links that go by
+        order alone."""
+        link, receives, sends = self._link, list[Work](), list[Work]()
+        device = next((each.device for each in prepared.incoming.values()), torch.device("cpu"))
+        own = [(s, self._compressor.messages[s].to(device)) for s in prepared.step.live]
+        for peer in range(link.size):
+            if peer == link.rank:
+                continue
+            for is_send in (True, False) if link.rank < peer else (False, True):
+                if is_send:
+                    sends += [link.send(peer, first_tag + s, message) for s, message in own]
+                else:
+                    receives += [
+                        link.recv(peer, first_tag + shard, buffer)
+                        for shard, buffer in prepared.incoming.items()
+                        if self._owners[shard] == peer
+                    ]
+        num_bytes = [self._compressor.message_bytes, self._compressor.raw_bytes]
+        factors = [len(own) * (link.size - 1), 2 * (link.size - 1) / link.size]
+        self._compressor.count(num_bytes[0] * int(factors[0]), int(num_bytes[1] * factors[1]))
+        return receives, sends
+
+    def _sum(
+        self,
+        node: Node,
+        partials: Mapping[Node, Sequence[Tensor]],
+        incoming: Mapping[int, Tensor],
+    ) -> Sequence[Tensor]:
+        """The flats of a node of the tree; may overwrite partials. Decodes a shard when its turn
+        comes, so that few are held at once."""
+        if node in partials:
+            return partials[node]
+        if node.stop - node.first == 1:
+            flats, views = self._buckets.scratch()
+            extras = self._compressor.decode(node.first, incoming[node.first], views)
+            flats[-1].copy_(extras)
+            return flats
+        left, right = (self._sum(half, partials, incoming) for half in split_node(node))
+        for target, term in zip(left, right, strict=True):
+            target.add_(term)
+        return left

@@ -1,0 +1,90 @@
+"""What "correct" means with a codec: the sharded loop, each shard's gradient coded and decoded.
+
+For models without buffers. Shares model, data, loss, optimizer, keyed randomness and the codecs,
+which define their bits, with the engine; none of its stepping, exchange or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.compression import Codec, State, TensorLayout, derive, make_codec
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import Node, split_rows, tree_sum
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.losses import make_loss
+from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference import Result
+
+_CPU = torch.device("cpu")
+
+
+def compressed_loop(
+    job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_steps: int | None = None
+) -> Result:
+    """Each shard keeps the state of its codec; decoded shards are added in the fixed tree."""
+    assert job.compression is not None
+    data = load_data(job, entrypoints, DataSources())["train"]
+    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in named.items())
+    codec = make_codec(job.compression, layout, job.seed)
+    seed = job.seed if job.compression.seed is None else job.compression.seed
+    states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
+    optimizer = make_optimizer(job.optimizer, list(named.values()))
+    randomness = KeyedRandomness(model, _CPU)
+    steps_per_epoch = -(-len(data) // job.batch_size)
+    total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
+    losses: list[float] = []
+    for step in range(total_steps if num_steps is None else num_steps):
+        epoch, position = divmod(step, steps_per_epoch)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(job.seed + epoch))
+        batch = torch.split(order, job.batch_size)[position]
+        grads: dict[Node, dict[str, Tensor]] = {}
+        weight, loss_sum = [], []
+        for shard, rows in enumerate(split_rows(len(batch), num_shards)):
+            if not rows:
+                continue
+            model.zero_grad()
+            randomness.begin(job.seed, step, shard, 0)
+            x, y = gather(data, batch[rows.start : rows.stop], "reference")
+            value = loss_fn(model(x), y, len(rows))
+            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+            weight.append(torch.tensor(float(value.weight), dtype=torch.float64))
+            loss_sum.append(value.mean.detach().double() * value.weight)
+            key = derive(seed, step + 1, shard)
+            grads[Node(shard, shard + 1)], states[shard] = _coded(codec, named, states[shard], key)
+        total = tree_sum(dict(zip(grads, weight, strict=True)), len(grads), torch.add)
+        loss = tree_sum(dict(zip(grads, loss_sum, strict=True)), len(grads), torch.add)
+        for name, param in named.items():
+            leaves = {node: each[name] for node, each in grads.items()}
+            param.grad = tree_sum(leaves, len(leaves), torch.add) / total.item()
+        set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
+        clip(list(named.values()), job.optimizer.clip_norm)
+        optimizer.step()
+        losses.append((loss / total).item())
+    return Result(model.state_dict(), losses)
+
+
+def _coded(
+    codec: Codec, named: Mapping[str, nn.Parameter], state: State, key: int
+) -> tuple[dict[str, Tensor], State]:
+    """decode(encode(gradients)), by name, and the codec's next state."""
+    flat = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).numpy()
+        for p in named.values()
+    ]
+    payload, after = codec.encode(flat, state, key)
+    decoded = codec.decode(payload, key)
+    return {
+        name: torch.from_numpy(values).view(param.shape)
+        for (name, param), values in zip(named.items(), decoded, strict=True)
+    }, after
