@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from stratagem.common.errors import StratagemError
@@ -182,19 +182,16 @@ def _conclude(
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
-        metrics=_traffic(trainer) if summary is None else summary.metrics,
+        metrics={} if summary is None else summary.metrics,
+        traffic=_traffic(trainer),
     )
 
 
-def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, float]:
-    """The bytes that a codec has saved in the segment; nothing without one."""
+def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, int]:
+    """Nothing without a codec."""
     if isinstance(trainer, GossipTrainer) or trainer.compressor is None:
         return {}
-    traffic = trainer.compressor.take_traffic()
-    return {
-        "sent_bytes": float(traffic.sent_bytes),
-        "uncompressed_bytes": float(traffic.uncompressed_bytes),
-    }
+    return asdict(trainer.compressor.take_traffic())
 
 
 def _meet_at_the_end(work: Work, trainer: GossipTrainer) -> Summary:

@@ -136,7 +136,9 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
-            record = _with_metrics(record, {"train.loss": fact.loss, **fact.metrics})
+            # How many bytes were sent depends on who was there: it belongs to no commit.
+            traffic = {f"train.{name}": float(value) for name, value in fact.traffic.items()}
+            record = _with_metrics(record, {"train.loss": fact.loss, **fact.metrics, **traffic})
             return _with_engine(record, fact)
         case UpdateReceived():
             return _with_metrics(record, {"train.loss": fact.loss})

@@ -166,6 +166,8 @@ class SegmentFinished(Value):
     engine: str
     metrics: Mapping[str, float]
     num_redone_steps: int = 0
+    traffic: Mapping[str, int] = {}
+    """With a codec: "sent_bytes" of all members in the segment, and "uncompressed_bytes"."""
 
 
 class SegmentCommitted(Value):

@@ -6,7 +6,6 @@ the next one gives the survivors their new view: what they compute goes on untou
 """
 
 import asyncio
-from collections.abc import Iterator
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
@@ -134,22 +133,18 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics={
-            **{f"{TRAIN_SPLIT}.{name}": value for name, value in _metrics(results)},
+            **{f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(first.metrics.items())},
             **fold_parts(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),
             ),
         },
         num_redone_steps=max(result.num_redone_steps for result in results),
+        traffic={
+            name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
+        },
     )
     await env.report(effect.run_id, fact)
-
-
-def _metrics(results: list[worker_pb2.TrainResult]) -> Iterator[tuple[str, float]]:
-    """What all members say alike, and bytes of all members together."""
-    for name, value in sorted(results[0].metrics.items()):
-        is_sum = name.endswith("_bytes")
-        yield name, sum(result.metrics[name] for result in results) if is_sum else value
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
