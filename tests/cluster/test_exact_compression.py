@@ -1,0 +1,58 @@
+"""Jobs with a codec over real processes have the bits of the compressed loop."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.worker.reference_compressed import compressed_loop
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    job,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+
+pytestmark = pytest.mark.cluster
+
+
+def test_residuals_are_part_of_the_commit(client: Client, tmp_path: Path) -> None:
+    spec = job("dropout_mlp", compression="ternary", strategy=data_parallel(5))
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, compressed_loop(spec, ALLOWED, 5).state)
+    stored = load_file(outcome.run.download(tmp_path / "final.safetensors"))
+    shards = {name.split("/")[1] for name in stored if name.startswith("residual/")}
+    assert shards == {f"shard{shard}" for shard in range(5)}
+    assert outcome.status.engine == "shm, ternary"
+
+
+def test_killed_worker_returns_all_shards_to_the_last_commit(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    """Worker-1 dies inside step 6, in segment 3; the others have coded their shards of it."""
+    spec = job(
+        "dropout_mlp",
+        optimizer=ADAMW,
+        compression={"codec": "low_rank", "rank": 1},
+        data=user("gated", folder=str(gates.folder)),
+        strategy=data_parallel(4),
+    )
+    gates.close("worker-1-batch-6")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 2)
+    exact_cluster.kill("worker-1")
+    wait_for(run, "MembersFormed", where=lambda event: event.payload["membership"] > 1)
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    assert_same_bits(outcome.state, compressed_loop(spec, ALLOWED, 4).state)
+    assert [e.payload["segment"] for e in outcome.of("SegmentCommitted")] == [1, 2, 3, 4, 5]
+    assert outcome.status.reproducible
