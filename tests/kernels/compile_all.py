@@ -1,0 +1,50 @@
+"""Compiles every Triton program for a GPU, without one; prints a line for each.
+
+Triton brings its own assembler. A process of its own, because the tests beside it have bound the
+programs to the interpreter.
+"""
+
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stratagem.worker.kernels import fused, programs
+
+assert not torch.cuda.is_initialized()
+
+TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)]
+BLOCK = {"BLOCK": fused.BLOCK}
+TREE = BLOCK | {"NUM_LEVELS": fused.NUM_LEVELS}
+QUANTISE = "*fp32 *fp32 *u8 fp32 fp32 i32 i64"
+PROGRAMS: list[tuple[Any, str, dict[str, int]]] = [
+    (programs.hash_program, "*i64 *i64 i32 i32", BLOCK | {"IS_UNIFORM": False}),
+    (programs.hash_program, "*i64 *fp32 i32 i32", BLOCK | {"IS_UNIFORM": True}),
+    *[
+        (programs.quantise_program, QUANTISE, BLOCK | {"IS_STOCHASTIC": a, "HAS_RESIDUAL": b})
+        for a in (False, True)
+        for b in (False, True)
+    ],
+    (programs.unpack_program, "*u8 *fp32 fp32 i64", BLOCK | {"ADDS": False}),
+    (programs.unpack_program, "*u8 *fp32 fp32 i32", BLOCK | {"ADDS": True}),
+    (programs.accumulate_program, "*fp32 *fp32 *fp64 fp32 i32", TREE),
+    (programs.accumulate_program, "*fp32 *bf16 *fp64 fp32 i64", TREE),
+    (programs.accumulate_program, "*fp32 *fp16 *fp64 fp32 i32", TREE),
+    (programs.tree_program, "*fp64 *fp64 i32", TREE),
+    (programs.sketch_program, "*fp32 *fp32 i32 i32 i32 i32", BLOCK),
+    (programs.sketch_program, "*fp32 *fp32 i32 i64 i32 i32", BLOCK),
+    (programs.unsketch_program, "*fp32 *fp32 i32 fp32 i64 i32", BLOCK),
+]
+
+for target in TARGETS:
+    for program, types, constants in PROGRAMS:
+        signature = dict(zip(program.arg_names, types.split(), strict=False))
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=program, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target, {"enable_fp_fusion": False})
+        text = compiled.asm["ptx"]
+        found = sorted(set(re.findall(r"\b(?:atom|fma|red)\.[\w.]+", text)))
+        print(program.__name__, target.arch, len(compiled.asm["cubin"]), *found, flush=True)

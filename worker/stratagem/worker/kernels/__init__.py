@@ -1,0 +1,30 @@
+"""Operators on flat float32 vectors for which torch has no fused one.
+
+`ops` is the door: it checks arguments and takes the Triton programs for CUDA tensors, the torch
+reference for all others; both give the same bits. Formulas are in docs/kernels.md. Must not know
+gradients, members or codecs.
+"""
+
+from stratagem.worker.kernels.ops import (
+    accumulate,
+    hash32,
+    quantise_deterministic,
+    quantise_stochastic,
+    sketch,
+    uniform,
+    unpack,
+    unpack_add,
+    unsketch,
+)
+
+__all__ = [
+    "accumulate",
+    "hash32",
+    "quantise_deterministic",
+    "quantise_stochastic",
+    "sketch",
+    "uniform",
+    "unpack",
+    "unpack_add",
+    "unsketch",
+]

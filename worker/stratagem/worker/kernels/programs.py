@@ -1,0 +1,149 @@
+"""The operators as Triton programs. Imports triton; only `fused` imports this.
+
+Each program instance works on BLOCK elements and writes its own places only: no atomics, so the
+bits depend on nothing but the arguments. Only triton's builtins are used, none of its library
+functions: those are bound to the compiler or the interpreter when triton is first imported.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _lowbias32(x):
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _hash32(seed, i):
+    return _lowbias32(_lowbias32(i.to(tl.uint32)) ^ seed.to(tl.uint32))
+
+
+@triton.jit
+def _uniform(seed, i):
+    return (_hash32(seed, i) >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+
+
+@triton.jit
+def _elements(BLOCK: tl.constexpr):
+    return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def hash_program(indices, out, seed, n, IS_UNIFORM: tl.constexpr, BLOCK: tl.constexpr):
+    place = _elements(BLOCK)
+    i = tl.load(indices + place, mask=place < n, other=0)
+    if IS_UNIFORM:
+        tl.store(out + place, _uniform(seed, i), mask=place < n)
+    else:
+        tl.store(out + place, _hash32(seed, i).to(tl.int64), mask=place < n)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def quantise_program(
+    x,
+    residual,
+    codes,
+    threshold,
+    scale,
+    seed,
+    n,
+    IS_STOCHASTIC: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = _elements(BLOCK)
+    value = tl.load(x + i, mask=i < n, other=0.0)
+    if HAS_RESIDUAL:
+        value = value + tl.load(residual + i, mask=i < n, other=0.0)
+    if IS_STOCHASTIC:
+        is_kept = _uniform(seed, i) * scale < tl.abs(value)
+    else:
+        is_kept = tl.abs(value) > threshold
+    plus, minus = is_kept & (value > 0), is_kept & (value < 0)
+    if HAS_RESIDUAL:
+        sign = plus.to(tl.float32) - minus.to(tl.float32)
+        tl.store(residual + i, value - sign * scale, mask=i < n)
+    code = plus.to(tl.int32) | (minus.to(tl.int32) << 1)
+    low, high = tl.split(tl.reshape(code, [BLOCK // 2, 2]))
+    low, high = tl.split(tl.reshape(low | (high << 2), [BLOCK // 4, 2]))
+    byte = _elements(BLOCK // 4)
+    tl.store(codes + byte, (low | (high << 4)).to(tl.uint8), mask=byte * 4 < n)
+
+
+@triton.jit
+def unpack_program(codes, target, scale, n, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    i = _elements(BLOCK)
+    byte = tl.load(codes + i // 4, mask=i < n, other=0).to(tl.int32)
+    pair = (byte >> ((i % 4) * 2).to(tl.int32)) & 3
+    value = ((pair & 1).to(tl.float32) - (pair >> 1).to(tl.float32)) * scale
+    if ADDS:
+        value = tl.load(target + i, mask=i < n, other=0.0) + value
+    tl.store(target + i, value, mask=i < n)
+
+
+@triton.jit
+def _store_sums(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
+    """Some levels of the binary tree of neighbours; sums is [ceil(n / 2^NUM_LEVELS)] float64."""
+    for level in tl.static_range(NUM_LEVELS):
+        left, right = tl.split(tl.reshape(x, [BLOCK >> (level + 1), 2]))
+        x = left + right
+    place = _elements(BLOCK >> NUM_LEVELS)
+    tl.store(sums + place, x, mask=place << NUM_LEVELS < n)
+
+
+@triton.jit
+def accumulate_program(
+    target, source, sums, weight, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr
+):
+    i = _elements(BLOCK)
+    old = tl.load(target + i, mask=i < n, other=0.0)
+    added = tl.load(source + i, mask=i < n, other=0.0).to(tl.float32) * weight
+    new = old + added
+    tl.store(target + i, new, mask=i < n)
+    wide = new.to(tl.float64)
+    _store_sums(wide * wide, sums, n, BLOCK, NUM_LEVELS)
+
+
+@triton.jit
+def tree_program(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
+    i = _elements(BLOCK)
+    _store_sums(tl.load(x + i, mask=i < n, other=0.0), sums, n, BLOCK, NUM_LEVELS)
+
+
+@triton.jit
+def _projection(seed, block, j, size):
+    """Where place j of a block reads inside the block, and its sign."""
+    factor = _hash32(seed, block * 2) | 1
+    shift = _hash32(seed, block * 2 + 1)
+    place = (factor * j.to(tl.uint32) + shift) & (size - 1)
+    is_odd = _hash32(seed.to(tl.uint32) ^ 0x9E3779B9, block * size + j) & 1
+    return place, 1.0 - 2.0 * is_odd.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["seed", "size", "num_blocks"])
+def sketch_program(x, sketch, seed, n, size, num_blocks, BLOCK: tl.constexpr):
+    j = _elements(BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for number in range(num_blocks):
+        block = tl.full([BLOCK], 0, tl.int64) + number
+        place, sign = _projection(seed, block, j, size)
+        i = block * size + place.to(tl.int64)
+        total += sign * tl.load(x + i, mask=i < n, other=0.0)
+    tl.store(sketch + j, total, mask=j < size)
+
+
+@triton.jit(do_not_specialize=["seed", "size"])
+def unsketch_program(sketch, x, seed, scale, n, size, BLOCK: tl.constexpr):
+    p = _elements(BLOCK)
+    block, j = p // size, p % size
+    place, sign = _projection(seed, block, j, size)
+    i = block * size + place.to(tl.int64)
+    value = sign * tl.load(sketch + j, mask=j < size, other=0.0) * scale
+    tl.store(x + i, value, mask=i < n)

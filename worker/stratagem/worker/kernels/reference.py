@@ -1,0 +1,122 @@
+"""The operators in plain torch: what they mean, and what computes them where Triton does not.
+
+torch has no uint32 arithmetic: words are held in int32, whose products have the same 32 bits, and
+the signs that a shift brings in are masked off. Products and sums are separate operations, so that
+none is contracted to a fused one, which rounds differently.
+Arguments were checked by `ops`, which also says what each operator is.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+SIGN_SALT: Final = 0x9E3779B9
+CHUNK: Final = 1 << 15
+"""Elements whose hashes are computed at once, so that the steps between stay in the cache."""
+
+
+def hash32(seed: int, indices: Tensor) -> Tensor:
+    return _words(seed, indices).to(torch.int64) & 0xFFFFFFFF
+
+
+def _words(seed: int, indices: Tensor) -> Tensor:
+    """hash32 as int32 of the same bits."""
+    return _lowbias32(_lowbias32(indices.to(torch.int32)).bitwise_xor_(_signed(seed)))
+
+
+def _lowbias32(x: Tensor) -> Tensor:
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+    x.mul_(0x7FEB352D)
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x)
+    x.mul_(_signed(0x846CA68B))
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def uniform(seed: int, indices: Tensor) -> Tensor:
+    out = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
+    parts, chunks = torch.split(out, CHUNK), torch.split(indices, CHUNK)
+    for part, chunk in zip(parts, chunks, strict=True):
+        part.copy_((_words(seed, chunk) >> 8).bitwise_and_(0xFFFFFF))
+    return out.mul_(2.0**-24)
+
+
+def quantise_deterministic(
+    x: Tensor, threshold: float, residual: Tensor | None, scale: float
+) -> Tensor:
+    value = x if residual is None else x + residual
+    return _quantise(value, value.abs() > threshold, residual, scale)
+
+
+def quantise_stochastic(x: Tensor, scale: float, seed: int, residual: Tensor | None) -> Tensor:
+    value = x if residual is None else x + residual
+    noise = uniform(seed, torch.arange(x.numel(), device=x.device))
+    return _quantise(value, noise * scale < value.abs(), residual, scale)
+
+
+def _quantise(value: Tensor, is_kept: Tensor, residual: Tensor | None, scale: float) -> Tensor:
+    plus, minus = is_kept & (value > 0), is_kept & (value < 0)
+    if residual is not None:
+        sign = plus.to(torch.float32) - minus.to(torch.float32)
+        torch.sub(value, sign * scale, out=residual)
+    codes = plus.to(torch.uint8) | (minus.to(torch.uint8) << 1)
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4))
+    return codes[0::4] | (codes[1::4] << 2) | (codes[2::4] << 4) | (codes[3::4] << 6)
+
+
+def unpack(codes: Tensor, numel: int, scale: float) -> Tensor:
+    pairs = torch.stack([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
+    pairs = pairs.reshape(-1)[:numel]
+    sign = (pairs & 1).to(torch.float32) - (pairs >> 1).to(torch.float32)
+    return sign * scale
+
+
+def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
+    target.add_(unpack(codes, target.numel(), scale))
+
+
+def accumulate(target: Tensor, source: Tensor, weight: float) -> Tensor:
+    target.add_(source.to(torch.float32) * weight)
+    return tree_sum(target.to(torch.float64).square_())
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """0 with 1, 2 with 3, ..., until one is left; 0 for no elements: [n] -> ()."""
+    while x.numel() > 1:
+        if x.numel() % 2:
+            x = torch.nn.functional.pad(x, (0, 1))
+        x = x[0::2] + x[1::2]
+    return x.sum()
+
+
+def sketch(x: Tensor, size: int, seed: int) -> Tensor:
+    total = torch.zeros(size, dtype=torch.float32, device=x.device)
+    for block in range(-(-x.numel() // size)):
+        places, signs = _projection(block, size, seed, x.device)
+        part = x[block * size : (block + 1) * size]
+        part = torch.nn.functional.pad(part, (0, size - part.numel()))
+        total += signs * part[places]
+    return total
+
+
+def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
+    size = sketch.numel()
+    result = torch.empty(-(-numel // size) * size, dtype=torch.float32, device=sketch.device)
+    for block in range(-(-numel // size)):
+        places, signs = _projection(block, size, seed, sketch.device)
+        result[block * size + places] = signs * sketch * scale
+    return result[:numel].clone()
+
+
+def _projection(block: int, size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where place j of a block reads, and its sign: int64 [size], float32 [size]."""
+    factor, shift = hash32(seed, torch.tensor([2 * block, 2 * block + 1])).tolist()
+    j = torch.arange(size, device=device)
+    is_odd = _words(seed ^ SIGN_SALT, block * size + j) & 1
+    return ((factor | 1) * j + shift) % size, (1 - 2 * is_odd).to(torch.float32)
