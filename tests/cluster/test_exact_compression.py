@@ -56,3 +56,26 @@ def test_killed_worker_returns_all_shards_to_the_last_commit(
     assert_same_bits(outcome.state, compressed_loop(spec, ALLOWED, 4).state)
     assert [e.payload["segment"] for e in outcome.of("SegmentCommitted")] == [1, 2, 3, 4, 5]
     assert outcome.status.reproducible
+
+
+@pytest.mark.parametrize(
+    ("codec", "num_replicas"),
+    [
+        ("ternary", 3),  # messages go to everybody
+        ("fp16", 3),  # sums come back
+        ("fp16", 7),  # and go up too: messages would be more bytes
+    ],
+)
+def test_parameter_server_has_the_bits_of_the_compressed_loop(
+    client: Client, codec: str, num_replicas: int
+) -> None:
+    strategy = data_parallel(num_replicas, "ParameterServer")
+    spec = job(
+        "dropout_mlp", compression=codec, strategy=strategy, data=user("classes", num_rows=50)
+    )
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, compressed_loop(spec, ALLOWED, num_replicas).state)
+    assert outcome.status.engine == f"server, {codec}"
+    metrics = outcome.status.metrics
+    if num_replicas == 3:
+        assert 0 < metrics["train.sent_bytes"] < metrics["train.uncompressed_bytes"]

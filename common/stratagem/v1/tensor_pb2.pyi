@@ -103,12 +103,28 @@ class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType
     DESCRIPTOR: _descriptor.EnumDescriptor
     CODEC_UNSPECIFIED: _Codec.ValueType  # 0
     """Means plain: little endian, C order, no padding inside a tensor."""
+    CODEC_FP16: _Codec.ValueType  # 1
+    """The tensors are uint8: payloads of a codec of docs/compression.md."""
+    CODEC_BF16: _Codec.ValueType  # 2
+    CODEC_INT8: _Codec.ValueType  # 3
+    CODEC_TERNARY: _Codec.ValueType  # 4
+    CODEC_TOP_K: _Codec.ValueType  # 5
+    CODEC_LOW_RANK: _Codec.ValueType  # 6
+    CODEC_VSA: _Codec.ValueType  # 7
 
 class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
     """How the bytes of a stream are coded."""
 
 CODEC_UNSPECIFIED: Codec.ValueType  # 0
 """Means plain: little endian, C order, no padding inside a tensor."""
+CODEC_FP16: Codec.ValueType  # 1
+"""The tensors are uint8: payloads of a codec of docs/compression.md."""
+CODEC_BF16: Codec.ValueType  # 2
+CODEC_INT8: Codec.ValueType  # 3
+CODEC_TERNARY: Codec.ValueType  # 4
+CODEC_TOP_K: Codec.ValueType  # 5
+CODEC_LOW_RANK: Codec.ValueType  # 6
+CODEC_VSA: Codec.ValueType  # 7
 Global___Codec: _TypeAlias = Codec  # noqa: Y015
 
 @_typing.final

@@ -1016,24 +1016,31 @@ class GradientHeader(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    CODED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step that these gradients lead to: steps applied + 1."""
     @_builtins.property
     def manifest(self) -> _tensor_pb2.Manifest:
         """One tensor per bucket and held node of the summation tree, named "<bucket>/<first>:<stop>",
         ordered by bucket, then by first shard. The last bucket is the extras, float64: weight, sum of
-        the loss, wish to stop, changes of the model's buffers.
+        the loss, wish to stop, changes of the model's buffers. With a codec, one message per live shard
+        of the member instead, named "0/<shard>:<shard + 1>": the payload, then the shard's extras.
         """
+
+    @_builtins.property
+    def coded(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
+        """With a codec: the names and shapes of what is coded, in order; no offsets and sizes."""
 
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         manifest: _tensor_pb2.Manifest | None = ...,
+        coded: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coded", b"coded", "manifest", b"manifest", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,8 +21,9 @@ from stratagem.common.tensors.manifest import (
 )
 from stratagem.common.tensors.transfer import receive_chunks
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1.tensor_pb2 import TensorSpec
 from stratagem.worker.exchange import ExchangeError, ServerTransport
-from stratagem.worker.exchange.server import Entry
+from stratagem.worker.exchange.freight import Entry
 
 
 class GradientPort:
@@ -57,13 +58,17 @@ class GradientPort:
         transport = await self._at(membership)
         step = self._applied + 1
         try:
-            entries = await transport.header(step)
-            manifest = _manifest(entries)
+            entries, layout = await transport.header(step), await transport.layout(step)
+            manifest = _manifest(entries, transport.codec if layout else "")
             yield pb.GetGradientsResponse(
-                header=pb.GradientHeader(step=step, manifest=to_proto(manifest))
+                header=pb.GradientHeader(
+                    step=step,
+                    manifest=to_proto(manifest),
+                    coded=[TensorSpec(name=each.name, shape=each.shape) for each in layout],
+                )
             )
             offset = 0
-            for bucket in range(len(transport.sums())):
+            for bucket in range(transport.num_buckets):
                 buffers = await transport.partials(step, bucket)
                 for message in iter_messages(pb.GetGradientsResponse, iter_pieces(buffers), offset):
                     yield message
@@ -81,13 +86,15 @@ class GradientPort:
         transport = await self._at(header.fence.membership)
         if header.step <= self._applied:
             return self._applied
-        manifest = from_proto(header.manifest, purpose=Purpose.GRADIENTS)
-        if manifest.total_bytes != transport.total_bytes:
-            raise InvalidInputError.at(
-                "manifest.total_bytes",
-                f"{manifest.total_bytes}, but the sums have {transport.total_bytes}",
-            )
+        codecs = ("", transport.codec)
+        manifest = from_proto(header.manifest, purpose=Purpose.GRADIENTS, codecs=codecs)
         try:
+            expected_bytes = await transport.expected_bytes(header.step)
+            if manifest.total_bytes != expected_bytes:
+                raise InvalidInputError.at(
+                    "manifest.total_bytes",
+                    f"{manifest.total_bytes}, but the sums have {expected_bytes}",
+                )
             await _stage(transport, header.step, manifest, rest)
         except ExchangeError as error:
             raise ConflictError(str(error)) from error
@@ -132,10 +139,9 @@ async def _stage(
     transport.commit(step)
 
 
-def _manifest(entries: tuple[Entry, ...]) -> Manifest:
-    return build_manifest(
-        ((_name(entry), entry.dtype, (entry.numel,)) for entry in entries), Purpose.GRADIENTS
-    )
+def _manifest(entries: tuple[Entry, ...], codec: str) -> Manifest:
+    named = [(_name(entry), entry.dtype, (entry.numel,)) for entry in entries]
+    return build_manifest(named, Purpose.GRADIENTS, codec=codec)
 
 
 def _name(entry: Entry) -> str:

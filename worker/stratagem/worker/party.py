@@ -327,7 +327,12 @@ def _exchange(
         holding.buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         exchange, transport = server_exchange(
-            holding.buckets, view.rank, view.size, plan.num_shards, deadline_s=deadline_s
+            holding.buckets,
+            view.rank,
+            view.size,
+            plan.num_shards,
+            deadline_s=deadline_s,
+            compressor=trainer.compressor,
         )
         work.post(work.gradients.open, view.membership, trainer.step, transport)
         return exchange

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -37,6 +37,19 @@ class Purpose(IntEnum):
     DATA = tensor_pb2.PURPOSE_DATA
     ACTIVATION = tensor_pb2.PURPOSE_ACTIVATION
     MESH = tensor_pb2.PURPOSE_MESH
+
+
+CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
+    "": tensor_pb2.CODEC_UNSPECIFIED,
+    "fp16": tensor_pb2.CODEC_FP16,
+    "bf16": tensor_pb2.CODEC_BF16,
+    "int8": tensor_pb2.CODEC_INT8,
+    "ternary": tensor_pb2.CODEC_TERNARY,
+    "top_k": tensor_pb2.CODEC_TOP_K,
+    "low_rank": tensor_pb2.CODEC_LOW_RANK,
+    "vsa": tensor_pb2.CODEC_VSA,
+}
+"""How the tensors are coded, by the name in the job; "" is plain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,8 @@ class Manifest:
     activation_tag: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    codec: str = ""
+    """Of CODECS. What is coded are payloads of type uint8."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
         """The tensors that have bytes of their own, in the order of their bytes."""
@@ -93,6 +108,7 @@ def build_manifest(
     weight: float = 0.0,
     activation_tag: int = 0,
     metadata: Mapping[str, str] | None = None,
+    codec: str = "",
 ) -> Manifest:
     """A manifest of (name, dtype, shape) in the order given; `aliases` maps name -> earlier name.
 
@@ -113,7 +129,9 @@ def build_manifest(
             spec = TensorSpec(name, dtype, tuple(shape), start, size, source)
         specs.append(spec)
         by_name[name] = spec
-    manifest = Manifest(tuple(specs), end, purpose, weight, activation_tag, dict(metadata or {}))
+    manifest = Manifest(
+        tuple(specs), end, purpose, weight, activation_tag, dict(metadata or {}), codec=codec
+    )
     check(manifest, Limits(max_total_bytes=MAX_ELEMENTS, max_tensor_bytes=MAX_ELEMENTS))
     return manifest
 
@@ -235,6 +253,7 @@ def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
         activation_tag=manifest.activation_tag,
         metadata=manifest.metadata,
         digest=manifest.digest,
+        codec=CODECS[manifest.codec],
     )
     if message.ByteSize() > MAX_MANIFEST_BYTES:
         raise LimitError(
@@ -245,13 +264,18 @@ def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
 
 
 def from_proto(
-    message: tensor_pb2.Manifest, limits: Limits = DEFAULT_LIMITS, purpose: Purpose | None = None
+    message: tensor_pb2.Manifest,
+    limits: Limits = DEFAULT_LIMITS,
+    purpose: Purpose | None = None,
+    codecs: Collection[str] = ("",),
 ) -> Manifest:
-    """The message as a checked manifest; `purpose` is the only one accepted, if given."""
+    """The message as a checked manifest; `purpose` is the only one accepted, if given, and a codec
+    must be one of `codecs`."""
     if len(message.tensors) > limits.max_tensors:  # before anything is made of them
         raise LimitError(f"tensors: {len(message.tensors)}, the limit is {limits.max_tensors}")
-    if message.codec != tensor_pb2.CODEC_UNSPECIFIED:
-        raise InvalidInputError.at("codec", f"{message.codec} is not known here")
+    codec = next((name for name in codecs if CODECS[name] == message.codec), None)
+    if codec is None:
+        raise InvalidInputError.at("codec", f"{message.codec} is not expected here")
     manifest = Manifest(
         tensors=tuple(
             TensorSpec(
@@ -270,6 +294,7 @@ def from_proto(
         activation_tag=message.activation_tag,
         metadata=dict(message.metadata),
         digest=message.digest,
+        codec=codec,
     )
     check(manifest, limits)
     return manifest

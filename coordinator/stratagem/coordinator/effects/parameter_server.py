@@ -3,14 +3,15 @@
 One step, over the fixed set of members: read the same window of bytes from every member, add the
 windows in tree order, send the sum to all; when all members hold all sums, commit. Memory is a few
 windows per member (a member that computes several shards sends several partial sums one after the
-other; all but the last are held for one bucket).
+other; all but the last are held for one bucket). Where shards are coded, their messages, which are
+small, are read whole instead; see `coded_step`.
 
 A step that breaks leaves nothing behind: the members keep their gradients until a commit, so it is
 asked for again. Members that have come apart (one applied, another not) re-form and heal.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import google_crc32c
@@ -18,6 +19,7 @@ import grpc
 import numpy as np
 import structlog
 
+from stratagem.common.compression import TensorLayout
 from stratagem.common.errors import IntegrityError, StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.rpc.status import from_rpc_error
@@ -33,6 +35,7 @@ from stratagem.common.tensors.manifest import (
 )
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.effects.coded_step import codec_of, reply_to
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink, session
 from stratagem.coordinator.tree_fold import fold_chunks
@@ -76,11 +79,15 @@ class _Inflow:
         self._writer: ChunkWriter | None = None
         self.step = 0
         self.parts: list[_Part] = []
+        self.coded: tuple[TensorLayout, ...] = ()
+        """What the parts are codes of; nothing where they are sums."""
 
-    async def open(self, limits: Limits) -> None:
+    async def open(self, limits: Limits, codec: str) -> None:
         """Read the header."""
         first = await anext(self._messages)
-        manifest = from_proto(first.header.manifest, limits, Purpose.GRADIENTS)
+        codecs = ("", codec)
+        manifest = from_proto(first.header.manifest, limits, Purpose.GRADIENTS, codecs)
+        self.coded = tuple(TensorLayout(t.name, tuple(t.shape)) for t in first.header.coded)
         self.step = first.header.step
         self.parts = [_part(spec.name, spec.dtype, spec.size_bytes) for spec in manifest.tensors]
         self._writer = ChunkWriter(manifest.total_bytes, self._take)
@@ -118,6 +125,7 @@ class _Step:
         self._effect = effect
         self._links = links
         self._limits = limits
+        self._codec = codec_of(env.job_of(effect.run_id, effect.party))
 
     async def serve(self) -> int:
         """Serve the next step; its number, or to_step when the members have come apart."""
@@ -132,7 +140,7 @@ class _Step:
         ]
         try:
             inflows = [_Inflow(aiter(get)) for get in gets]
-            await asyncio.gather(*(inflow.open(self._limits) for inflow in inflows))
+            await asyncio.gather(*(inflow.open(self._limits, self._codec) for inflow in inflows))
             steps = {inflow.step for inflow in inflows}
             if len(steps) > 1:
                 await self._report_apart(steps)
@@ -152,12 +160,20 @@ class _Step:
         )
 
     async def _sum(self, inflows: list[_Inflow]) -> None:
-        buckets = _buckets(inflows)
-        outflow = _Outflow(self._effect, self._links, inflows[0].step, _sums(buckets))
+        step = inflows[0].step
+        if any(inflow.coded for inflow in inflows):
+            messages, layout = await _messages(inflows)
+            job = self._env.job_of(self._effect.run_id, self._effect.party)
+            reply = await self._env.in_thread(lambda: reply_to(job, layout, messages, step))
+            manifest, windows = reply.manifest, reply.windows()
+        else:
+            buckets = _buckets(inflows)
+            manifest, windows = _sums(buckets), _summed(inflows, buckets)
+        outflow = _Outflow(self._effect, self._links, step, manifest)
         try:
             await outflow.open()
-            for bucket, dtype, size_bytes in buckets:
-                await _sum_bucket(inflows, outflow, bucket, dtype, size_bytes)
+            async for window in windows:
+                await outflow.write(window)
             failpoint("coordinator.step.summed")
             await outflow.commit()
         finally:
@@ -230,10 +246,34 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
     return build_manifest(named, Purpose.GRADIENTS)
 
 
-async def _sum_bucket(
-    inflows: Sequence[_Inflow], outflow: _Outflow, bucket: str, dtype: str, size_bytes: int
-) -> None:
-    """Add one bucket window by window, in tree order, and send the sums on."""
+async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
+    """The messages of all live shards in order, and what they are codes of."""
+    layouts = {inflow.coded for inflow in inflows if inflow.parts}
+    sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
+    shards = [part.node for inflow in inflows for part in inflow.parts]
+    expected = [Node(shard, shard + 1) for shard in range(len(shards))]
+    if len(layouts) != 1 or len(sizes) != 1 or sorted(shards) != expected:
+        raise IntegrityError("the members' coded gradients do not make one step")
+    messages = dict.fromkeys(expected, b"")
+    for inflow in inflows:
+        for part in inflow.parts:
+            messages[part.node] = await inflow.read(part.size_bytes)
+    return list(messages.values()), layouts.pop()
+
+
+async def _summed(
+    inflows: Sequence[_Inflow], buckets: Sequence[tuple[str, str, int]]
+) -> AsyncGenerator[bytes, None]:
+    """The sums, bucket by bucket and window by window."""
+    for bucket, dtype, size_bytes in buckets:
+        async for window in _summed_bucket(inflows, bucket, dtype, size_bytes):
+            yield window
+
+
+async def _summed_bucket(
+    inflows: Sequence[_Inflow], bucket: str, dtype: str, size_bytes: int
+) -> AsyncGenerator[bytes, None]:
+    """Add one bucket window by window, in tree order."""
     nodes = [[p.node for p in inflow.parts if p.bucket == bucket] for inflow in inflows]
     held = [
         [await inflow.read(size_bytes) for _ in own[:-1]]
@@ -255,4 +295,4 @@ async def _sum_bucket(
             for own, whole in zip(nodes, held, strict=True)
         ]
         num_live = max(node.stop for own in nodes for node in own)
-        await outflow.write(fold_chunks(partials, num_live).tobytes())
+        yield fold_chunks(partials, num_live).tobytes()

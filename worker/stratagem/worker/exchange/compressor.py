@@ -58,7 +58,9 @@ class Compressor:
             raise InvalidInputError.at("compression.codec", text)
         self.name, self.keeps_state = spec.codec, spec.keeps_state
         self.traffic = Traffic()
-        layout = tuple(TensorLayout(name, tuple(param.shape)) for name, param in params)
+        self.layout = layout = tuple(
+            TensorLayout(name, tuple(param.shape)) for name, param in params
+        )
         self._codec = make_codec(spec, layout, seed)
         self._seed = seed if spec.seed is None else spec.seed
         self._shapes = [param.shape for _, param in params]
@@ -108,7 +110,7 @@ class Compressor:
         """The step has been applied: its residuals count from now on."""
         if self.keeps_state:
             self._states.update(self._coded)
-        self._coded, self.messages = {}, {}
+        self._coded = {}
 
     def count(self, sent_bytes: int, uncompressed_bytes: int) -> None:
         self.traffic.sent_bytes += sent_bytes

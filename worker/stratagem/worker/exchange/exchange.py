@@ -13,6 +13,7 @@ from torch import Tensor
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.direct import DirectMethod
+from stratagem.worker.exchange.freight import CodedFreight
 from stratagem.worker.exchange.mesh import MeshTransport, Method
 from stratagem.worker.exchange.payloads import PayloadMethod, pays_off
 from stratagem.worker.exchange.plan import Party, Step, plan_step
@@ -193,7 +194,9 @@ def server_exchange(
     num_shards: int,
     *,
     deadline_s: float = 30.0,
+    compressor: Compressor | None = None,
 ) -> tuple[Exchange, ServerTransport]:
     """The transport is the other end, for the event loop that talks to the coordinator."""
-    transport = ServerTransport(buckets.layout, rank, deadline_s=deadline_s)
-    return Exchange(buckets, Party(rank, size, num_shards), transport), transport
+    coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
+    transport = ServerTransport(buckets.layout, rank, deadline_s=deadline_s, coded=coded)
+    return Exchange(buckets, Party(rank, size, num_shards), transport, compressor), transport

@@ -73,13 +73,9 @@ class PayloadMethod:
         turn.wait(receives)
         step, sets = prepared.step, prepared.sets
         partials = dict(zip(step.nodes[self._link.rank], sets, strict=False))
-        total = self._sum(Node(0, step.num_live), partials, prepared.incoming)
-        for target, summed in zip(sets[0], total, strict=True):
-            if target is not summed:
-                target.copy_(summed)
-        if turn.divisor is not None:
-            for target in sets[0][:-1]:
-                target.div_(turn.divisor)
+        incoming = prepared.incoming
+        total = add_up(self._buckets, self._compressor, step.num_live, partials, incoming)
+        put(sets[0], total, turn.divisor)
         turn.wait(sends)
 
     def _post(self, prepared: _Prepared, first_tag: int) -> tuple[list[Work], list[Work]]:
@@ -105,22 +101,38 @@ class PayloadMethod:
         self._compressor.count(num_bytes[0] * int(factors[0]), int(num_bytes[1] * factors[1]))
         return receives, sends
 
-    def _sum(
-        self,
-        node: Node,
-        partials: Mapping[Node, Sequence[Tensor]],
-        incoming: Mapping[int, Tensor],
-    ) -> Sequence[Tensor]:
-        """The flats of a node of the tree; may overwrite partials. Decodes a shard when its turn
-        comes, so that few are held at once."""
+
+def add_up(
+    buckets: GradientBuckets,
+    compressor: Compressor,
+    num_live: int,
+    partials: Mapping[Node, Sequence[Tensor]],
+    incoming: Mapping[int, Tensor],
+) -> Sequence[Tensor]:
+    """The flat buckets of the sum over all live shards, from partial sums and from messages of the
+    others. May overwrite the partial sums; decodes a shard when its turn comes, so that few are
+    held at once."""
+
+    def total(node: Node) -> Sequence[Tensor]:
         if node in partials:
             return partials[node]
         if node.stop - node.first == 1:
-            flats, views = self._buckets.scratch()
-            extras = self._compressor.decode(node.first, incoming[node.first], views)
-            flats[-1].copy_(extras)
+            flats, views = buckets.scratch()
+            flats[-1].copy_(compressor.decode(node.first, incoming[node.first], views))
             return flats
-        left, right = (self._sum(half, partials, incoming) for half in split_node(node))
+        left, right = (total(half) for half in split_node(node))
         for target, term in zip(left, right, strict=True):
             target.add_(term)
         return left
+
+    return total(Node(0, num_live))
+
+
+def put(target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None) -> None:
+    """Leaves the sum, divided, in the target; the last bucket, the extras, is never divided."""
+    for flat, summed in zip(target, total, strict=True):
+        if flat is not summed:
+            flat.copy_(summed)
+    if divisor is not None:
+        for flat in target[:-1]:
+            flat.div_(divisor)

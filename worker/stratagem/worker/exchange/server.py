@@ -12,23 +12,19 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, empty
+from torch import Tensor
 
-from stratagem.common.shards import Node
+from stratagem.common.compression import TensorLayout
+from stratagem.worker.exchange.freight import (
+    CodedFreight,
+    Entry,
+    Freight,
+    SumFreight,
+    bytes_of,
+)
 from stratagem.worker.exchange.layout import Layout
 from stratagem.worker.exchange.plan import Step
 from stratagem.worker.mesh.link import ExchangeError
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One vector of a stream. `node` is None in the inbox, where vectors are whole sums."""
-
-    bucket: int
-    node: Node | None
-    dtype: str
-    numel: int
-    size_bytes: int
 
 
 @dataclass(slots=True)
@@ -36,13 +32,16 @@ class _Open:
     """The step under way."""
 
     number: int
-    nodes: tuple[Node, ...]
-    sets: Sequence[Sequence[Tensor]]
-    divisor: float | None
+    freight: Freight
+    inbox: list[memoryview]
     num_launched: int = 0
     """Buckets."""
     num_staged_bytes: int = 0
     is_committed: bool = False
+
+    @property
+    def num_expected_bytes(self) -> int:
+        return sum(view.nbytes for view in self.inbox)
 
 
 class ServerTransport:
@@ -50,12 +49,18 @@ class ServerTransport:
 
     name = "server"
 
-    def __init__(self, layout: Layout, rank: int, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        deadline_s: float,
+        coded: CodedFreight | None = None,
+    ) -> None:
+        """coded: goes instead of sums in the steps in which it is fewer bytes."""
         self.deadline_s = deadline_s
-        self._layout, self._rank = layout, rank
-        self._inbox = [empty(bucket.numel, dtype=bucket.dtype) for bucket in layout.buckets]
-        self._inbox_bytes = [_bytes_of(tensor) for tensor in self._inbox]
-        self.total_bytes = sum(view.nbytes for view in self._inbox_bytes)
+        self._num_buckets = len(layout.buckets)
+        self._sums, self._coded = SumFreight(layout, rank), coded
         self._changed = threading.Condition()
         self._open: _Open | None = None  # guarded by _changed, as all below
         self._error = ""
@@ -66,8 +71,13 @@ class ServerTransport:
     def begin(
         self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
+        freight: Freight = self._sums
+        if self._coded is not None and self._coded.pays_off(step):
+            freight = self._coded
+        freight.begin(step, sets, divisor)
+        inbox = [bytes_of(tensor) for tensor in freight.inbox]
         with self._changed:
-            self._open = _Open(number, step.nodes[self._rank], sets, divisor)
+            self._open = _Open(number, freight, inbox)
             self._notify()
 
     def launch(self, bucket: int) -> None:
@@ -89,11 +99,7 @@ class ServerTransport:
             if self._error:
                 raise ExchangeError(self._error)
             self._open = None
-        for tensor, staged in zip(opened.sets[0], self._inbox, strict=True):
-            tensor.copy_(staged)
-        if opened.divisor is not None:
-            for tensor in opened.sets[0][:-1]:
-                tensor.div_(opened.divisor)
+        opened.freight.unload()
 
     def cut(self) -> None:
         with self._changed:
@@ -107,60 +113,58 @@ class ServerTransport:
 
     async def header(self, step: int) -> tuple[Entry, ...]:
         """What this member will send in the step, in order. Waits for the step to begin."""
-        opened = await self._until(step, lambda _: True)
-        return tuple(
-            Entry(index, node, _dtype_name(tensor), tensor.numel(), tensor.nbytes)
-            for index in range(len(self._layout.buckets))
-            for node, one_set in zip(opened.nodes, opened.sets, strict=False)
-            for tensor in [one_set[index]]
-        )
+        return (await self._until(step, lambda _: True)).freight.entries()
+
+    async def layout(self, step: int) -> tuple[TensorLayout, ...]:
+        """What the entries of the step are codes of; nothing where they are sums."""
+        return (await self._until(step, lambda _: True)).freight.layout
 
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
-        """The partial sums of one bucket, in the header's order. Waits until they are final;
-        they stay so until the step is committed."""
+        """What goes out of one bucket, in the header's order: nothing but with the last one where
+        it is coded. Waits until it is final; it stays so until the step is committed."""
         opened = await self._until(step, lambda state: state.num_launched > bucket)
-        sets = opened.sets[: len(opened.nodes)]
-        return [_bytes_of(one_set[bucket]) for one_set in sets]
+        return opened.freight.part(bucket)
+
+    @property
+    def codec(self) -> str:
+        """Of the messages, in steps that are coded; "" where none ever is."""
+        return "" if self._coded is None else self._coded.codec
+
+    @property
+    def num_buckets(self) -> int:
+        return self._num_buckets
 
     def sums(self) -> tuple[Entry, ...]:
-        """What must be staged, in order."""
-        return tuple(
-            Entry(index, None, _dtype_name(tensor), tensor.numel(), tensor.nbytes)
-            for index, tensor in enumerate(self._inbox)
-        )
+        """What must be staged, in order, in a step that is not coded."""
+        return self._sums.staged()
+
+    async def expected_bytes(self, step: int) -> int:
+        """How much must be staged in the step."""
+        return (await self._until(step, lambda _: True)).num_expected_bytes
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
         """Takes the next bytes of the sums. Offset 0 begins anew, whatever came before."""
         with self._changed:
             opened = self._current(step)
             expected = 0 if offset == 0 else opened.num_staged_bytes
-            if offset != expected or offset + len(data) > self.total_bytes:
+            total_bytes = opened.num_expected_bytes
+            if offset != expected or offset + len(data) > total_bytes:
                 raise ValueError(
                     f"sums at offset {offset} with {len(data)} bytes: expected offset {expected} "
-                    f"and at most {self.total_bytes} bytes in all"
+                    f"and at most {total_bytes} bytes in all"
                 )
-            self._write(offset, memoryview(data).cast("B"))
+            _write(opened.inbox, offset, memoryview(data).cast("B"))
             opened.num_staged_bytes = offset + len(data)
 
     def commit(self, step: int) -> None:
         """Releases finish. Every byte must have been staged."""
         with self._changed:
             opened = self._current(step)
-            if opened.num_staged_bytes != self.total_bytes:
-                raise ValueError(
-                    f"commit after {opened.num_staged_bytes} of {self.total_bytes} bytes"
-                )
+            total_bytes = opened.num_expected_bytes
+            if opened.num_staged_bytes != total_bytes:
+                raise ValueError(f"commit after {opened.num_staged_bytes} of {total_bytes} bytes")
             opened.is_committed = True
             self._notify()
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        start = 0  # of the bucket
-        for view in self._inbox_bytes:
-            if data.nbytes and start <= offset < start + view.nbytes:
-                num_bytes = min(data.nbytes, start + view.nbytes - offset)
-                view[offset - start : offset - start + num_bytes] = data[:num_bytes]
-                data, offset = data[num_bytes:], offset + num_bytes
-            start += view.nbytes
 
     def _current(self, step: int) -> _Open:
         if self._error:
@@ -204,12 +208,11 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor; on the CPU without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview(tensor.detach().cpu().numpy().data).cast("B")
+def _write(inbox: Sequence[memoryview], offset: int, data: memoryview) -> None:
+    start = 0  # of the vector
+    for view in inbox:
+        if data.nbytes and start <= offset < start + view.nbytes:
+            num_bytes = min(data.nbytes, start + view.nbytes - offset)
+            view[offset - start : offset - start + num_bytes] = data[:num_bytes]
+            data, offset = data[num_bytes:], offset + num_bytes
+        start += view.nbytes
