@@ -111,6 +111,8 @@ JOBS: dict[str, Job] = {
     "Local": job(LOCAL),
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
+    # Each member has residuals that nobody else has.
+    "Coded": job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
     "Gossip": job(GOSSIP),
     "Pipeline": job(PIPELINE),
     # There are workers for one of the two: it computes both shards.

@@ -17,14 +17,14 @@ EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
 SOLE_COPIES = ("Gossip", "Pipeline")
-"""Return to the last commit."""
+"""Return to the last commit; so does Coded."""
 
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
     "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES),
-    "coordinator.step.summed": ("ParameterServer",),
+    "coordinator.step.summed": ("ParameterServer", "Coded"),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.folded": ("FedAvg", "FedYogi"),
@@ -39,8 +39,8 @@ REACHED_BY = {
     "coordinator.spool.after_rename": ("FedAvg",),
     "coordinator.fold.after_window": ("FedAvg", "FedAvg-large", "FedYogi"),
     "worker.step.before_backward": SYNCHRONOUS,
-    "worker.step.before_apply": SYNCHRONOUS,
-    "worker.step.after_apply": NESTED,
+    "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
+    "worker.step.after_apply": (*NESTED, "Coded"),
     "worker.gossip.loaded": ("Gossip",),
     "worker.gossip.before_backward": ("Gossip",),
     "worker.gossip.before_mix": ("Gossip",),
@@ -122,7 +122,7 @@ def cases() -> list[Case]:
             for num_passed in (0, *later_hits):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
-                is_other = job in (*EXCHANGING, *SOLE_COPIES, "Pipelines") and num_passed > 0
+                is_other = job in (*EXCHANGING, *SOLE_COPIES, "Pipelines", "Coded") and num_passed > 0
                 worker = "worker-2" if is_other else "worker-0"
                 process = worker if failpoint.startswith("worker.") else "coordinator"
                 if job in EXCHANGING or failpoint != "worker.execute.accepted":
@@ -138,6 +138,7 @@ SAMPLE = (
     Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
     Case("ParameterServer", "coordinator", "coordinator.step.summed", 7),
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
+    Case("Coded", "worker-2", "worker.step.after_apply", 11),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
     Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
