@@ -16,7 +16,7 @@ from stratagem.common.document import MAX_COUNT
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.field_rules import Rule
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
-from stratagem.common.job import JobSpec, sections
+from stratagem.common.job import AccumulationSpec, JobSpec, sections
 from stratagem.common.job.every import Every
 from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.search_space import SearchSpace
@@ -44,6 +44,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.ScheduleSpec,
         sections.EvaluationSpec,
         sections.CheckpointSpec,
+        AccumulationSpec,
         sections.ExecutionSpec,
         sections.PartitionSpec,
     )

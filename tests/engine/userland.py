@@ -138,6 +138,39 @@ class Explode(nn.Module):
         return x * torch.inf if int(self.calls) == 3 else x
 
 
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.nan
+
+
+class Told(nn.Module):
+    """Counts its forward passes and does as it is told at one of them."""
+
+    def __init__(self, at: int = 0, what: str = "") -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.extra = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.norm = nn.BatchNorm1d(NUM_FEATURES)
+        self.at, self.what, self.num_calls = at, what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        what = self.what if self.num_calls == self.at else ""
+        if what == "raise":
+            raise ArithmeticError("as told")
+        out: Tensor = self.linear(self.norm(x))
+        if what != "leave out":
+            out = out + self.extra(x)
+        if what == "nan gradient":
+            out = _BadGradient.apply(out)  # type: ignore[no-untyped-call]
+        return out * torch.nan if what == "nan" else out
+
+
 def classes(num_rows: int = 50, num_test_rows: int = 23) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
 

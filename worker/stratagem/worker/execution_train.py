@@ -124,7 +124,8 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
     """Add an applied step to the sums of the segment, and tell of it now and then."""
     tally = work.holding.tally
     tally.weight += report.weight
-    tally.loss_sum += report.loss * report.weight
+    if report.weight:  # not that of a step that was skipped
+        tally.loss_sum += report.loss * report.weight
     tally.num_rows += report.num_rows
     segment.num_rows += report.num_rows
     if work.holding.is_offering:

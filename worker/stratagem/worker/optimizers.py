@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, assert_never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, ScheduleSpec
@@ -84,7 +84,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip(params: Sequence[nn.Parameter], max_norm: float | None) -> None:
-    """Scales all gradients together so that their norm is at most `max_norm`."""
-    if max_norm is not None:
+def clip(
+    params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor | None = None
+) -> None:
+    """Scales all gradients together so that their 2-norm is at most `max_norm`.
+
+    norm: theirs now (0-d), where it is known already.
+    """
+    if max_norm is None:
+        return
+    if norm is None:
         nn.utils.clip_grad_norm_(params, max_norm, foreach=False)
+    else:
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

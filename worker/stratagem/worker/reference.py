@@ -9,6 +9,7 @@ engine, but none of its stepping, buffers, exchange or state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from stratagem.worker.data.sources import Client, DataSources, load_data
 from stratagem.worker.engine.client_round import client_order
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.losses import LossFunction, make_loss
+from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
@@ -74,8 +75,8 @@ def sharded_loop(
 ) -> Result:
     """Steps over batches cut into shards and these into micro-batches; all in a fixed order.
 
-    micro_batch_size: rows, by default all of the shard. The model must then be one that can be
-    cut; its tied parameters are summed node by node.
+    Micro-batches are those of the job. micro_batch_size: theirs under ModelParallel, in rows; the
+    model must then be one that can be cut, and its tied parameters are summed node by node.
     """
     model, loss_fn, _, take = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
@@ -103,7 +104,7 @@ def sharded_loop(
             for each in trained:
                 each.forget()
             weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
-            for micro_batch, rows in enumerate(torch.split(shard_rows, micro_batch_size or 2**62)):
+            for micro_batch, rows in enumerate(cut_rows(job, shard_rows, micro_batch_size)):
                 randomness.begin(job.seed, step, shard, micro_batch)
                 x, y = take(rows)
                 value = loss_fn(model(x), y, len(rows))
@@ -123,8 +124,14 @@ def sharded_loop(
             parts.append([weight, loss, *grads, *changes])
         sums = [_tree([part[i] for part in parts]) for i in range(len(parts[0]))]
         total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
+        divisor = total.item() if job.window.must_divide else 1.0
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            param.grad = grad / total.item() if i in reached else None
+            param.grad = grad / divisor if i in reached else None
+        losses.append((loss_sum / total).item())
+        if is_skipped(job, losses[-1], params):
+            for tensor, old in zip(buffers, before, strict=True):
+                tensor.copy_(old)
+            continue
         for tensor, old, change in zip(buffers, before, changes[len(params) :], strict=True):
             is_whole = len(shards) == 1 and old.is_floating_point()
             mean = change / len(shards) if old.is_floating_point() else change
@@ -132,7 +139,6 @@ def sharded_loop(
         set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
         clip(params, job.optimizer.clip_norm)
         optimizer.step()
-        losses.append((loss_sum / total).item())
     return Result(model.state_dict(), losses)
 
 
@@ -192,20 +198,61 @@ def _train_client(
     for epoch in range((round_num - 1) * epochs, round_num * epochs):
         order = client_order(len(data), job.seed, client, epoch)
         for rows in torch.split(order, job.batch_size):
-            randomness.begin(job.seed, "client", client, round_num, num_steps)
-            x, y = gather(data, rows, "reference")
-            value = loss_fn(model(x), y, len(rows))
+            before = [tensor.clone() for tensor in model.buffers()]
             optimizer.zero_grad()
-            value.mean.backward()  # type: ignore[no-untyped-call]
+            key = (job.seed, "client", client, round_num, num_steps)
+            values = []
+            for micro_batch, part in enumerate(parts := cut_rows(job, rows)):
+                randomness.begin(*key, *([micro_batch] if micro_batch else []))
+                x, y = gather(data, part, "reference")
+                values.append(backward(job, loss_fn(model(x), y, len(part)), len(parts)))
+            loss, weight = divide(job, params, values)
             for param, anchor in zip(params, start, strict=True):
                 if mu and param.grad is not None:
                     param.grad.add_(param.detach() - anchor, alpha=mu)
+            num_steps += 1
+            if is_skipped(job, loss, params):
+                for tensor, old in zip(model.buffers(), before, strict=True):
+                    tensor.copy_(old)
+                continue
             clip(params, job.optimizer.clip_norm)
             optimizer.step()
-            num_steps += 1
-            loss_sum += value.mean.item() * value.weight
-            num_rows += value.weight
-    return len(data), loss_sum / num_rows
+            loss_sum += loss
+            num_rows += weight
+    return len(data), loss_sum / num_rows if num_rows else 0.0
+
+
+def cut_rows(job: JobSpec, rows: Tensor, size: int | None = None) -> list[Tensor]:
+    """The micro-batches of a share: of `size` rows, or as the job says."""
+    if size is not None:
+        return list(torch.split(rows, size))
+    return [rows[cut.start : cut.stop] for cut in job.window.cut(len(rows))]
+
+
+def backward(job: JobSpec, value: LossValue, num_micro_batches: int) -> tuple[float, float]:
+    """(mean · weight, weight) of a micro-batch. A single one's mean is differentiated as it is."""
+    is_single = num_micro_batches == 1 and job.window.must_divide
+    (value.mean if is_single else value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+    return value.mean.item() * value.weight, value.weight
+
+
+def divide(
+    job: JobSpec, params: list[nn.Parameter], values: list[tuple[float, float]]
+) -> tuple[float, float]:
+    """Makes sums over several micro-batches means; (Σ mean · weight, Σ weight)."""
+    weight = sum(each for _, each in values)
+    if job.window.must_divide and len(values) > 1 and weight:
+        for param in params:
+            if param.grad is not None:
+                param.grad = param.grad / weight
+    return sum(each for each, _ in values), weight
+
+
+def is_skipped(job: JobSpec, loss: float, params: list[nn.Parameter]) -> bool:
+    """Whether the job leaves a step with such a loss and such gradients out."""
+    grads = [param.grad for param in params if param.grad is not None]
+    are_finite = math.isfinite(loss) and all(bool(grad.isfinite().all()) for grad in grads)
+    return job.window.may_skip and not are_finite
 
 
 def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:

@@ -21,7 +21,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference import Result
+from stratagem.worker.reference import Result, cut_rows
 
 _CPU = torch.device("cpu")
 
@@ -54,19 +54,24 @@ def compressed_loop(
             if not rows:
                 continue
             model.zero_grad()
-            randomness.begin(job.seed, step, shard, 0)
-            x, y = gather(data, batch[rows.start : rows.stop], "reference")
-            value = loss_fn(model(x), y, len(rows))
-            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
-            weight.append(torch.tensor(float(value.weight), dtype=torch.float64))
-            loss_sum.append(value.mean.detach().double() * value.weight)
+            found = torch.zeros(2, dtype=torch.float64)  # weight, sum of the loss
+            for micro_batch, part in enumerate(cut_rows(job, batch[rows.start : rows.stop])):
+                randomness.begin(job.seed, step, shard, micro_batch)
+                x, y = gather(data, part, "reference")
+                value = loss_fn(model(x), y, len(part))
+                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                found[0] += value.weight
+                found[1] += value.mean.detach().double() * value.weight
+            weight.append(found[0])
+            loss_sum.append(found[1])
             key = derive(seed, step + 1, shard)
             grads[Node(shard, shard + 1)], states[shard] = _coded(codec, named, states[shard], key)
         total = tree_sum(dict(zip(grads, weight, strict=True)), len(grads), torch.add)
         loss = tree_sum(dict(zip(grads, loss_sum, strict=True)), len(grads), torch.add)
         for name, param in named.items():
             leaves = {node: each[name] for node, each in grads.items()}
-            param.grad = tree_sum(leaves, len(leaves), torch.add) / total.item()
+            divisor = total.item() if job.window.must_divide else 1.0
+            param.grad = tree_sum(leaves, len(leaves), torch.add) / divisor
         set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
         clip(list(named.values()), job.optimizer.clip_norm)
         optimizer.step()

@@ -24,6 +24,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference import backward, cut_rows, divide, is_skipped
 
 _CPU = torch.device("cpu")
 
@@ -71,21 +72,33 @@ def gossip_loop(
         for node, shard in enumerate(split_rows(len(batch), num_nodes)):
             if not shard:
                 continue
+            before = [tensor.clone() for tensor in models[node].buffers()]
             optimizers[node].zero_grad()
-            randomness[node].begin(job.seed, step, node, 0)
-            x, y = gather(data, batch[shard.start : shard.stop], "reference")
-            loss = loss_fn(models[node](x), y, len(shard))
-            loss.mean.backward()  # type: ignore[no-untyped-call]
+            values = []
+            for micro_batch, rows in enumerate(parts := cut_rows(job, batch[_slice(shard)])):
+                randomness[node].begin(job.seed, step, node, micro_batch)
+                x, y = gather(data, rows, "reference")
+                value = loss_fn(models[node](x), y, len(rows))
+                values.append(backward(job, value, len(parts)))
+            loss, weight = divide(job, params[node], values)
+            if is_skipped(job, loss, params[node]):
+                for tensor, old in zip(models[node].buffers(), before, strict=True):
+                    tensor.copy_(old)
+                continue
             set_learning_rate(optimizers[node], learning_rate(job.optimizer, step, total_steps))
             clip(params[node], job.optimizer.clip_norm)
             optimizers[node].step()
-            loss_sum += loss.mean.item() * loss.weight
-            weight_sum += loss.weight
-        losses.append(loss_sum / weight_sum)
+            loss_sum += loss
+            weight_sum += weight
+        losses.append(loss_sum / weight_sum if weight_sum else math.nan)
         step_weights.append(weight_sum)
         _mix(params, weights)
     states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
     return GossipResult(_mean(states), states, losses, step_weights, _spread(params))
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The job document: its sections, how it is read from a file, its canonical text."""
 
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
+from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec
 from stratagem.common.job.derive import with_fields
 from stratagem.common.job.every import Every
@@ -19,6 +20,7 @@ from stratagem.common.job.sections import (
 from stratagem.common.job.spec import JobSpec
 
 __all__ = [
+    "AccumulationSpec",
     "CheckpointSpec",
     "CompressionSpec",
     "DataSpec",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
+from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression import CompressionSpec, why_not_compressed
 from stratagem.common.job.every import Every, Unit
 from stratagem.common.job.nesting import effective
@@ -44,6 +45,8 @@ from stratagem.common.strategy import (
 _MAX_SEED = MAX_COUNT // 2
 
 
+_AT_ONCE = AccumulationSpec()
+
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
 """What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
 
@@ -63,6 +66,7 @@ class JobSpec(Section):
     batch_size: Count
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
     strategy: StrategyField = Local()
+    accumulation: AccumulationSpec | None = None
     execution: ExecutionSpec = ExecutionSpec()
     compression: CompressionSpec | None = None
     partition: PartitionSpec | None = None
@@ -92,9 +96,15 @@ class JobSpec(Section):
                 *_graph_strategy(self),
                 *_order_of_sums(self),
                 *_compression(self),
+                *check_accumulation(self),
             ]
         )
         return self
+
+    @property
+    def window(self) -> AccumulationSpec:
+        """How the gradient of a step is accumulated: the section, or what holds without it."""
+        return self.accumulation or _AT_ONCE
 
     def document(self) -> dict[str, JSON]:
         """The job as plain values: declared order, kwargs in key order, without what is absent."""

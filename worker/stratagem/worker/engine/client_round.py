@@ -7,14 +7,13 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, FedProx
@@ -22,12 +21,14 @@ from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
-from stratagem.worker.engine.passes import Counted, Passes, Rows
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.passes import Key, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.entrypoints import EntryPoints, user_code
+from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 # Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
 _CLIENT_STRIDE = 0x9E3779B97F4A7C15
@@ -42,6 +43,10 @@ class ClientRound:
     num_samples: int
     loss: float
     num_steps: int
+    grad_norm: float
+    """The largest of any step, before clipping."""
+    num_skipped: int
+    """Steps whose loss or gradient was not finite, and that changed nothing."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -67,7 +72,9 @@ class ClientRunner:
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         loss, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
         randomness = KeyedRandomness(self._model, device)
-        self._passes = Passes(self._model, loss, gather, randomness)
+        passes = Passes(self._model, loss, gather, randomness)
+        self._randomness = randomness
+        self._local_step = LocalStep(job, self._params, passes, Buffers(self._model, device))
 
     def run(
         self,
@@ -88,8 +95,8 @@ class ClientRunner:
         rounds = self._strategy.rounds
         set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
         self._model.train()
-        loss_sum = weight_sum = 0.0
-        num_steps = 0
+        loss_sum = weight_sum = grad_norm = 0.0
+        num_steps = num_skipped = 0
         local_epochs = self._strategy.options.local_epochs
         try:
             for local_epoch in range(local_epochs):
@@ -100,15 +107,19 @@ class ClientRunner:
                     key = (self._job.seed, "client", client, round_num, num_steps)
                     num_steps += 1
                     activity = f"round {round_num}, client {client}, step {num_steps}"
-                    counted = self._step(optimizer, anchors, Rows(data, indices, activity), key)
-                    loss_sum += counted.loss * counted.weight
-                    weight_sum += counted.weight
+                    report = self._step(optimizer, anchors, Rows(data, indices, activity), key)
+                    if report.is_skipped:
+                        num_skipped += 1
+                        continue
+                    loss_sum += report.counted.loss_sum
+                    weight_sum += report.counted.weight
+                    grad_norm = max(grad_norm, report.grad_norm)
         finally:
-            self._passes.randomness.end()
+            self._randomness.end()
         failpoint("worker.client_round.after_training")
         tensors = state.copied(state.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
-        return ClientRound(tensors, len(data), mean_loss, num_steps)
+        return ClientRound(tensors, len(data), mean_loss, num_steps, grad_norm, num_skipped)
 
     @property
     def _mu(self) -> float:
@@ -126,30 +137,22 @@ class ClientRunner:
         return splits["train"]
 
     def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        anchors: list[Tensor],
-        rows: Rows,
-        key: tuple[int | str, ...],
-    ) -> Counted:
+        self, optimizer: torch.optim.Optimizer, anchors: list[Tensor], rows: Rows, key: Key
+    ) -> LocalReport:
         """One local update."""
-        optimizer.zero_grad()
-        counted = self._passes.run(rows, key, is_weighted=False)
-        _check_finite(counted.loss, rows.activity)
-        # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
-        # with mu = 0 is FedAvg to the bit.
-        for param, anchor in zip(self._params, anchors, strict=False):
-            if param.grad is not None:
-                param.grad.add_(param.detach() - anchor, alpha=self._mu)
-        clip(self._params, self._job.optimizer.clip_norm)
-        with user_code(rows.activity):
-            optimizer.step()
-        return counted
 
+        def pull() -> None:
+            # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
+            # with mu = 0 is FedAvg to the bit.
+            for param, anchor in zip(self._params, anchors, strict=False):
+                if param.grad is not None:
+                    param.grad.add_(param.detach() - anchor, alpha=self._mu)
 
-def _check_finite(loss: float, activity: str) -> None:
-    if not math.isfinite(loss):
-        raise UserCodeError("FloatingPointError", "non-finite loss", activity=activity)
+        window = Window(
+            self._job.window.cut(len(rows.indices)),
+            key=lambda micro_batch: (*key, micro_batch) if micro_batch else key,
+        )
+        return self._local_step.run(optimizer, rows, window, pull=pull)
 
 
 def run_client_round(

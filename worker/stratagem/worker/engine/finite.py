@@ -1,28 +1,76 @@
-"""Training ends where a loss or a gradient is no finite number; says at which step it was."""
+"""Whether a step may be applied: its loss and all its gradients must be finite numbers.
+
+`norms_of` is the one pass over the gradients: the norm that it finds is reported, and clipping uses
+it. What becomes of a step that is not finite is the job's `accumulation.non_finite`.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.common.errors import UserCodeError
 
 
-def check_finite(what: str, value: float, step: int) -> None:
-    """Raises UserCodeError unless the value is finite; step counts from 1."""
-    if not math.isfinite(value):
-        raise UserCodeError(
-            "FloatingPointError",
-            f"non-finite {what} at step {step}",
-            activity=f"training step {step}",
-        )
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is not finite in a step ("" for nothing), and the 2-norm of all its gradients."""
+
+    what: str
+    norm: Tensor
+    """0-d. Before clipping."""
 
 
-def check_gradients(grads: Sequence[Tensor], step: int) -> None:
-    """Raises UserCodeError unless all elements of all gradients are finite."""
-    if math.isfinite(nn.utils.get_total_norm(grads, foreach=False).item()):
-        return
-    # The norm alone may have overflowed.
-    if not all(bool(torch.isfinite(grad).all()) for grad in grads):
-        check_finite("gradient", math.nan, step)
+def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm (0-d) of each gradient."""
+    return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm (0-d) of gradients that have these norms together; 0 for none."""
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    found: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
+    return found
+
+
+def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Whether every element of the gradients, whose norm is `norm`, is finite.
+
+    The norm of finite gradients may overflow; only then are the elements looked at one by one.
+    """
+    return math.isfinite(norm.item()) or all(bool(torch.isfinite(grad).all()) for grad in grads)
+
+
+def inspect(loss: float, weight: float, grads: Sequence[Tensor], *, is_clipped: bool) -> Finding:
+    """Looks at a step's mean loss, its weight and its gradients.
+
+    is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
+    """
+    norm = total_norm(norms_of(grads))
+    is_finite = are_finite(norm, grads)
+    return Finding(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
+
+
+def what_is_wrong(
+    loss: float, weight: float, norm: Tensor, has_finite_gradients: bool, *, is_clipped: bool
+) -> str:
+    """Words for what is not finite; "" when all is well."""
+    if not math.isfinite(loss):
+        return "loss" if weight else "loss (nothing was counted)"
+    if not has_finite_gradients:
+        return "gradient"
+    if is_clipped and not math.isfinite(norm.item()):
+        return "gradient norm"
+    return ""
+
+
+def not_finite(what: str, activity: str, step: int | None = None) -> UserCodeError:
+    """The error that ends a run; step counts from 1."""
+    where = "" if step is None else f" at step {step}"
+    return UserCodeError("FloatingPointError", f"non-finite {what}{where}", activity=activity)

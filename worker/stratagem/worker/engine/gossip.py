@@ -20,17 +20,18 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.shards import split_rows
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
+from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
-from stratagem.worker.engine.finite import check_finite, check_gradients
-from stratagem.worker.engine.passes import Passes, Rows
+from stratagem.worker.engine.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, StepReport
-from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
 
-_MICRO_BATCH: Final = 0
+_NUM_COLUMNS: Final = 6
+"""Of the table in which a segment's summary is added up."""
 Value = TypeVar("Value")
 
 
@@ -42,6 +43,18 @@ class _Sums:
     loss: float = 0.0
     moved: float = 0.0
     """Squared distance that mixing moved the node, added up."""
+    grad_norm: float = 0.0
+    """The largest."""
+    num_skipped: int = 0
+
+    def add(self, report: LocalReport) -> None:
+        """Account for a local step."""
+        if report.is_skipped:
+            self.num_skipped += 1
+            return
+        self.weight += report.counted.weight
+        self.loss += report.counted.loss_sum
+        self.grad_norm = max(self.grad_norm, report.grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +72,7 @@ class _Node:
     model: nn.Module
     params: list[tuple[str, nn.Parameter]]
     optimizer: torch.optim.Optimizer
-    passes: Passes
+    local_step: LocalStep
     sums: _Sums = field(default_factory=_Sums)
 
     @property
@@ -95,14 +108,13 @@ class GossipTrainer:
         _, indices = self._order.batch(self.step)
         shards = split_rows(len(indices), num_nodes)
         rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
-        loss, weight = 0.0, 0.0
+        own = _Sums()
         for number, node in self._nodes.items():
             rows = indices[shards[number].start : shards[number].stop]
             if len(rows):  # a node without rows only mixes
-                mean, counted = self._local_step(number, node, rows, rate)
-                node.sums.loss += mean * counted
-                node.sums.weight += counted
-                loss, weight = loss + mean * counted, weight + counted
+                report = self._local_step(number, node, rows, rate)
+                node.sums.add(report)
+                own.add(report)
         failpoint("worker.gossip.before_mix")
         for number, moved in exchange.mix({n: d.tensors for n, d in self._nodes.items()}).items():
             self._nodes[number].sums.moved += moved
@@ -110,33 +122,30 @@ class GossipTrainer:
         self._num_segment_steps += 1
         failpoint("worker.gossip.after_mix")
         return StepReport(
-            self.step, loss / weight if weight else math.nan, weight, len(indices), stop=False
+            step=self.step,
+            loss=own.loss / own.weight if own.weight else math.nan,
+            weight=own.weight,
+            num_rows=len(indices),
+            stop=False,
+            grad_norm=own.grad_norm,
+            num_skipped=own.num_skipped,
         )
 
-    def _local_step(
-        self, number: int, node: _Node, rows: Tensor, rate: float
-    ) -> tuple[float, float]:
-        """One optimizer step with the mean gradient of the node's rows; (mean loss, weight)."""
-        activity, step = f"training step {self.step + 1}", self.step + 1
+    def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:
+        """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
-        node.optimizer.zero_grad()
-        try:
-            counted = node.passes.run(
-                Rows(self._setup.data["train"], rows, activity),
-                (self._job.seed, self.step, number, _MICRO_BATCH),
-                is_weighted=False,
-                before_backward=lambda: failpoint("worker.gossip.before_backward"),
-            )
-        finally:
-            node.passes.randomness.end()
-        what = "loss" if counted.weight else "loss (nothing was counted)"
-        check_finite(what, counted.loss, step)
-        check_gradients([p.grad for _, p in node.params if p.grad is not None], step)
         set_learning_rate(node.optimizer, rate)
-        clip([param for _, param in node.params], self._job.optimizer.clip_norm)
-        with user_code(activity):
-            node.optimizer.step()
-        return counted.loss, counted.weight
+        window = Window(
+            self._job.window.cut(len(rows)),
+            key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
+            before_backward=lambda: failpoint("worker.gossip.before_backward"),
+        )
+        step = self.step + 1
+        what = Rows(self._setup.data["train"], rows, f"training step {step}")
+        try:
+            return node.local_step.run(node.optimizer, what, window, step=step)
+        finally:
+            node.local_step.passes.randomness.end()
 
     @torch.no_grad()
     def end_segment(self, exchange: GossipExchange) -> Summary:
@@ -146,14 +155,22 @@ class GossipTrainer:
         """
         squares = self._average(exchange)
         columns = {
-            number: [node.sums.weight, node.sums.loss, node.sums.moved, squares[number]]
+            number: [
+                node.sums.weight,
+                node.sums.loss,
+                node.sums.moved,
+                squares[number],
+                node.sums.num_skipped,
+                node.sums.grad_norm,
+            ]
             for number, node in self._nodes.items()
         }
         (table,) = exchange.sum_in_order(
-            [4 * exchange.num_nodes],
+            [_NUM_COLUMNS * exchange.num_nodes],
             lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
         )
-        weight, loss, moved, square = (math.fsum(table[i::4].tolist()) for i in range(4))
+        by_column = [table[i::_NUM_COLUMNS].tolist() for i in range(_NUM_COLUMNS)]
+        weight, loss, moved, square, num_skipped = map(math.fsum, by_column[:-1])
         num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
         for node in self._nodes.values():
             node.sums = _Sums()
@@ -163,6 +180,8 @@ class GossipTrainer:
             metrics={
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
                 "mixing_distance": math.sqrt(moved / num_rounds),
+                "max_grad_norm": max(by_column[-1]),
+                **({"skipped_steps": num_skipped} if self._job.window.may_skip else {}),
             },
         )
 
@@ -244,8 +263,10 @@ class GossipTrainer:
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(setup.job.optimizer, [param for _, param in params])
-    randomness = KeyedRandomness(model, setup.gather.device)
-    return _Node(model, params, optimizer, Passes(model, setup.loss, setup.gather, randomness))
+    passes = Passes(model, setup.loss, setup.gather, KeyedRandomness(model, setup.gather.device))
+    buffers = Buffers(model, setup.gather.device)
+    local_step = LocalStep(setup.job, [param for _, param in params], passes, buffers)
+    return _Node(model, params, optimizer, local_step)
 
 
 def _prefix(number: int) -> str:

@@ -1,13 +1,13 @@
 """Forward and backward over rows of a data set: the one place where a model makes gradients.
 
 Trainer, gossip node and federated client differ in what they do with gradients, not in how they
-are made. Gradients are added to the parameters' `.grad`. Must not know shards, exchange and
-optimizer.
+are made. Gradients of micro-batches are added to the parameters' `.grad` in order, in place: where
+that lies in a flat bucket, they add up there. Must not know shards, exchange and optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,13 +17,20 @@ from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.losses import LossFunction
 
+Key = tuple[int | str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The mean loss of some rows, and its weight: the rows or tokens that it is a mean over."""
+    """What some rows come to: Σ mean loss · weight, and the weight, in rows or tokens."""
 
-    loss: float
+    loss_sum: float
     weight: float
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; the sum where nothing was counted, so that what is not finite stays so."""
+        return self.loss_sum / self.weight if self.weight else self.loss_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +43,67 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """The micro-batches that one share of a step is computed in.
+
+    cuts: places in the rows, in order. key: names micro-batch number m of it; what is drawn at
+    random depends on that alone. before: called with m before micro-batch m, and before_backward
+    between its forward and its backward pass.
+    """
+
+    cuts: Sequence[range]
+    key: Callable[[int], Key]
+    before: Callable[[int], None] = lambda _: None
+    before_backward: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
 class Passes:
-    """A model with what it takes to compute its gradients. Used by one thread."""
+    """A model with what it takes to compute its gradients. Used by one thread.
+
+    A window is one transaction: what raises in any micro-batch ends it, and whoever owns the
+    gradients drops them all.
+    """
 
     model: nn.Module
     loss: LossFunction
     gather: Gather
     randomness: KeyedRandomness
 
-    def run(
-        self,
-        rows: Rows,
-        key: tuple[int | str, ...],
-        *,
-        is_weighted: bool,
-        before_backward: Callable[[], None] = lambda: None,
-    ) -> Counted:
-        """Adds the gradients of mean (is_weighted: of mean · weight) of these rows.
+    def add_sums(self, rows: Rows, window: Window) -> Counted:
+        """Adds the gradient of mean · weight of each micro-batch to `.grad`, in order."""
+        return self._run(rows, window, is_weighted=True)
 
-        key: names the computation; what is drawn at random depends on it alone.
-        """
-        self.randomness.begin(*key)
+    def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
+        """Makes `.grad` (None before) the gradient of the mean over the whole window, or of the
+        sum. One micro-batch's mean is differentiated as it is; several are added up weighted and
+        divided once."""
+        is_weighted = len(window.cuts) > 1 or not must_divide
+        counted = self._run(rows, window, is_weighted=is_weighted)
+        if is_weighted and must_divide and counted.weight:
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            for grad in grads:
+                grad.div_(counted.weight)
+        return counted
+
+    def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
+        found: list[tuple[Tensor, float]] = []
+        for number, cut in enumerate(window.cuts):
+            window.before(number)
+            self.randomness.begin(*window.key(number))
+            part = Rows(rows.dataset, rows.indices[cut.start : cut.stop], rows.activity)
+            found.append(self._run_one(part, window.before_backward, is_weighted=is_weighted))
+        # Read at the end, so that a device need not wait for us between micro-batches.
+        loss_sum = weight = 0.0
+        for mean, counted in found:
+            loss_sum += mean.item() * counted
+            weight += counted
+        return Counted(loss_sum, weight)
+
+    def _run_one(
+        self, rows: Rows, before_backward: Callable[[], None], *, is_weighted: bool
+    ) -> tuple[Tensor, float]:
+        """Forward and backward of one micro-batch; (its mean loss, its weight)."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity)
         with user_code(rows.activity):
             loss = self.loss(self.model(x), y, len(rows.indices))
@@ -64,4 +111,4 @@ class Passes:
         with user_code(rows.activity):
             root = loss.mean * loss.weight if is_weighted else loss.mean
             root.backward()  # type: ignore[no-untyped-call]
-        return Counted(float(loss.mean.detach()), float(loss.weight))
+        return loss.mean.detach(), float(loss.weight)

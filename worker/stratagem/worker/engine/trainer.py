@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import split_rows
@@ -24,8 +23,8 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
-from stratagem.worker.engine.finite import check_finite, check_gradients
-from stratagem.worker.engine.passes import Passes, Rows
+from stratagem.worker.engine.finite import inspect, not_finite
+from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.compressor import compressor_of
@@ -35,18 +34,22 @@ from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set
 
 # Places of the extras: [weight, sum of the loss, wish to stop, one per parameter, buffers].
 _WEIGHT, _LOSS, _STOP, _FIXED = 0, 1, 2, 3
-_MICRO_BATCH: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One applied step. `step` counts applied steps, this one included."""
+    """One step that is done. `step` counts them, this one included."""
 
     step: int
     loss: float
     weight: float
+    """Rows or tokens that the step learned from; none when it was skipped."""
     num_rows: int
     stop: bool
+    grad_norm: float
+    """2-norm of the whole gradient before clipping; of several nodes, the largest."""
+    num_skipped: int = 0
+    """1 when loss or gradient was not finite and the step changed nothing; of nodes, how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,9 @@ class Trainer:
         self.model.train()
         self._buffers.snapshot()
         try:
-            exchange.begin_step(self.step + 1, owned, len(live), divisor=self._divisor(indices))
+            exchange.begin_step(
+                self.step + 1, owned, len(live), divisor=self._divisor(len(indices))
+            )
             for shard in range(owned.start, min(owned.stop, len(live))):
                 if shard > owned.start:
                     self._buffers.restore()
@@ -110,14 +115,15 @@ class Trainer:
             totals = exchange.finish()
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
+            exchange.discard()
             self._buffers.restore()
             raise
         finally:
             self._passes.randomness.end()
         failpoint("worker.step.before_apply")
-        loss, weight = self._apply(exchange, totals, len(live), self._divisor(indices) is None)
+        report = self._apply(exchange, totals, len(live), len(indices))
         failpoint("worker.step.after_apply")
-        return StepReport(self.step, loss, weight, len(indices), bool(totals[_STOP] > 0))
+        return report
 
     def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
         """This member's parts of an evaluation of the present state."""
@@ -163,63 +169,76 @@ class Trainer:
         """Equal on all members that hold the same state."""
         return state.fingerprint(*self.state())
 
-    def _divisor(self, indices: Tensor) -> float | None:
+    def _divisor(self, num_rows: int) -> float | None:
         """The total weight of a batch where it is known before: the gradients then come divided."""
-        return float(len(indices)) if counts_rows(self.job.loss) else None
+        is_known = self.job.window.must_divide and counts_rows(self.job.loss)
+        return float(num_rows) if is_known else None
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         return lambda param: self._reached.add(index)
 
     def _run_shard(self, exchange: Exchange, shard: int, rows: Tensor, live: list[range]) -> Tensor:
         """Forward and backward of one shard; what it adds to the extras."""
-        activity = f"training step {self.step + 1}"
-        exchange.begin_shard(shard)
+        cuts = self.job.window.cut(len(rows))
+        exchange.begin_shard(shard, num_micro_batches=len(cuts))
         self._reached.clear()
-        counted = self._passes.run(
-            Rows(self._data["train"], rows, activity),
-            (self.job.seed, self.step, shard, _MICRO_BATCH),
-            is_weighted=True,
+        window = Window(
+            cuts,
+            key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),
+            before=lambda micro_batch: exchange.next_micro_batch() if micro_batch else None,
             before_backward=lambda: failpoint("worker.step.before_backward"),
         )
+        counted = self._passes.add_sums(
+            Rows(self._data["train"], rows, f"training step {self.step + 1}"), window
+        )
         extras = torch.zeros(self.num_extras, dtype=torch.float64)
-        extras[_WEIGHT], extras[_LOSS] = counted.weight, counted.loss * counted.weight
+        extras[_WEIGHT], extras[_LOSS] = counted.weight, counted.loss_sum
         extras[[_FIXED + index for index in sorted(self._reached)]] = 1.0
         extras[_FIXED + len(self.params) :] = self._buffers.contribution(shard, len(live))
         return extras
 
     def _apply(
-        self, exchange: Exchange, totals: Tensor, num_live: int, must_divide: bool
-    ) -> tuple[float, float]:
-        """Turns the sums into one update; (mean loss, weight) of the global batch."""
+        self, exchange: Exchange, totals: Tensor, num_live: int, num_rows: int
+    ) -> StepReport:
+        """Turns the sums into one update, or leaves everything as it is and says so."""
         weight = totals[_WEIGHT].item()
         loss = totals[_LOSS].item() / weight if weight else math.nan
         first_buffer = _FIXED + len(self.params)
-        reached = totals[_FIXED:first_buffer].tolist()
-        try:
-            check_finite("loss" if weight else "loss (nothing was counted)", loss, self.step + 1)
-            if must_divide:
-                exchange.buckets.divide(weight)
-            # A parameter that no shard reached has no gradient, as in a loop without shards:
-            # optimizers then leave it alone, weight decay and all.
-            for (_, param), count in zip(self.params, reached, strict=True):
-                if count == 0:
-                    param.grad = None
-            grads = [param.grad for _, param in self.params if param.grad is not None]
-            check_gradients(grads, self.step + 1)
-        except UserCodeError:
+        if self.job.window.must_divide and self._divisor(num_rows) is None:
+            exchange.buckets.divide(weight)
+        # A parameter that no shard reached has no gradient, as in a loop without shards:
+        # optimizers then leave it alone, weight decay and all.
+        for (_, param), count in zip(
+            self.params, totals[_FIXED:first_buffer].tolist(), strict=True
+        ):
+            if count == 0:
+                param.grad = None
+        grads = [param.grad for _, param in self.params if param.grad is not None]
+        spec, activity = self.job.optimizer, f"training step {self.step + 1}"
+        found = inspect(loss, weight, grads, is_clipped=spec.clip_norm is not None)
+        if found.what:
+            exchange.discard()
             self._buffers.restore()
-            raise
-        self._buffers.apply(totals[first_buffer:], num_live)
-        set_learning_rate(
-            self.optimizer, learning_rate(self.job.optimizer, self.step, self.num_steps)
-        )
-        clip([param for _, param in self.params], self.job.optimizer.clip_norm)
-        with user_code(f"training step {self.step + 1}"):
-            self.optimizer.step()
-        if self.compressor is not None:
-            self.compressor.applied()
+            if not self.job.window.may_skip:
+                raise not_finite(found.what, activity, self.step + 1)
+        else:
+            self._buffers.apply(totals[first_buffer:], num_live)
+            set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
+            clip([param for _, param in self.params], spec.clip_norm, found.norm)
+            with user_code(activity):
+                self.optimizer.step()
+            if self.compressor is not None:
+                self.compressor.applied()
         self.step += 1
-        return loss, weight
+        return StepReport(
+            step=self.step,
+            loss=loss,
+            weight=0.0 if found.what else weight,
+            num_rows=num_rows,
+            stop=bool(totals[_STOP] > 0),
+            grad_norm=found.norm.item(),
+            num_skipped=int(bool(found.what)),
+        )
 
 
 def _slice(rows: range) -> slice:

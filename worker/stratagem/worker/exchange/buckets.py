@@ -40,6 +40,8 @@ class GradientBuckets:
         self._filling: list[Tensor] | None = None
         self._on_full: Callable[[int], None] | None = None
         self._filled = [True] * len(self._params)
+        self._is_further = False  # a backward whose gradients are added to those that are here
+        self._came: list[bool] = []  # in the further backward that on_full hears of
         self._num_missing = [0] * len(self.layout.buckets)
         for slot, param in zip(self.layout.slots, self._params, strict=True):
             hook = self._make_hook(slot.index, slot.bucket)
@@ -78,7 +80,21 @@ class GradientBuckets:
         self._filling = self._views[index]
         self._on_full = on_full
         self._filled = [False] * len(self._params)
+        self._is_further = False
         self._num_missing = list(self._per_bucket)
+        for param in self._params:
+            param.grad = None
+
+    def go_on(self, on_full: Callable[[int], None] | None) -> None:
+        """A further backward adds to the set; on_full hears of buckets that this one completes."""
+        self._on_full, self._is_further = on_full, True
+        if on_full is not None:
+            self._came = [False] * len(self._params)
+            self._num_missing = list(self._per_bucket)
+
+    def discard(self) -> None:
+        """Forgets the set that was begun, and all gradients."""
+        self._filling = self._on_full = None
         for param in self._params:
             param.grad = None
 
@@ -97,6 +113,7 @@ class GradientBuckets:
                 view.zero_()
         self._sets[index][-1].copy_(extras)
         self._filling = self._on_full = None
+        self._is_further = False
 
     def expose(self) -> Tensor:
         """Points every param.grad at its sum, in set 0, and returns the summed extras."""
@@ -130,16 +147,24 @@ class GradientBuckets:
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
-        """A further backward of the same shard; autograd added in place unless we took .grad."""
+        """A further gradient of the same shard; autograd added in place unless we took .grad."""
         if self._on_full is not None and self._num_missing[bucket] == 0:
             name = self.layout.slots[index].name
             raise RuntimeError(
                 f"parameter {name} got a gradient again after its bucket was handed over: "
-                "a shard is one backward, without re-entrant checkpointing"
+                "a micro-batch is one backward, without re-entrant checkpointing"
             )
         if index in self._narrow and self._filling is not None and param.grad is not None:
             self._filling[index].add_(param.grad)
             param.grad = None
+        if self._is_further and self._on_full is not None and not self._came[index]:
+            self._came[index] = True
+            self._count(bucket)
+
+    def _count(self, bucket: int) -> None:
+        self._num_missing[bucket] -= 1
+        if self._num_missing[bucket] == 0 and self._on_full is not None:
+            self._on_full(bucket)
 
     def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
         narrow = index in self._narrow
@@ -157,8 +182,8 @@ class GradientBuckets:
             view.copy_(grad)
             param.grad = None if narrow else view
             self._filled[index] = True
-            self._num_missing[bucket] -= 1
-            if self._num_missing[bucket] == 0 and self._on_full is not None:
-                self._on_full(bucket)
+            if self._is_further and self._on_full is not None:
+                self._came[index] = True
+            self._count(bucket)
 
         return hook

@@ -51,7 +51,9 @@ class Compressor:
         *,
         num_extras: int,
         seed: int,
+        may_skip: bool = False,
     ) -> None:
+        """may_skip: gradients that are not finite do not end the run but spoil their step."""
         wide = [name for name, param in params if param.dtype == torch.float64]
         if wide:
             text = f"{spec.codec} codes float32; these parameters are float64: {', '.join(wide)}"
@@ -62,6 +64,7 @@ class Compressor:
             TensorLayout(name, tuple(param.shape)) for name, param in params
         )
         self._codec = make_codec(spec, layout, seed)
+        self._may_skip = may_skip
         self._seed = seed if spec.seed is None else spec.seed
         self._shapes = [param.shape for _, param in params]
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
@@ -82,14 +85,17 @@ class Compressor:
             self._own(owned)
 
     def code(self, shard: int, gradients: Sequence[Tensor], extras: Tensor) -> None:
-        """Makes the shard's message and leaves in the gradients what it says. Raises
-        UserCodeError where they are not finite."""
+        """Makes the shard's message and leaves in the gradients what it says. Where they are not
+        finite, raises UserCodeError, or makes the extras NaN, by which all members know."""
         before = self._states[shard] if self.keeps_state else {}
         try:
-            payload, after = self._codec.encode(
-                [_flat(each) for each in gradients], before, self._key(shard)
-            )
+            payload, after = self._encode(shard, gradients, before)
         except NonFiniteError as error:
+            if self._may_skip:
+                for each in gradients:
+                    each.zero_()
+                self.code(shard, gradients, extras.fill_(torch.nan))
+                return
             raise UserCodeError(
                 "FloatingPointError",
                 f"non-finite gradient of {error.name} at step {self._step}",
@@ -164,6 +170,11 @@ class Compressor:
         for gradient, values, shape in zip(gradients, decoded, self._shapes, strict=True):
             gradient.copy_(torch.from_numpy(values).view(shape))
 
+    def _encode(
+        self, shard: int, gradients: Sequence[Tensor], before: State
+    ) -> tuple[ByteArray, State]:
+        return self._codec.encode([_flat(each) for each in gradients], before, self._key(shard))
+
     def _key(self, shard: int) -> int:
         return derive(self._seed, self._step, shard)
 
@@ -175,7 +186,9 @@ def compressor_of(
     spec = job.compression
     if spec is None or spec.codec == "none":
         return None
-    return Compressor(spec, params, num_extras=num_extras, seed=job.seed)
+    return Compressor(
+        spec, params, num_extras=num_extras, seed=job.seed, may_skip=job.window.may_skip
+    )
 
 
 def _flat(gradient: Tensor) -> FloatArray:

@@ -41,6 +41,7 @@ class Exchange:
         self._steps: dict[int, Step] = {}
         self._step: Step | None = None
         self._num_done = 0  # own live shards
+        self._num_to_come = 0  # micro-batches of the shard that was begun, after the present one
         self._full = [False] * len(buckets.layout.buckets)
         self._next_bucket = 0
 
@@ -71,23 +72,40 @@ class Exchange:
         self.transport.begin(step, plan, sets, divisor)
         self._launch()
 
-    def begin_shard(self, shard: int) -> None:
-        """The next backward is this shard's; own live shards come in ascending order."""
+    def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
+        """The next backward is this shard's first; own live shards come in ascending order.
+
+        Each further one is announced by `next_micro_batch`. Buckets are handed over during the
+        last backward of the last shard, never before: one exchange for all of them.
+        """
         plan = self._current()
         if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
             raise ValueError(f"shard {shard} is not the next of {plan.live}")
-        is_last = shard == plan.live[-1]
-        may_start = is_last and self._compressor is None  # else all of it is coded first
-        on_full: Callable[[int], None] | None = self._mark_full if may_start else None
-        self.buckets.begin(plan.sets[self._num_done], on_full)
+        self._num_to_come = num_micro_batches - 1
+        self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
+
+    def next_micro_batch(self) -> None:
+        """The next backward adds to the shard that was begun."""
+        if self._num_to_come < 1:
+            raise RuntimeError("the shard has no further micro-batch")
+        self._num_to_come -= 1
+        self.buckets.go_on(self._on_full(self._current()))
+
+    def discard(self) -> None:
+        """The step is given up: nothing of what was added stays in any gradient."""
+        self._step = None
+        self.buckets.discard()
 
     def end_shard(self, shard: int, extras: Tensor) -> None:
         """The shard's gradients are complete; extras (num_extras, float64) go with them."""
         plan = self._current()
+        if self._num_to_come:
+            raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         own_set = plan.sets[self._num_done]
         self.buckets.end(own_set, extras)
         if self._compressor is not None:
             self._compressor.code(shard, self.buckets.views(own_set), extras)
+            self.buckets.tensors(own_set)[-1].copy_(extras)
         self._num_done += 1
         if self._num_done < len(plan.live):
             for bucket in range(len(self._full)):
@@ -118,6 +136,12 @@ class Exchange:
         if self._step is None:
             raise RuntimeError("begin_step comes first")
         return self._step
+
+    def _on_full(self, plan: Step) -> Callable[[int], None] | None:
+        """Who hears of full buckets in the next backward."""
+        is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
+        may_start = is_last and self._compressor is None  # else all of it is coded first
+        return self._mark_full if may_start else None
 
     def _mark_full(self, bucket: int) -> None:
         self._full[bucket] = True

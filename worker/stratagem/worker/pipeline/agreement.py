@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stratagem.worker.engine.finite import are_finite, norms_of, total_norm
 from stratagem.worker.models.nodes import Trained
 from stratagem.worker.models.program import add_uses
 from stratagem.worker.pipeline.message import Address, Message
@@ -31,8 +32,8 @@ class Verdict:
 
     is_finite: bool
     stop: bool
-    norm: Tensor | None
-    """2-norm of all gradients of the model; None when it was not asked for, or there are none."""
+    norm: Tensor
+    """2-norm of all gradients of the model, 0-d."""
 
 
 class Agreement:
@@ -95,13 +96,13 @@ class Agreement:
             each.param.grad = total
         return [total is not None for total in totals]
 
-    def verdict(self, is_finite: bool, stop: bool, wants_norm: bool) -> Verdict:
+    def verdict(self, *, stop: bool) -> Verdict:
         """What all ranks say together. Norms are of the .grad of the first copies."""
-        norms = {
-            each.name: torch.linalg.vector_norm(each.param.grad, 2.0)
-            for each in self.own
-            if wants_norm and each.param.grad is not None and self.is_first(each)
-        }
+        grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
+        found = dict(zip(grads, norms_of(list(grads.values())), strict=True))
+        is_finite = are_finite(total_norm(list(found.values())), list(grads.values()))
+        firsts = {each.name for each in self.own if self.is_first(each)}
+        norms = {name: norm for name, norm in found.items() if name in firsts}
         words = {"is_finite": is_finite, "stop": stop, "names": list(norms)}
         mine = Message(list(norms.values()), words)
         for rank in self._others:
@@ -111,10 +112,8 @@ class Agreement:
         for message in said:
             by_name |= zip(message.words["names"], message.tensors, strict=True)
         ordered = [by_name[each.name] for each in self._trained if each.name in by_name]
-        norm = None
-        if ordered:
-            device = (self.own[0].param if self.own else ordered[0]).device
-            norm = torch.linalg.vector_norm(torch.stack([each.to(device) for each in ordered]), 2.0)
+        device = (self.own[0].param if self.own else torch.zeros(())).device
+        norm = total_norm([each.to(device) for each in ordered])
         return Verdict(
             all(message.words["is_finite"] for message in said),
             any(message.words["stop"] for message in said),

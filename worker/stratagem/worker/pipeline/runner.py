@@ -9,14 +9,14 @@ have said that their gradients are finite. Must not know gRPC and the coordinato
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.schedules import Schedule, choose, forward_only
@@ -27,10 +27,11 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.finite import not_finite, what_is_wrong
 from stratagem.worker.engine.trainer import StepReport
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.models.nodes import Trained
-from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
 from stratagem.worker.pipeline.rank_pass import Lane, RankPass, Work
 from stratagem.worker.pipeline.stage import StagePart
@@ -39,7 +40,6 @@ from stratagem.worker.pipeline.stage import StagePart
 # one per parameter, buffers].
 WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
 _WINDOW_PER_STAGE: Final = 2
-_UNBOUNDED: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +142,29 @@ class StageRunner:
             self._undo()
             self._lane.transport.cut()
             raise
-        loss = float(extras[LOSS] / extras[WEIGHT]) if extras[WEIGHT] else math.nan
-        try:
-            self._check_finite("loss" if extras[WEIGHT] else "loss (nothing was counted)", loss)
-            self._check_finite("gradient", 0.0 if verdict.is_finite else math.nan)
-        except UserCodeError:
+        weight = float(extras[WEIGHT])
+        loss = float(extras[LOSS] / extras[WEIGHT]) if weight else math.nan
+        is_clipped = self._job.optimizer.clip_norm is not None
+        what = what_is_wrong(loss, weight, verdict.norm, verdict.is_finite, is_clipped=is_clipped)
+        if what:
             self._undo()
-            raise
-        failpoint("worker.stages.before_apply")
-        self._apply(extras, len(live), verdict)
-        failpoint("worker.stages.after_apply")
-        return StepReport(self.step, loss, float(extras[WEIGHT]), len(indices), verdict.stop)
+            if not self._job.window.may_skip:
+                step = self.step + 1
+                raise not_finite(what, f"training step {step}", step)
+            self.step += 1
+        else:
+            failpoint("worker.stages.before_apply")
+            self._apply(extras, len(live), verdict.norm)
+            failpoint("worker.stages.after_apply")
+        return StepReport(
+            step=self.step,
+            loss=loss,
+            weight=0.0 if what else weight,
+            num_rows=len(indices),
+            stop=verdict.stop,
+            grad_norm=verdict.norm.item(),
+            num_skipped=int(bool(what)),
+        )
 
     def evaluate(self, split: str) -> list[Part]:
         """Sums per batch on the rank of the last stage; nothing on the others."""
@@ -218,13 +230,18 @@ class StageRunner:
         for shard in shards:
             if shard > shards.start:
                 self._buffers.restore()
-            micro_batches = torch.split(live[shard], self._setup.micro_batch_size or _UNBOUNDED)
-            yield self._compute(micro_batches, shard, len(live), stop)
+            yield self._compute(self._micro_batches(live[shard]), shard, len(live), stop)
         if not shards:  # the ranks speak to each other all the same
             self._compute((), 0, len(live), stop)
 
+    def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
+        """Those of the placement, else those of the job."""
+        if self._setup.micro_batch_size is not None:
+            return torch.split(rows, self._setup.micro_batch_size)
+        return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
+
     def _compute(
-        self, micro_batches: tuple[Tensor, ...], shard: int, num_live: int, stop: bool
+        self, micro_batches: Sequence[Tensor], shard: int, num_live: int, stop: bool
     ) -> StageGradients:
         """Forward and backward of everything."""
         activity = f"training step {self.step + 1}"
@@ -280,24 +297,19 @@ class StageRunner:
     def _divide_and_agree(self, extras: Tensor) -> Verdict:
         weight = float(extras[WEIGHT])
         grads = [param.grad for _, param in self.params if param.grad is not None]
-        if weight:
+        if weight and self._job.window.must_divide:
             for grad in grads:
                 grad.div_(weight)
-        is_finite = _are_finite(grads)
-        max_norm = self._job.optimizer.clip_norm
-        verdict = self._agreement.verdict(is_finite, bool(extras[STOP] > 0), max_norm is not None)
+        verdict = self._agreement.verdict(stop=bool(extras[STOP] > 0))
         self._lane.transport.end(self._lane.timeout_s)
         return verdict
 
-    def _apply(self, extras: Tensor, num_live: int, verdict: Verdict) -> None:
+    def _apply(self, extras: Tensor, num_live: int, norm: Tensor) -> None:
         self._buffers.apply(extras[FIXED + len(self._own) :], num_live)
-        max_norm = self._job.optimizer.clip_norm
         if self.optimizer is not None:
             rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
             set_learning_rate(self.optimizer, rate)
-            if max_norm is not None and verdict.norm is not None:
-                params = [param for _, param in self.params]
-                nn.utils.clip_grads_with_norm_(params, max_norm, verdict.norm, foreach=False)
+            clip([param for _, param in self.params], self._job.optimizer.clip_norm, norm)
             with user_code(f"training step {self.step + 1}"):
                 self.optimizer.step()
         self.step += 1
@@ -335,23 +347,8 @@ class StageRunner:
         finally:
             self._randomness.end()
 
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise UserCodeError(
-                "FloatingPointError",
-                f"non-finite {what} at step {self.step + 1}",
-                activity=f"training step {self.step + 1}",
-            )
-
 
 def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
     """The sum where there is one shard."""
     (one,) = shards
     return one
-
-
-def _are_finite(grads: list[Tensor]) -> bool:
-    """One pass that allocates nothing; only where the norm itself overflows a second one."""
-    if math.isfinite(nn.utils.get_total_norm(grads, foreach=False).item()):
-        return True
-    return all(bool(torch.isfinite(grad).all()) for grad in grads)

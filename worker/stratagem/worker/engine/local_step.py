@@ -1,0 +1,74 @@
+"""One optimizer step of a model that nobody shares: a gossip node's, or a federated client's.
+
+Its window of micro-batches is one transaction: what raises, or is not finite, leaves parameters,
+optimizer and buffers as they were. Must not know nodes, clients and rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.finite import inspect, not_finite
+from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
+from stratagem.worker.entrypoints import user_code
+from stratagem.worker.optimizers import clip
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReport:
+    """What a step came to. grad_norm: 2-norm of the whole gradient before clipping."""
+
+    counted: Counted
+    grad_norm: float
+    is_skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """Does the steps of one model. Used by one thread."""
+
+    job: JobSpec
+    params: Sequence[nn.Parameter]
+    passes: Passes
+    buffers: Buffers
+
+    def run(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: Rows,
+        window: Window,
+        *,
+        step: int | None = None,
+        pull: Callable[[], None] = lambda: None,
+    ) -> LocalReport:
+        """step: its number from 1, for words of errors. pull: may add to the mean gradient."""
+        accumulation, max_norm = self.job.window, self.job.optimizer.clip_norm
+        self.buffers.snapshot()
+        optimizer.zero_grad()
+        try:
+            counted = self.passes.add_mean(rows, window, must_divide=accumulation.must_divide)
+            pull()
+            grads = [param.grad for param in self.params if param.grad is not None]
+            found = inspect(counted.loss, counted.weight, grads, is_clipped=max_norm is not None)
+            if found.what and not accumulation.may_skip:
+                raise not_finite(found.what, rows.activity, step)
+        except BaseException:
+            self._drop(optimizer)
+            raise
+        if found.what:
+            self._drop(optimizer)
+        else:
+            clip(self.params, max_norm, found.norm)
+            with user_code(rows.activity):
+                optimizer.step()
+        return LocalReport(counted, found.norm.item(), bool(found.what))
+
+    def _drop(self, optimizer: torch.optim.Optimizer) -> None:
+        self.buffers.restore()
+        optimizer.zero_grad()
