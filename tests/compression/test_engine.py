@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, with_fields
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import GradientBuckets, solo_exchange
 from stratagem.worker.reference import sharded_loop
@@ -116,3 +116,29 @@ def test_what_no_engine_honours_is_refused(changes: dict[str, Any], message: str
             compression="int8",
             **{"strategy": compressed({"codec": "none"}).document()["strategy"], **changes},
         )
+
+
+def test_micro_batches_are_coded_once_together() -> None:
+    spec = compressed(CODECS["low_rank"], accumulation={"micro_batch_size": 2})
+    trainer = trainer_of(spec)
+    losses = train(trainer, 5)
+    expected = compressed_loop(spec, ALLOWED, 3, 5)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("what", ["nan", "nan gradient"])
+def test_a_skipped_step_leaves_no_residual(what: str) -> None:
+    told = {"entrypoint": "tests.engine.userland:Told", "kwargs": {"at": 5, "what": what}}
+    accumulation = {"non_finite": "skip_step"}
+    spec = compressed(CODECS["ternary"], accumulation=accumulation)
+    trainer = trainer_of(with_fields(spec, {"model": told}))
+    exchange = solo_exchange(
+        GradientBuckets(trainer.params, num_extras=trainer.num_extras), 3, trainer.compressor
+    )
+    trainer.train_step(exchange, range(3), 3)
+    before = trainer.copy_state()[0]
+    report = trainer.train_step(exchange, range(3), 3)
+    assert (report.num_skipped, report.step) == (1, 2)
+    assert_same_bits(trainer.copy_state()[0], before)
+    assert trainer.train_step(exchange, range(3), 3).num_skipped == 0
