@@ -33,6 +33,7 @@ class Case:
     piece_bytes: int = schedule.PIECE_BYTES
     way: str = ""
     """The one way that all buckets take; by size and members unless given."""
+    device: str = "cpu"
 
     def configure(self) -> None:
         """Sets the thresholds of this process."""
@@ -66,13 +67,15 @@ class Case:
         return [raw(t) for t in [*sums, total(lambda s: self.extras(s, step))]]
 
     def make_buckets(self) -> tuple[list[nn.Parameter], GradientBuckets]:
-        params = [nn.Parameter(torch.ones(n, dtype=self.dtype)) for n in self.sizes]
+        params = [
+            nn.Parameter(torch.ones(n, dtype=self.dtype, device=self.device)) for n in self.sizes
+        ]
         named = [(f"p{i}", p) for i, p in enumerate(params)]
         return params, GradientBuckets(named, num_extras=self.num_extras)
 
 
 def raw(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> None:
@@ -81,7 +84,8 @@ def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: in
     for shard in exchange.party.owned:
         if shard < case.num_live:
             exchange.begin_shard(shard)
-            terms = [(p * case.gradient(shard, i, step)).sum() for i, p in enumerate(params)]
+            grads = [case.gradient(shard, i, step).to(case.device) for i in range(len(params))]
+            terms = [(p * grad).sum() for p, grad in zip(params, grads, strict=True)]
             torch.stack(terms).sum().backward()
             exchange.end_shard(shard, case.extras(shard, step))
 

@@ -94,6 +94,13 @@ def test_every_way_has_the_same_bits(
     check(volunteers[:size], engine, case)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["direct", "gather", "tree", ""])
+def test_sums_from_a_gpu_have_the_same_bits(volunteers: list[Member], way: str) -> None:
+    check(volunteers[:2], "grpc", Case(5, 5, divisor=3.0, way=way, device="cuda:0"))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("size", "case"),

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from stratagem.common.shards import Node, assign_shards, tree_nodes, tree_sum
 from stratagem.coordinator.tree_fold import fold_chunks
-from stratagem.worker.exchange import ExchangeError, ServerTransport, server_exchange
+from stratagem.worker.exchange import ExchangeError, ServerTransport, server, server_exchange
 from tests.exchange.cases import Case, one_step
+from tests.exchange.late_device import LateDevice
 
 CHUNK_BYTES = 1 << 18
 
@@ -86,6 +87,34 @@ async def serve_step(transports: list[ServerTransport], case: Case) -> None:
 async def test_sums_through_the_coordinator_have_the_bits_of_the_tree(
     size: int, case: Case
 ) -> None:
+    with members(case, size) as (transports, steps):
+        await serve_step(transports, case)
+        for step in steps:
+            assert await step == case.expected(7)
+
+
+@pytest.mark.parametrize(("size", "case"), [(1, Case(3, 3)), (2, Case(5, 5, divisor=3.0))])
+async def test_partial_sums_are_read_when_they_have_reached_the_host(
+    monkeypatch: pytest.MonkeyPatch, size: int, case: Case
+) -> None:
+    device = LateDevice()
+    monkeypatch.setattr(server, "to_host", device.to_host)
+    with members(case, size) as (transports, steps):
+        for transport in transports:
+            await transport.partials(7, len(transport.sums()) - 1)
+        num_begun = device.num_begun  # all of them, though nobody has asked for the others
+        await serve_step(transports, case)
+        for step in steps:
+            assert await step == case.expected(7)
+    assert device.num_begun == num_begun > 0
+    assert threading.get_ident() not in device.waited_in
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [1, 2])
+async def test_sums_from_a_gpu_have_the_same_bits(size: int) -> None:
+    case = Case(3, 3, divisor=3.0, device="cuda:0")
     with members(case, size) as (transports, steps):
         await serve_step(transports, case)
         for step in steps:

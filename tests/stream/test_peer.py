@@ -24,9 +24,11 @@ from stratagem.common.tensors.manifest import Purpose, to_proto
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from stratagem.worker.mailbox import Route
+from stratagem.worker.mesh import grpc as mesh_grpc
 from stratagem.worker.mesh.grpc import GrpcLink, form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
+from tests.exchange.late_device import LateDevice
 
 torch.set_num_threads(1)
 BRIEF_S, LONG_S = 0.2, 20.0
@@ -107,6 +109,23 @@ async def test_a_tensor_arrives(count: int, dtype: torch.dtype) -> None:
         assert torch.equal(early, sent)
         assert torch.equal(late, sent)
         assert (a.name, a.rank, b.rank, a.size) == ("grpc", 0, 1, 2)
+
+
+async def test_a_tensor_is_read_when_it_has_reached_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = LateDevice()
+    monkeypatch.setattr(mesh_grpc, "to_host", device.to_host)
+    sent = [torch.randn(count) for count in (0, 1, 7, 1_000_003)]
+    async with party() as (a, b):
+        works = [a.send(1, tag, tensor) for tag, tensor in enumerate(sent)]
+        assert device.num_begun == len(sent)
+        for tag, tensor in enumerate(sent):
+            received = torch.empty_like(tensor)
+            await wait(b.recv(0, tag, received))
+            await wait(works[tag])
+            assert torch.equal(received, tensor)
+    assert threading.get_ident() not in device.waited_in
 
 
 async def test_messages_may_come_in_any_order_and_both_ways() -> None:

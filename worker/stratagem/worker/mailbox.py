@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError, LimitError, UnavailableError
@@ -22,6 +21,7 @@ from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import TensorSpec
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.staging import host_room
 
 MAX_EARLY_BYTES: Final = 256 * 2**20
 
@@ -47,7 +47,9 @@ class Receive:
         assert tensor.is_contiguous()
         self._box, self.route, self._tensor = box, route, tensor
         # A tensor of another device is filled from here at the end of the wait.
-        self._stage = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        self._stage = (
+            tensor if tensor.is_cpu else host_room(tensor.shape, tensor.dtype, tensor.device)
+        )
         self.view = bytes_of(self._stage)
         self.size_bytes = tensor.nbytes
         self.dtype = dtype_of(tensor)

@@ -26,7 +26,7 @@ class GradientBuckets:
         )
         self.layout_digest = self.layout.digest
         self._params = [param for _, param in params]
-        self._device = params[0][1].device if params else torch.device("cpu")
+        self.device = params[0][1].device if params else torch.device("cpu")
         self._sets: list[list[Tensor]] = []
         self._views: list[list[Tensor]] = []
         self._narrow = {  # gradients as autograd wants them, where the bucket is wider
@@ -132,7 +132,7 @@ class GradientBuckets:
     def _make_flats(self) -> list[Tensor]:
         # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
         return [
-            torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device)
+            torch.zeros(bucket.numel, dtype=bucket.dtype, device=self.device)
             for bucket in self.layout.buckets
         ]
 

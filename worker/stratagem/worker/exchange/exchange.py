@@ -23,6 +23,7 @@ from stratagem.worker.exchange.transport import SoloTransport, Transport
 from stratagem.worker.exchange.unordered import NativeMethod, RingMethod
 from stratagem.worker.mesh.link import CollectiveLink, Link
 from stratagem.worker.mesh.shared import SharedGroup
+from stratagem.worker.mesh.staging import SideStream
 
 
 class Exchange:
@@ -195,7 +196,8 @@ def mesh_exchange(
             method = PayloadMethod(link, buckets, party, compressor)
         else:
             method = _method(all_reduce, link, buckets, party)
-        transport = MeshTransport(link, method, deadline_s=deadline_s)
+        side = SideStream(buckets.device)
+        transport = MeshTransport(link, method, side, deadline_s=deadline_s)
     return Exchange(buckets, party, transport, compressor)
 
 
@@ -222,5 +224,6 @@ def server_exchange(
 ) -> tuple[Exchange, ServerTransport]:
     """The transport is the other end, for the event loop that talks to the coordinator."""
     coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
-    transport = ServerTransport(buckets.layout, rank, deadline_s=deadline_s, coded=coded)
+    side = SideStream(buckets.device)
+    transport = ServerTransport(buckets.layout, rank, side, deadline_s=deadline_s, coded=coded)
     return Exchange(buckets, Party(rank, size, num_shards), transport, compressor), transport

@@ -24,6 +24,7 @@ from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.layout import Layout
 from stratagem.worker.exchange.payloads import add_up, put
 from stratagem.worker.exchange.plan import Step
+from stratagem.worker.mesh.staging import host_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Freight(Protocol):
     def entries(self) -> tuple[Entry, ...]:
         """What goes up, in order."""
 
-    def part(self, bucket: int) -> list[memoryview]:
+    def part(self, bucket: int) -> list[Tensor]:
         """What can go up once this bucket and those before it are final."""
 
     def unload(self) -> None:
@@ -65,9 +66,10 @@ class SumFreight:
 
     layout: tuple[TensorLayout, ...] = ()
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        """device: where the buckets are."""
         self._rank = rank
-        self.inbox = [empty(bucket.numel, dtype=bucket.dtype) for bucket in layout.buckets]
+        self.inbox = [host_room((each.numel,), each.dtype, device) for each in layout.buckets]
         self._nodes: tuple[Node, ...] = ()
         self._sets: Sequence[Sequence[Tensor]] = ()
         self._divisor: float | None = None
@@ -85,8 +87,8 @@ class SumFreight:
     def staged(self) -> tuple[Entry, ...]:
         return tuple(_entry(index, None, tensor) for index, tensor in enumerate(self.inbox))
 
-    def part(self, bucket: int) -> list[memoryview]:
-        return [bytes_of(one_set[bucket]) for one_set in self._sets[: len(self._nodes)]]
+    def part(self, bucket: int) -> list[Tensor]:
+        return [one_set[bucket] for one_set in self._sets[: len(self._nodes)]]
 
     def unload(self) -> None:
         put(self._sets[0], self.inbox, self._divisor)
@@ -133,11 +135,11 @@ class CodedFreight:
         size = self._compressor.message_bytes
         return tuple(Entry(0, Node(s, s + 1), "uint8", size, size) for s in self._step.live)
 
-    def part(self, bucket: int) -> list[memoryview]:
+    def part(self, bucket: int) -> list[Tensor]:
         assert self._step is not None
         if bucket < len(self._buckets.layout.buckets) - 1:
             return []
-        return [bytes_of(self._compressor.messages[shard]) for shard in self._step.live]
+        return [self._compressor.messages[shard] for shard in self._step.live]
 
     def unload(self) -> None:
         assert self._step is not None
@@ -169,7 +171,7 @@ def _entry(bucket: int, node: Node | None, tensor: Tensor) -> Entry:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor; on the CPU without a copy."""
+    """The memory of a flat tensor on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.detach().cpu().numpy().data).cast("B")
+    return memoryview(tensor.numpy().data).cast("B")

@@ -3,6 +3,7 @@
 One named thread per exchange issues everything, in an order that is data. How partial sums become
 the sum is the method's: `direct` by default, `ring` or `native` where the job gave up on bits.
 Any failed wait cuts the link, so that the peers fail at once and not at their deadlines.
+On a CUDA device the thread works on a stream of its own, beside backward.
 """
 
 import threading
@@ -10,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from stratagem.worker.exchange.plan import Step
 from stratagem.worker.mesh.link import ExchangeError, Link, Work
+from stratagem.worker.mesh.staging import SideStream
 
 MAX_TAG = 2**31 - 1
 ABANDON_S = 0.2
@@ -73,14 +76,16 @@ class _Turn:
 class MeshTransport:
     """A `Transport` among the members of a link, which it owns."""
 
-    def __init__(self, link: Link, method: Method, *, deadline_s: float) -> None:
+    def __init__(self, link: Link, method: Method, side: SideStream, *, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self._link, self._method = link, method
+        self._link, self._method, self._side = link, method, side
         self._num_tags = max(1, method.num_tags)
         self._prepared: dict[int, Any] = {}
         self._changed = threading.Condition()
         self._run: _Turn | None = None  # guarded by _changed, as all below
         self._num_launched = 0  # buckets
+        self._mark: torch.cuda.Event | None = None
+        """Where the device has the last of them."""
         self._error = ""
         self._is_closed = False
         self._is_waiting = False
@@ -104,8 +109,9 @@ class MeshTransport:
             self._changed.notify_all()
 
     def launch(self, bucket: int) -> None:
+        mark = self._side.mark()
         with self._changed:
-            self._num_launched = bucket + 1
+            self._num_launched, self._mark = bucket + 1, mark
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -113,6 +119,7 @@ class MeshTransport:
             self._changed.wait_for(lambda: self._run is None or self._error)
             if self._error:
                 raise ExchangeError(self._error)
+        self._side.join()
 
     def cut(self) -> None:
         self._fail("the exchange was cut")
@@ -129,6 +136,7 @@ class MeshTransport:
             # A thread that is left in its wait raises as soon as that ends: it never again
             # touches the buckets, which belong to the next membership now.
             self._changed.wait_for(lambda: self._has_ended or self._is_waiting)
+        self._side.join()  # what was prepared may be freed then
         self._run = None  # its works hold the group
         self._prepared.clear()
         self._link.close()
@@ -141,7 +149,8 @@ class MeshTransport:
 
     def _main(self) -> None:
         try:
-            self._serve()
+            with self._side.entered():
+                self._serve()
         finally:
             with self._changed:
                 self._has_ended = True
@@ -172,6 +181,7 @@ class MeshTransport:
             self._changed.wait_for(lambda: self._num_launched > bucket or self._error)
             if self._error:
                 raise ExchangeError(self._error)
+            self._side.follow(self._mark)
             return self._num_launched
 
     def wait(self, works: list[Work]) -> None:

@@ -3,14 +3,15 @@
 The hand-over between the torch thread and an event loop. On the torch side it is a `Transport`.
 On the loop's side it is an *outbox*, partial sums bucket by bucket as backward finishes them, and
 an *inbox*, a buffer of its own into which sums are staged and which counts only when committed.
-So a stream that breaks can be begun again from the start, in either direction.
+So a stream that breaks can be begun again from the start, in either direction. On a CUDA device the
+outbox is copied to the host bucket by bucket, beside backward (`mesh.staging`).
 Knows neither gRPC nor the coordinator.
 """
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from stratagem.worker.exchange.freight import (
 from stratagem.worker.exchange.layout import Layout
 from stratagem.worker.exchange.plan import Step
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.staging import HostCopy, SideStream, to_host
 
 
 @dataclass(slots=True)
@@ -34,8 +36,8 @@ class _Open:
     number: int
     freight: Freight
     inbox: list[memoryview]
-    num_launched: int = 0
-    """Buckets."""
+    outbox: list[list[HostCopy]] = field(default_factory=list)
+    """By launched bucket."""
     num_staged_bytes: int = 0
     is_committed: bool = False
 
@@ -53,6 +55,7 @@ class ServerTransport:
         self,
         layout: Layout,
         rank: int,
+        side: SideStream,
         *,
         deadline_s: float,
         coded: CodedFreight | None = None,
@@ -60,7 +63,8 @@ class ServerTransport:
         """coded: goes instead of sums in the steps in which it is fewer bytes."""
         self.deadline_s = deadline_s
         self._num_buckets = len(layout.buckets)
-        self._sums, self._coded = SumFreight(layout, rank), coded
+        self._sums, self._coded = SumFreight(layout, rank, side.device), coded
+        self._side = side
         self._changed = threading.Condition()
         self._open: _Open | None = None  # guarded by _changed, as all below
         self._error = ""
@@ -83,7 +87,10 @@ class ServerTransport:
     def launch(self, bucket: int) -> None:
         with self._changed:
             if self._open is not None:
-                self._open.num_launched = bucket + 1
+                self._side.follow(self._side.mark())
+                with self._side.entered():
+                    part = [to_host(tensor) for tensor in self._open.freight.part(bucket)]
+                self._open.outbox.append(part)
             self._notify()
 
     def finish(self) -> None:
@@ -122,8 +129,8 @@ class ServerTransport:
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
         """What goes out of one bucket, in the header's order: nothing but with the last one where
         it is coded. Waits until it is final; it stays so until the step is committed."""
-        opened = await self._until(step, lambda state: state.num_launched > bucket)
-        return opened.freight.part(bucket)
+        opened = await self._until(step, lambda state: len(state.outbox) > bucket)
+        return [bytes_of(await copy.arrive()) for copy in opened.outbox[bucket]]
 
     @property
     def codec(self) -> str:

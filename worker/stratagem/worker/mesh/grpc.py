@@ -31,6 +31,7 @@ from stratagem.worker.mesh.link import (
     ExchangeError,
     Rendezvous,
 )
+from stratagem.worker.mesh.staging import to_host
 from stratagem.worker.peer import Endpoint, Group, PeerHub
 
 LEAVE_TIMEOUT_S: Final = 5.0
@@ -164,10 +165,11 @@ class GrpcLink:
 class Send:
     """One send. `is_done` is guarded by the mailbox's condition."""
 
-    __slots__ = ("_out", "is_done", "size_bytes", "step", "tag", "tensor")
+    __slots__ = ("_out", "copy", "is_done", "size_bytes", "step", "tag")
 
     def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int) -> None:
-        self._out, self.tag, self.tensor, self.step = out, tag, tensor, step
+        self._out, self.tag, self.step = out, tag, step
+        self.copy = to_host(tensor)
         self.size_bytes = tensor.nbytes
         self.is_done = False
 
@@ -243,8 +245,9 @@ class _Outbound:
                 self._room.clear()
                 await self._room.wait()
             self._unanswered.append(work.size_bytes)
-            await write_message(call, self._header(work.step, work.tag, work.tensor))
-            pieces = from_buffers([bytes_of(work.tensor)])(0)
+            tensor = await work.copy.arrive()
+            await write_message(call, self._header(work.step, work.tag, tensor))
+            pieces = from_buffers([bytes_of(tensor)])(0)
             for frame in iter_frames(pieces):
                 await write_message(call, frame)
             with self._box.changed:
