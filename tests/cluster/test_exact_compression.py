@@ -1,12 +1,14 @@
 """Jobs with a codec over real processes have the bits of the compressed loop."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
+from stratagem.worker.reference import federated_loop
 from stratagem.worker.reference_compressed import compressed_loop
 from tests.cluster.jobs import (
     ADAMW,
@@ -14,6 +16,7 @@ from tests.cluster.jobs import (
     Gates,
     assert_same_bits,
     data_parallel,
+    federated,
     job,
     outcome_of,
     train,
@@ -79,3 +82,23 @@ def test_parameter_server_has_the_bits_of_the_compressed_loop(
     metrics = outcome.status.metrics
     if num_replicas == 3:
         assert 0 < metrics["train.sent_bytes"] < metrics["train.uncompressed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("model", "codec"),
+    [
+        ("everything", "ternary"),
+        ("batch_norm_mlp", {"codec": "int8", "stochastic": True}),
+        ("mlp", {"codec": "low_rank", "rank": 2}),
+    ],
+)
+def test_federated_has_the_bits_of_the_loop(
+    client: Client, model: str, codec: str | dict[str, Any]
+) -> None:
+    changes = {"batch_size": 25} if model == "batch_norm_mlp" else {}
+    spec = federated(model, compression=codec, num_clients=3, **changes)
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)
+    for event in outcome.of("UpdateReceived"):
+        traffic = event.payload["traffic"]
+        assert 0 < traffic["sent_bytes"] < traffic["uncompressed_bytes"]

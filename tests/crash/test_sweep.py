@@ -122,7 +122,9 @@ def cases() -> list[Case]:
             for num_passed in (0, *later_hits):
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
-                is_other = job in (*EXCHANGING, *SOLE_COPIES, "Pipelines", "Coded") and num_passed > 0
+                is_other = (
+                    job in (*EXCHANGING, *SOLE_COPIES, "Pipelines", "Coded") and num_passed > 0
+                )
                 worker = "worker-2" if is_other else "worker-0"
                 process = worker if failpoint.startswith("worker.") else "coordinator"
                 if job in EXCHANGING or failpoint != "worker.execute.accepted":

@@ -17,9 +17,11 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine import ClientRunner
+from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.execution_train import evaluate, parts_to_proto
-from stratagem.worker.state_store import freeze
+from stratagem.worker.state_store import Frozen, freeze
 from stratagem.worker.work import Work
 
 _MODEL: Final = "model/"
@@ -53,7 +55,7 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     check = work.control.check
     done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, check)
     work.control.check()
-    update = freeze(
+    update = _coded(work, done, base, plan.client) or freeze(
         {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
         {"round": str(work.segment), "client": str(plan.client)},
         Purpose.UPDATE,
@@ -67,6 +69,13 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
         seconds=time.monotonic() - started_s,
         num_steps=done.num_steps,
     )
+
+
+def _coded(work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int) -> Frozen | None:
+    spec = work.job.compression
+    if spec is None or spec.codec == "none":
+        return None
+    return coded_update(work.job, done, base, work.segment, client)
 
 
 def _runner(work: Work) -> ClientRunner:

@@ -29,6 +29,7 @@ from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference_coded import received
 from stratagem.worker.reference_server import Slots, server_step
 
 _CPU = torch.device("cpu")
@@ -168,6 +169,8 @@ def federated_loop(
             model.load_state_dict(world)
             rows, loss = _train_client(job, entrypoints, model, client, round_num)
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            if job.compression is not None:
+                state |= received(job, model, world, round_num, client)
             updates.append((rows, state))
             loss_sum += rows * loss
         means = {name: _mean_of(name, updates) for name in world}

@@ -11,7 +11,7 @@ gathered here. Must not know torch, sessions or where bytes are stored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -166,13 +166,14 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybo
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
     keep_up: KeepUp | None = None,
+    codecs: Collection[str] = ("",),
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
     `open_call(offset)` starts the call; `offset` > 0 goes on with a download of an earlier process.
     Raises an error of our tree; the sink then holds a part that nobody should use.
     """
-    download = _Download(accept, limits, purpose, offset)
+    download = _Download(accept, limits, purpose, offset, codecs)
 
     async def attempt() -> int:
         call = open_call(download.received)
@@ -191,9 +192,15 @@ class _Download:
     """What has been received of one download, over all its calls."""
 
     def __init__(
-        self, accept: Accept, limits: Limits, purpose: Purpose | None, offset: int
+        self,
+        accept: Accept,
+        limits: Limits,
+        purpose: Purpose | None,
+        offset: int,
+        codecs: Collection[str],
     ) -> None:
         self._accept, self._limits, self._purpose, self._offset = accept, limits, purpose, offset
+        self._codecs = codecs
         self.manifest: Manifest | None = None
         self.writer: ChunkWriter | None = None
 
@@ -202,7 +209,7 @@ class _Download:
         return self.writer.received if self.writer else self._offset
 
     def begin(self, message: tensor_pb2.Manifest) -> ChunkWriter:
-        manifest = from_proto(message, self._limits, self._purpose)
+        manifest = from_proto(message, self._limits, self._purpose, self._codecs)
         if self.writer is None:
             self.writer = ChunkWriter(manifest.total_bytes, self._accept(manifest), self._offset)
             self.manifest = manifest

@@ -136,12 +136,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
-            # How many bytes were sent depends on who was there: it belongs to no commit.
-            traffic = {f"train.{name}": float(value) for name, value in fact.traffic.items()}
-            record = _with_metrics(record, {"train.loss": fact.loss, **fact.metrics, **traffic})
+            metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
+            record = _with_metrics(record, metrics)
             return _with_engine(record, fact)
         case UpdateReceived():
-            return _with_metrics(record, {"train.loss": fact.loss})
+            return _with_metrics(record, {"train.loss": fact.loss, **_traffic(fact)})
         case Evaluated():
             commits = tuple(
                 replace(c, metrics={**c.metrics, **fact.metrics})
@@ -163,6 +162,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case _:
             return record
+
+
+def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
+    """How many bytes were sent depends on who was there, so it belongs to no commit."""
+    return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
 
 
 def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:

@@ -247,6 +247,8 @@ class UpdateReceived(Value):
     num_samples: int
     loss: float
     seconds: float
+    traffic: Mapping[str, int] = {}
+    """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
 
 
 class UpdateRejected(Value):

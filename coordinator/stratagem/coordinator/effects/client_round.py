@@ -5,6 +5,10 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
@@ -14,6 +18,8 @@ from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.attend import attend, fail_party
+from stratagem.coordinator.effects.coded_step import codec_of
+from stratagem.coordinator.effects.coded_update import CodedUpload, spool_decoded
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.offload import Offload
@@ -63,7 +69,7 @@ async def _collect(
 ) -> None:
     try:
         async with env.pulls:
-            entry = await _pull(env, effect, session_ref, result.num_samples)
+            entry, traffic = await _pull(env, effect, session_ref, result.num_samples)
     except UpdateRejectedError as error:
         rejected = UpdateRejected(
             party=effect.party,
@@ -85,20 +91,78 @@ async def _collect(
         num_samples=entry.num_samples,
         loss=result.loss,
         seconds=result.seconds,
+        traffic=traffic,
     )
     await env.report(effect.run_id, received)
 
 
 async def _pull(
     env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef, num_samples: int
-) -> SpoolEntry:
-    """The update in the spool; one that a crash left there complete is taken as it is."""
+) -> tuple[SpoolEntry, dict[str, int]]:
+    """The update in the spool, and what a codec has saved; one that a crash left there complete is
+    taken as it is."""
     key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
     done, offset = await env.in_thread(lambda: env.spool.look(key))
     if done is not None:
-        return done
-    link = env.links.to(effect.member, env.state)
+        return done, {}
     expected, _ = await env.header(effect.base.digest)
+    job = env.job_of(effect.run_id, effect.party)
+    if codec_of(job):
+        return await _pull_coded(env, effect, session_ref, num_samples, expected)
+    return await _pull_plain(env, effect, session_ref, num_samples, expected, offset), {}
+
+
+async def _pull_coded(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    num_samples: int,
+    expected: Manifest,
+) -> tuple[SpoolEntry, dict[str, int]]:
+    """Into memory, and from there decoded into the spool."""
+    job = env.job_of(effect.run_id, effect.party)
+    upload = CodedUpload(expected)
+    manifest = await pull(
+        _opener(env, effect, session_ref),
+        upload.accept,
+        limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+        purpose=Purpose.UPDATE,
+        codecs=("", codec_of(job)),
+    )
+    entry = await env.in_thread(lambda: spool_decoded(env, effect, job, upload, num_samples))
+    sizes = {
+        "sent_bytes": manifest.total_bytes,
+        "uncompressed_bytes": expected.total_bytes,
+    }
+    return entry, sizes
+
+
+def _opener(
+    env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef
+) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+    """Asks for the update from an offset on."""
+    link = env.links.to(effect.member, env.state)
+
+    def request(offset: int) -> worker_pb2.GetStateRequest:
+        return worker_pb2.GetStateRequest(
+            fence=link.fence(effect.membership),
+            session=session_ref,
+            snapshot=effect.round_num,
+            offset=offset,
+        )
+
+    return lambda offset: link.stub.GetState(request(offset))
+
+
+async def _pull_plain(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    num_samples: int,
+    expected: Manifest,
+    offset: int,
+) -> SpoolEntry:
+    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
     manifests: list[Manifest] = []
     writers: list[SpoolWriter] = []
 
@@ -110,14 +174,6 @@ async def _pull(
 
     offload = Offload(lambda offset, data: writer().write_at(offset, data))
 
-    def request(offset: int) -> worker_pb2.GetStateRequest:
-        return worker_pb2.GetStateRequest(
-            fence=link.fence(effect.membership),
-            session=session_ref,
-            snapshot=effect.round_num,
-            offset=offset,
-        )
-
     def accept(manifest: Manifest) -> Sink:
         manifests.append(manifest)
         return offload.write
@@ -125,7 +181,7 @@ async def _pull(
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     try:
         await pull(
-            lambda offset: link.stub.GetState(request(offset)),
+            _opener(env, effect, session_ref),
             accept,
             limits=limits,
             purpose=Purpose.UPDATE,

@@ -47,6 +47,8 @@ class ClientRound:
     """The largest of any step, before clipping."""
     num_skipped: int
     """Steps whose loss or gradient was not finite, and that changed nothing."""
+    trained: frozenset[str]
+    """Names of the trainable parameters; tied ones under each of their names."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -75,6 +77,9 @@ class ClientRunner:
         passes = Passes(self._model, loss, gather, randomness)
         self._randomness = randomness
         self._local_step = LocalStep(job, self._params, passes, Buffers(self._model, device))
+        live = self._model.state_dict(keep_vars=True).items()
+        trained = (name for name, tensor in live if tensor.requires_grad)
+        self._trained = frozenset(f"{state.MODEL}{name}" for name in trained)
 
     def run(
         self,
@@ -119,7 +124,9 @@ class ClientRunner:
         failpoint("worker.client_round.after_training")
         tensors = state.copied(state.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
-        return ClientRound(tensors, len(data), mean_loss, num_steps, grad_norm, num_skipped)
+        return ClientRound(
+            tensors, len(data), mean_loss, num_steps, grad_norm, num_skipped, self._trained
+        )
 
     @property
     def _mu(self) -> float:

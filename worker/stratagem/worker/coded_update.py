@@ -1,0 +1,51 @@
+"""A client's update as its coded difference to the global state; see common.compression.update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stratagem.common.compression import FloatArray, NonFiniteError
+from stratagem.common.compression.update import PAYLOAD, update_codec, update_key
+from stratagem.common.job import JobSpec
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.worker.engine.client_round import ClientRound
+from stratagem.worker.state_store import Frozen
+
+
+def coded_update(
+    job: JobSpec, done: ClientRound, base: Mapping[str, Tensor], round_num: int, client: int
+) -> Frozen | None:
+    """The update for the wire. None where it is not finite: it is then sent as it is, so that the
+    coordinator rejects it as it rejects any."""
+    assert job.compression is not None
+    whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
+    coded = [
+        each for each in whole.stored() if each.name in done.trained and each.dtype == "float32"
+    ]
+    codec, names = update_codec(job, coded)
+    moves = [_flat(done.tensors[name]) - _flat(base[name]) for name in names]
+    try:
+        payload, _ = codec.encode(moves, codec.initial_state(), update_key(job, round_num, client))
+    except NonFiniteError:
+        return None
+    others = {each.name: done.tensors[each.name] for each in whole.stored()}
+    for name in names:
+        del others[name]
+    others[PAYLOAD] = torch.from_numpy(payload)
+    manifest, buffers = manifest_of(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in others.items()},
+        Purpose.UPDATE,
+        weight=float(done.num_samples),
+        metadata={"round": str(round_num), "client": str(client)},
+    )
+    return Frozen(replace(manifest, codec=job.compression.codec), buffers)
+
+
+def _flat(tensor: Tensor) -> FloatArray:
+    values: FloatArray = tensor.detach().cpu().reshape(-1).numpy()
+    return values

@@ -1,0 +1,35 @@
+"""What the coordinator makes of a client's coded update; see `reference.federated_loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.compression import TensorLayout, derive, make_codec
+from stratagem.common.job import JobSpec
+
+
+def received(
+    job: JobSpec, model: nn.Module, world: Mapping[str, Tensor], round_num: int, client: int
+) -> dict[str, Tensor]:
+    """The trained parameters of the model after the way over the wire: by name, tied ones under
+    each of their names. The difference to the global state is coded, in order of name."""
+    assert job.compression is not None
+    named = model.named_parameters()  # tied ones once, under the first of their names
+    trained = {name: p.detach() for name, p in sorted(named, key=lambda e: e[0]) if p.requires_grad}
+    layout = [TensorLayout(f"model/{name}", tuple(p.shape)) for name, p in trained.items()]
+    codec = make_codec(job.compression, layout, job.seed, with_feedback=False)
+    seed = job.seed if job.compression.seed is None else job.compression.seed
+    key = derive(seed, round_num, client)
+    moves = [(p - world[name]).reshape(-1).numpy() for name, p in trained.items()]
+    payload, _ = codec.encode(moves, codec.initial_state(), key)
+    decoded = dict(zip(trained, codec.decode(payload, key), strict=True))
+    new = {
+        name: world[name] + torch.from_numpy(decoded[name]).view(p.shape)
+        for name, p in trained.items()
+    }
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(every[name]): name for name in trained}
+    return {name: new[first[id(p)]] for name, p in every.items() if id(p) in first}
