@@ -10,6 +10,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.worker.reference import federated_loop
 from stratagem.worker.reference_compressed import compressed_loop
+from stratagem.worker.reference_gossip import gossip_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -17,6 +18,7 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
+    gossip,
     job,
     outcome_of,
     train,
@@ -102,3 +104,16 @@ def test_federated_has_the_bits_of_the_loop(
     for event in outcome.of("UpdateReceived"):
         traffic = event.payload["traffic"]
         assert 0 < traffic["sent_bytes"] < traffic["uncompressed_bytes"]
+
+
+@pytest.mark.parametrize(("codec", "num_nodes"), [("ternary", 6), ("low_rank", 3), ("int8", 4)])
+def test_gossip_has_the_bits_of_the_loop(client: Client, codec: str, num_nodes: int) -> None:
+    data = user("classes", num_rows=50)
+    spec = job("dropout_mlp", compression=codec, strategy=gossip(num_nodes), data=data)
+    outcome = train(client, spec)
+    expected = gossip_loop(spec, ALLOWED)
+    assert_same_bits(outcome.state, expected.mean)
+    assert outcome.status.engine == f"gloo, {codec}"
+    metrics = outcome.status.metrics
+    assert metrics["train.consensus_distance"] == pytest.approx(expected.distance, rel=1e-12)
+    assert 0 < metrics["train.sent_bytes"] < metrics["train.uncompressed_bytes"]

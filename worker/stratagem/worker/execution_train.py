@@ -88,6 +88,8 @@ def _train_under(
     trainer = work.holding.trainer
     assert trainer is not None
     segment.engine = exchange.name
+    if isinstance(trainer, GossipTrainer) and trainer.public is not None:
+        segment.engine += f", {trainer.public.name}"
     work.be("training")
     while trainer.step < plan.to_step:
         _look_up(work, plan, view)
@@ -190,9 +192,8 @@ def _conclude(
 
 def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, int]:
     """Nothing without a codec."""
-    if isinstance(trainer, GossipTrainer) or trainer.compressor is None:
-        return {}
-    return asdict(trainer.compressor.take_traffic())
+    coder = trainer.public if isinstance(trainer, GossipTrainer) else trainer.compressor
+    return {} if coder is None else asdict(coder.take_traffic())
 
 
 def _meet_at_the_end(work: Work, trainer: GossipTrainer) -> Summary:

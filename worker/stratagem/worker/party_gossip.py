@@ -6,7 +6,7 @@ nodes at the same step, or all of them load the base. Runs in the torch thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
@@ -30,15 +30,16 @@ def join_nodes(
     link: Link | None,
 ) -> GossipExchange:
     """The exchange of this view, which takes the link over; the session holds its nodes."""
+    weights = mixing_weights(work.job, plan.num_shards)
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
     if not (is_common and isinstance(work.holding.trainer, GossipTrainer)):
-        _load_base(work, plan.base, view.me.shards)
+        _load_base(work, plan.base, view.me.shards, weights)
     return GossipExchange(
         link,
         view.rank,
         [member.shards for member in view.members],
-        mixing_weights(work.job, plan.num_shards),
+        weights,
         deadline_s=work.host.exchange_timeout_s,
     )
 
@@ -55,7 +56,9 @@ def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]
         raise InvalidInputError.at("strategy.aggregation.topology", str(error)) from error
 
 
-def _load_base(work: Work, base: pb.StateRef, nodes: range) -> None:
+def _load_base(
+    work: Work, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
+) -> None:
     work.holding.drop()
     tensors, metadata = work.blob(base.digest)
     failpoint("worker.gossip.loaded")
@@ -65,6 +68,7 @@ def _load_base(work: Work, base: pb.StateRef, nodes: range) -> None:
         nodes,
         device=work.host.device,
         sources=work.sources(),
+        weights=weights,
     )
     # Aggregated states (federated) carry no step of their own.
     trainer.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})

@@ -25,6 +25,7 @@ from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.reference import backward, cut_rows, divide, is_skipped
+from stratagem.worker.reference_gossip_coded import CodedMixing
 
 _CPU = torch.device("cpu")
 
@@ -61,6 +62,7 @@ def gossip_loop(
     randomness = [KeyedRandomness(model, _CPU) for model in models]
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
+    coded = CodedMixing(job, models) if job.compression is not None else None
     losses: list[float] = []
     step_weights: list[float] = []
     for step in range(total_steps if num_steps is None else num_steps):
@@ -92,7 +94,10 @@ def gossip_loop(
             weight_sum += weight
         losses.append(loss_sum / weight_sum if weight_sum else math.nan)
         step_weights.append(weight_sum)
-        _mix(params, weights)
+        if coded is None:
+            _mix(params, weights)
+        else:
+            coded.mix(step + 1, params, weights)
     states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
     return GossipResult(_mean(states), states, losses, step_weights, _spread(params))
 

@@ -41,8 +41,9 @@ class CompressionSpec(Section):
 
     error_feedback: keep what a payload did not carry and add it to the next one; unless set, for
     codecs that are biased. threshold_fraction: of mean |x|. k_fraction: of the elements.
-    dimension_fraction: places of the sketch per element. seed: of random choices; that of the job
-    unless given.
+    dimension_fraction: places of the sketch per element. consensus_step_size: under Decentralized,
+    how far a node goes toward its neighbours' public copies; by codec unless set. seed: of random
+    choices; that of the job unless given.
     """
 
     codec: Literal["none", "fp16", "bf16", "int8", "ternary", "top_k", "low_rank", "vsa"]
@@ -53,6 +54,7 @@ class CompressionSpec(Section):
     rank: Count = 4
     dimension_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     sketch_codec: Literal["none", "int8", "ternary"] = "none"
+    consensus_step_size: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Whole | None = None
 
     @model_validator(mode="before")
@@ -87,6 +89,21 @@ class CompressionSpec(Section):
         return self.error_feedback
 
     @property
+    def consensus_step(self) -> float:
+        """The less of a move a payload carries, the shorter the step must be; found by trying."""
+        if self.consensus_step_size is not None:
+            return self.consensus_step_size
+        match self.codec:
+            case "top_k":
+                return self.k_fraction
+            case "vsa":
+                return self.dimension_fraction / 2
+            case "low_rank":
+                return 0.1
+            case _:
+                return 1.0
+
+    @property
     def keeps_state(self) -> bool:
         """Whether the codec of a shard depends on what it has coded before."""
         return self.has_feedback or self.codec == "low_rank"
@@ -117,6 +134,8 @@ def why_not_compressed(
         yield Violation("compression.error_feedback", text)
     if isinstance(strategy, DataParallel) and isinstance(strategy.aggregation, Decentralized):
         yield from _not_among_nodes(spec)
+    elif spec.consensus_step_size is not None:
+        yield Violation("compression.consensus_step_size", "belongs to Decentralized only")
 
 
 def _not_among_nodes(spec: CompressionSpec) -> Iterator[Violation]:

@@ -5,6 +5,8 @@ The only place that knows all of them by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from stratagem.common.job import JobSpec
@@ -41,11 +43,15 @@ def build_gossip_trainer(
     *,
     device: torch.device,
     sources: DataSources | None = None,
+    weights: Sequence[Mapping[int, float]] = (),
 ) -> GossipTrainer:
-    """A trainer of these nodes, each with a model of its own; load_state must come first."""
+    """A trainer of these nodes, each with a model of its own; load_state must come first.
+
+    weights: of each node's neighbours; needed where the job has a codec.
+    """
     setup = _setup(job, entrypoints, device, False, sources)
     models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
-    return GossipTrainer(setup, models)
+    return GossipTrainer(setup, models, weights)
 
 
 def _setup(

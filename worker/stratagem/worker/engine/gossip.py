@@ -8,7 +8,7 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -28,6 +28,7 @@ from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, StepReport
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange
+from stratagem.worker.exchange.public import PublicCopies
 from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 _NUM_COLUMNS: Final = 6
@@ -84,8 +85,14 @@ class _Node:
 class GossipTrainer:
     """The nodes of one member. Used by one thread."""
 
-    def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
-        """setup.model becomes the mean of all nodes at the end of each segment; models by node."""
+    def __init__(
+        self,
+        setup: Setup,
+        models: Mapping[int, nn.Module],
+        weights: Sequence[Mapping[int, float]] = (),
+    ) -> None:
+        """setup.model becomes the mean of all nodes at the end of each segment; models by node.
+        weights: of each node's neighbours; needed where the job has a codec."""
         job = setup.job
         if "train" not in setup.data:
             known = ", ".join(setup.data) or "none"
@@ -96,6 +103,9 @@ class GossipTrainer:
             raise InvalidInputError.at("model", "has no trainable parameter")
         self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        params = next(iter(self._nodes.values())).params
+        is_coded = job.compression is not None and job.compression.codec != "none"
+        self.public = PublicCopies(job, params, list(models), weights) if is_coded else None
         self.step = 0
         self._num_segment_steps = 0
 
@@ -116,7 +126,12 @@ class GossipTrainer:
                 node.sums.add(report)
                 own.add(report)
         failpoint("worker.gossip.before_mix")
-        for number, moved in exchange.mix({n: d.tensors for n, d in self._nodes.items()}).items():
+        tensors = {number: node.tensors for number, node in self._nodes.items()}
+        if self.public is None:
+            distances = exchange.mix(tensors)
+        else:
+            distances = exchange.mix_coded(self.step + 1, tensors, self.public)
+        for number, moved in distances.items():
             self._nodes[number].sums.moved += moved
         self.step += 1
         self._num_segment_steps += 1
@@ -239,7 +254,8 @@ class GossipTrainer:
         metadata = {"step": str(self.step), "format": state.FORMAT}
         for number, node in self._nodes.items():
             moments, numbers = state.optimizer_state(node.optimizer, node.params)
-            named = {**state.model_state(node.model), **moments}
+            public = self.public.state(number) if self.public is not None else {}
+            named = {**state.model_state(node.model), **moments, **public}
             tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
             metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
         return state.copied(dict(sorted(tensors.items()))), metadata
@@ -253,6 +269,9 @@ class GossipTrainer:
             own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
             state.load_model_state(node.model, own)
             state.load_optimizer_state(node.optimizer, node.params, own, numbers)
+        if self.public is not None:
+            for number in self.public.nodes:
+                self.public.load(number, _of(number, tensors) or tensors)
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from stratagem.common.failpoints import failpoint
 from stratagem.worker.exchange.flat import Bucket, flatten, plan_buckets, unflatten
+from stratagem.worker.exchange.payloads import ON_DEVICE
+from stratagem.worker.exchange.public import PublicCopies
 from stratagem.worker.exchange.waiting import Waiter
 from stratagem.worker.mesh.link import ExchangeError, Link, Work
 
@@ -95,6 +97,35 @@ class GossipExchange:
             reason = str(error)
         # Not from there: the traceback would keep works alive, and with them the group.
         raise ExchangeError(reason)
+
+    def mix_coded(
+        self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
+    ) -> dict[int, float]:
+        """One round over public copies, in place, for the own nodes' tensors; otherwise as mix."""
+        try:
+            return self._mix_coded(step, tensors, public)
+        except ExchangeError as error:
+            reason = str(error)
+        raise ExchangeError(reason)
+
+    def _mix_coded(
+        self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
+    ) -> dict[int, float]:
+        first_tag = self._tags(self.num_nodes)
+        device = next(iter(tensors.values()))[0].device
+        device = device if self.name in ON_DEVICE else torch.device("cpu")
+        payloads = {node: public.encode(node, step, tensors[node]).to(device) for node in self._own}
+        for nodes in self._routes.back.values():
+            for node in nodes:
+                payloads[node] = torch.empty(public.payload_bytes, dtype=torch.uint8, device=device)
+        receives, sends = self._exchange(payloads, first_tag)
+        self._wait(receives)
+        public.count(len(sends))
+        for node, payload in payloads.items():
+            public.advance(node, step, payload)
+        moved = {node: public.mix(node, self._weights[node], tensors[node]) for node in self._own}
+        self._wait(sends)
+        return moved
 
     def _mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, float]:
         buckets = plan_buckets(tensors[self._own[0]])
@@ -191,6 +222,12 @@ class GossipExchange:
         }
         for node in self._own:
             flatten(bucket, tensors[node], flats[node])
+        return _Transit(flats, *self._exchange(flats, tag))
+
+    def _exchange(
+        self, flats: Mapping[int, Tensor], first_tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        """Sends what the neighbours' owners need and asks for theirs; (receives, sends)."""
         receives: list[Work] = []
         sends: list[Work] = []
         for peer in range(self._size):
@@ -198,11 +235,11 @@ class GossipExchange:
             for is_send in (True, False) if self._rank < peer else (False, True):
                 if is_send:
                     for node in self._routes.out.get(peer, ()):
-                        sends.append(self._send(peer, tag + node, flats[node]))
+                        sends.append(self._send(peer, first_tag + node, flats[node]))
                 else:
                     for node in self._routes.back.get(peer, ()):
-                        receives.append(self._receive(peer, tag + node, flats[node]))
-        return _Transit(flats, receives, sends)
+                        receives.append(self._receive(peer, first_tag + node, flats[node]))
+        return receives, sends
 
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor]

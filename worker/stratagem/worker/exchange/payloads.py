@@ -21,7 +21,7 @@ from stratagem.worker.exchange.mesh import Turn
 from stratagem.worker.exchange.plan import Party, Step
 from stratagem.worker.mesh.link import Link, Work
 
-_ON_DEVICE: Final = ("nccl",)
+ON_DEVICE: Final = ("nccl",)
 """Engines that send from the memory of the device only."""
 
 
@@ -56,7 +56,7 @@ class PayloadMethod:
         self.num_tags = party.num_shards
 
     def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
-        device = sets[0][0].device if self._link.name in _ON_DEVICE else torch.device("cpu")
+        device = sets[0][0].device if self._link.name in ON_DEVICE else torch.device("cpu")
         return _Prepared(
             step,
             sets,
