@@ -16,7 +16,7 @@ from stratagem.common.document import MAX_COUNT
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.field_rules import Rule
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
-from stratagem.common.job import AccumulationSpec, JobSpec, sections
+from stratagem.common.job import AccumulationSpec, ExecutionSpec, JobSpec, execution, sections
 from stratagem.common.job.every import Every
 from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.search_space import SearchSpace
@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.EvaluationSpec,
         sections.CheckpointSpec,
         AccumulationSpec,
-        sections.ExecutionSpec,
+        ExecutionSpec,
         sections.PartitionSpec,
     )
 }
@@ -110,7 +110,11 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
     if set(get_args(annotation)) == set(get_args(Strategy)):
         return "strategy", "see [Strategy](#strategy)"
     if get_origin(annotation) in (Union, types.UnionType):
-        return _words(next(each for each in get_args(annotation) if each is not type(None)))
+        kind, allowed = _words(
+            next(each for each in get_args(annotation) if each is not type(None))
+        )
+        variants = [each for each in get_args(annotation) if each in get_args(execution.Variant)]
+        return kind, ", ".join([allowed, *(f"`{{{each.__name__}: n}}`" for each in variants)])
     if hasattr(annotation, "__metadata__"):  # Annotated
         inner = [each for each in annotation.__metadata__ if not isinstance(each, FieldInfo)]
         bounds = [

@@ -135,7 +135,9 @@ def test_the_canonical_text_is_pinned() -> None:
         '"loss":{"name":"cross_entropy","kwargs":{}},'
         '"optimizer":{"name":"sgd","lr":0.1,"kwargs":{}},"checkpoint":{},"epochs":5,'
         '"batch_size":64,"seed":0,"strategy":{"type":"Local"},'
-        '"execution":{"precision":"Single","deterministic":true},"retention":2}'
+        '"execution":{"mode":"Eager","gradient":"Full","precision":"Single","memory":"Standard",'
+        '"parallelism":"None","fusion":false,"profiling":false,"deterministic":true},'
+        '"retention":2}'
     )
 
 
@@ -253,7 +255,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         "data": {"path": "data.pkl"},
         "optimizer": {"lr": "fast", "schedule": {"name": "cosin"}},
         "strategy": {**json.loads(EXAMPLES[1]), "aggregation": {"method": "AllReduse"}},
-        "execution": {"precision": "Half", "deterministic": 1},
+        "execution": {"precision": "Hal", "deterministic": 1},
     }
     assert sorted(wrong(document)) == sorted(
         [
@@ -271,7 +273,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "did you mean cosine?",
             "strategy.aggregation.method: 'AllReduse' is not one of AllReduce, ParameterServer, "
             "Decentralized; did you mean AllReduce?",
-            "execution.precision: 'Half' is not one of Full, Single",
+            "execution.precision: 'Hal' is not one of Full, Single, Mixed, Half; "
+            "did you mean Half?",
             "execution.deterministic: 1 is not true or false",
         ]
     )

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.job import LossSpec, OptimizerSpec, ScheduleSpec
+from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
 from stratagem.worker.engine.randomness import KeyedRandomness, draws_random_numbers
 from stratagem.worker.fingerprint import numerics_fingerprint
 from stratagem.worker.losses import LOSS_NAMES, make_loss
 from stratagem.worker.metrics import make_metrics
 from stratagem.worker.optimizers import make_optimizer, schedule_factor
+from stratagem.worker.supported import check_supported
 from tests.engine.support import ALLOWED, CPU, job, solo, train, trainer_of
 from tests.engine.userland import classes
 
@@ -234,3 +235,10 @@ def test_digits_example_learns() -> None:
     assert sum(part.sums["accuracy"] for part in parts) / 360 > 0.85
     cnn = trainer_of(job({"entrypoint": "examples.digits:build_cnn"}, data=spec.data.model_dump()))
     cnn.train_step(solo(cnn, 2), range(2), 2)
+
+
+def test_what_a_worker_does_not_carry_out_is_named() -> None:
+    check_supported(ExecutionSpec(precision="Full", deterministic=False))
+    with pytest.raises(InvalidInputError) as raised:
+        check_supported(ExecutionSpec.parse({"parallelism": "Automatic"}))
+    assert "execution.parallelism: Automatic is not carried out" in str(raised.value)

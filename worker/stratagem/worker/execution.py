@@ -32,6 +32,7 @@ from stratagem.worker.entrypoints import user_error
 from stratagem.worker.execution_pipeline import train_stages
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
 from stratagem.worker.execution_train import Segment, train
+from stratagem.worker.supported import check_supported
 from stratagem.worker.work import Work
 
 log = structlog.get_logger(__name__)
@@ -230,6 +231,7 @@ def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     work.control.check()
     if work.control.is_draining:
         raise Interrupt(DRAINED)
+    check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
     match request.WhichOneof("plan"):
         case "train" if request.train.ranks:

@@ -5,12 +5,12 @@ from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec
 from stratagem.common.job.derive import with_fields
 from stratagem.common.job.every import Every
+from stratagem.common.job.execution import ExecutionSpec
 from stratagem.common.job.files import load_job, parse_yaml
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
     EvaluationSpec,
-    ExecutionSpec,
     LossSpec,
     ModelSpec,
     OptimizerSpec,

@@ -184,13 +184,6 @@ class CheckpointSpec(Section):
     every: EveryField | None = None
 
 
-class ExecutionSpec(Section):
-    """Precision: Full is float64, Single float32. Deterministic: the same bits each time."""
-
-    precision: Literal["Full", "Single"] = "Single"
-    deterministic: bool = True
-
-
 class PartitionSpec(Section):
     """How one data set is divided among federated clients.
 

@@ -16,13 +16,13 @@ from stratagem.common.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression import CompressionSpec, why_not_compressed
 from stratagem.common.job.every import Every, Unit
+from stratagem.common.job.execution import ExecutionSpec, Variant, variant_to_plain
 from stratagem.common.job.nesting import effective
 from stratagem.common.job.search import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
     EvaluationSpec,
-    ExecutionSpec,
     LossSpec,
     ModelSpec,
     OptimizerSpec,
@@ -97,6 +97,7 @@ class JobSpec(Section):
                 *_order_of_sums(self),
                 *_compression(self),
                 *check_accumulation(self),
+                *_execution(self),
             ]
         )
         return self
@@ -218,6 +219,18 @@ def _compression(job: JobSpec) -> list[Violation]:
     return list(why_not_compressed(job.compression, job.strategy, job.execution.precision))
 
 
+def _execution(job: JobSpec) -> list[Violation]:
+    found = []
+    if not job.execution.computes_gradients:
+        text = "'None' computes no gradients, and a job trains; set Full"
+        found.append(Violation("execution.gradient", text))
+    if job.execution.parallelism != "None" and not isinstance(job.strategy, Local):
+        kind = type(job.strategy).__name__
+        text = f"chooses the strategy, which is {kind} already; leave one of the two out"
+        found.append(Violation("execution.parallelism", text))
+    return found
+
+
 def _graph_strategy(job: JobSpec) -> list[Violation]:
     own = job.model.graph.training_strategy if job.model.graph else None
     if own is None or job.model.graph is None or effective(own, job.model.graph) == job.strategy:
@@ -234,6 +247,9 @@ def _plain(value: object) -> JSON:
         return [_plain(each) for each in value]
     if isinstance(value, Every):
         return str(value)
+    if isinstance(value, get_args(Variant)):
+        variant: Variant = value
+        return variant_to_plain(variant)
     if isinstance(value, SearchSpace):
         return dump_search_space(value)
     if isinstance(value, get_args(Strategy)):

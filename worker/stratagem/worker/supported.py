@@ -1,0 +1,35 @@
+"""Which settings of a job's execution this worker carries out; others are refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from stratagem.common.document import refuse
+from stratagem.common.errors import Violation
+from stratagem.common.job import ExecutionSpec
+
+_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
+    "mode": ("Eager",),
+    "gradient": ("Full",),
+    "precision": ("Full", "Single"),
+    "memory": ("Standard",),
+    "parallelism": ("None",),
+    "fusion": (False,),
+    "profiling": (False,),
+}
+
+
+def check_supported(execution: ExecutionSpec) -> None:
+    """Raises InvalidInputError that names every setting which this worker does not carry out."""
+    refuse(
+        [
+            Violation(
+                f"execution.{name}",
+                f"{getattr(execution, name)} is not carried out by this worker; "
+                f"it does {', '.join(map(str, values))}",
+            )
+            for name, values in _SUPPORTED.items()
+            if getattr(execution, name) not in values
+        ]
+    )
