@@ -12,12 +12,12 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from stratagem.client.cli import run_commands
 from stratagem.client.cli.main import app
 from stratagem.client.cli.progress import ProgressLine
-from stratagem.client.cli.run_commands import LocalRun, entry_points
+from stratagem.client.cli.run_commands import LocalRun
+from stratagem.client.planning import import_folders
 from stratagem.client.views import Event, Phase, Progress
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, entry_points
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 
 PROGRAM = [sys.executable, "-m", "stratagem.client.cli"]
@@ -271,7 +271,7 @@ def test_a_local_run_is_remembered_for_resume(tmp_path: Path) -> None:
 
 
 def test_modules_are_found_beside_the_job_and_here(tmp_path: Path) -> None:
-    assert run_commands._import_path(tmp_path / "job.yaml") == (str(Path.cwd()), str(tmp_path))
+    assert import_folders(tmp_path / "job.yaml") == (Path.cwd(), tmp_path)
 
 
 # ---- servers ----

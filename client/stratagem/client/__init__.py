@@ -6,6 +6,12 @@ starts everything on this machine. Imports neither torch nor the server parts.
 
 from stratagem.client.client import AsyncClient, AsyncRun
 from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.planning import (
+    MemoryEstimate,
+    Recommendation,
+    estimate_memory,
+    recommend,
+)
 from stratagem.client.sync import Client, RunHandle, RunResult
 from stratagem.client.views import (
     Commit,
@@ -41,9 +47,11 @@ __all__ = [
     "LimitError",
     "LocalCluster",
     "LogLine",
+    "MemoryEstimate",
     "NotFoundError",
     "Phase",
     "Progress",
+    "Recommendation",
     "RunFailedError",
     "RunHandle",
     "RunResult",
@@ -53,4 +61,6 @@ __all__ = [
     "UserCodeError",
     "UserError",
     "Worker",
+    "estimate_memory",
+    "recommend",
 ]

@@ -11,22 +11,23 @@ downloads.py and uploads.py; nothing here imports torch.
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 
 from stratagem.client import downloads, uploads, views
 from stratagem.client.calls import Connection
+from stratagem.client.jobs import Job, parse_job
+from stratagem.client.planning import import_folders, resolve_parallelism
 from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Phase, Progress, RunStatus, Worker
 from stratagem.common.errors import RunFailedError, UnavailableError, UserCodeError
 from stratagem.common.ids import RunId, check_run_id, new_run_id
-from stratagem.common.job import JobSpec, load_job
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 PATIENCE_S: Final = 60.0
-
-Job = JobSpec | Mapping[str, Any] | str | PathLike[str]
-"""A job: validated, as a mapping, or the path of a YAML, TOML or JSON file."""
 
 
 class AsyncClient:
@@ -73,12 +71,20 @@ class AsyncClient:
         return self._open_connection
 
     async def submit(
-        self, job: Job, run_id: str | None = None, *, data: InlineData | None = None
+        self,
+        job: Job,
+        run_id: str | None = None,
+        *,
+        data: InlineData | None = None,
+        import_path: Sequence[Path] = (),
     ) -> AsyncRun:
         """Start a run. The same run_id with the same job starts nothing twice.
 
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
-        and take the place of the job's `data`.
+        and take the place of the job's `data`. With execution.parallelism the strategy is chosen
+        here, for the workers that are registered now; the run's `note` says why.
+        import_path: of the user's modules, where the model has to be built for that; unless given,
+        this folder and that of the job file.
         """
         connection = self._connection
         packed = None if data is None else uploads.pack(data)
@@ -86,9 +92,14 @@ class AsyncClient:
         chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
         if packed is not None:
             await uploads.upload(connection, packed)
-        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json())
+        reason = ""
+        if spec.execution.parallelism != "None":
+            # The run has a real strategy from the start; replays need not know how it came about.
+            folders, workers = import_path or import_folders(job), await self.workers()
+            spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
+        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=reason)
         response = await connection.call(connection.stub.SubmitRun, request)
-        return AsyncRun(connection, RunId(response.run_id))
+        return AsyncRun(connection, RunId(response.run_id), reason)
 
     async def get(self, run_id: str) -> AsyncRun:
         """An existing run; NotFoundError when there is none of this id."""
@@ -112,8 +123,10 @@ class AsyncClient:
 class AsyncRun:
     """One run of one coordinator. Holds no state of the run itself."""
 
-    def __init__(self, connection: Connection, run_id: RunId) -> None:
+    def __init__(self, connection: Connection, run_id: RunId, note: str = "") -> None:
         self.run_id = run_id
+        self.note = note
+        """Of a run that was submitted here: why its parallelism became its strategy."""
         self._connection = connection
 
     async def status(self) -> RunStatus:
@@ -211,21 +224,3 @@ class AsyncRun:
         from stratagem.client.torch_states import to_state_dict
 
         return await to_state_dict(self._connection, self.run_id, which)
-
-
-def parse_job(job: Job, inline: str | None = None) -> JobSpec:
-    """The validated job; InvalidInputError with one violation per wrong field.
-
-    inline: the digest of uploaded data, which then is the job's data.
-    """
-    match job:
-        case str() | PathLike():
-            return load_job(Path(job), [] if inline is None else [f"data={{inline: {inline}}}"])
-        case JobSpec() if inline is None:
-            return job
-        case JobSpec():
-            document: Mapping[str, Any] = json.loads(job.canonical_json())
-        case _:
-            document = job
-    changed = document if inline is None else {**document, "data": {"inline": inline}}
-    return JobSpec.parse(dict(changed))

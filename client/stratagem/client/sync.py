@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from stratagem.client.client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun, Job
+from stratagem.client.client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun
+from stratagem.client.jobs import Job
 from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Progress, RunStatus, Worker
 
@@ -109,10 +110,15 @@ class Client:
         return self._client.address
 
     def submit(
-        self, job: Job, run_id: str | None = None, *, data: InlineData | None = None
+        self,
+        job: Job,
+        run_id: str | None = None,
+        *,
+        data: InlineData | None = None,
+        import_path: Sequence[Path] = (),
     ) -> RunHandle:
         """Start a run; see AsyncClient.submit."""
-        submitted = self._client.submit(job, run_id, data=data)
+        submitted = self._client.submit(job, run_id, data=data, import_path=import_path)
         return RunHandle(self._running().call(submitted), self._running())
 
     def get(self, run_id: str) -> RunHandle:
@@ -161,6 +167,11 @@ class RunHandle:
     @property
     def run_id(self) -> str:
         return self._run.run_id
+
+    @property
+    def note(self) -> str:
+        """Of a run that was submitted here: why its parallelism became its strategy."""
+        return self._run.note
 
     def status(self) -> RunStatus:
         return self._loop.call(self._run.status())

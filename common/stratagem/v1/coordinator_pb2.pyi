@@ -68,19 +68,23 @@ class SubmitRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     JOB_JSON_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """1 to 64 characters of [a-z0-9-], made by the client."""
     job_json: _builtins.str
     """The job as JSON."""
+    note: _builtins.str
+    """A sentence for the run's log: why the client chose this strategy."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         job_json: _builtins.str = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "note", b"note", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

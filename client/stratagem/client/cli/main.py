@@ -7,7 +7,12 @@ from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli import query_commands, run_commands, server_commands
+from stratagem.client.cli import (
+    planning_commands,
+    query_commands,
+    run_commands,
+    server_commands,
+)
 
 HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
 
@@ -37,6 +42,8 @@ app.command()(query_commands.stop)
 app.command()(run_commands.resume)
 app.command()(query_commands.download)
 app.command()(query_commands.workers)
+app.command()(planning_commands.estimate)
+app.command()(planning_commands.recommend)
 app.command()(server_commands.up)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)

@@ -30,11 +30,12 @@ from stratagem.client.cli.query_commands import connected, make_console
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.planning import import_folders
 from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Event
 from stratagem.common.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.ids import check_run_id, new_run_id
-from stratagem.common.job import JobSpec, load_job
+from stratagem.common.job import entry_points, load_job
 
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
 SetOption = Annotated[
@@ -79,15 +80,19 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
         job = load_job(job_path, overrides or [])
         chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
+
+        def submitted(client: Client) -> RunHandle:
+            return client.submit(job, chosen, import_path=import_folders(job_path))
+
         if local is None:
             with Client(coordinator) as client:
-                following = _Following(client.submit(job, chosen), form, output)
+                following = _Following(submitted(client), form, output)
                 _follow_remote(following, coordinator, detach=detach)
             return
-        known = LocalRun(entry_points(job), _import_path(job_path))
+        known = LocalRun(entry_points(job), tuple(map(str, import_folders(job_path))))
         with _local_client(known, local, data_dir) as client:
             known.save(data_dir, chosen)
-            _follow_local(_Following(client.submit(job, chosen), form, output), local)
+            _follow_local(_Following(submitted(client), form, output), local)
 
 
 def attach(
@@ -166,9 +171,15 @@ class _Following:
     output: Path | None = None
     from_index: int = 0
 
+    def say_why(self) -> None:
+        """Why the job's parallelism became the strategy that it is."""
+        if self.handle.note:
+            complain(f"strategy: {self.handle.note}")
+
     def to_the_end(self) -> None:
         """Show the run, then its result; raises what result() raises."""
         handle, console = self.handle, make_console()
+        self.say_why()
         show(console, self.form, handle.run_id, handle.watch(self.from_index))
         if self.form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
@@ -184,6 +195,7 @@ class _Following:
 def _follow_remote(following: _Following, coordinator: str, *, detach: bool = False) -> None:
     run_id = following.handle.run_id
     if detach:
+        following.say_why()
         text = run_id if following.form is Format.TEXT else json.dumps({"run_id": run_id})
         print_line(make_console(), text)
         return
@@ -249,15 +261,3 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Cli
     )
     with cluster, cluster.client() as client:
         yield client
-
-
-def entry_points(job: JobSpec) -> tuple[str, ...]:
-    """Exactly what the job names of the user's code; nothing else may be imported."""
-    metrics = job.evaluation.metrics if job.evaluation else []
-    named = [job.model.entrypoint, job.data.entrypoint, job.loss.entrypoint, *metrics]
-    return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))
-
-
-def _import_path(job_path: Path) -> tuple[str, ...]:
-    folders = [Path.cwd(), job_path.absolute().parent]
-    return tuple(dict.fromkeys(str(folder) for folder in folders))

@@ -3,7 +3,7 @@
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
 from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression import CompressionSpec
-from stratagem.common.job.derive import with_fields
+from stratagem.common.job.derive import entry_points, with_fields
 from stratagem.common.job.every import Every
 from stratagem.common.job.execution import ExecutionSpec
 from stratagem.common.job.files import load_job, parse_yaml
@@ -38,6 +38,7 @@ __all__ = [
     "ScheduleSpec",
     "SubgraphSpec",
     "effective_strategy",
+    "entry_points",
     "load_job",
     "parse_yaml",
     "with_fields",

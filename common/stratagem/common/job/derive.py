@@ -1,4 +1,4 @@
-"""Jobs made of other jobs: some fields set by dotted path, everything checked again."""
+"""What follows from a job: others with some fields set, the code that it names."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
         else:
             place[last] = value
     return JobSpec.parse(document)
+
+
+def entry_points(job: JobSpec) -> tuple[str, ...]:
+    """Exactly what the job names of the user's code; nothing else may be imported."""
+    metrics = job.evaluation.metrics if job.evaluation else []
+    named = [job.model.entrypoint, job.data.entrypoint, job.loss.entrypoint, *metrics]
+    return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))

@@ -31,6 +31,7 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.feed import Event
+from stratagem.coordinator.run_logs import Line
 from stratagem.coordinator.service import streams, views
 from stratagem.coordinator.service.suspicion import look_into, meet
 from stratagem.v1 import coordinator_pb2 as pb
@@ -52,6 +53,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._check_submit(request)
         command = SubmitRun(run_id, request.job_json, time.time())
         entries = await self._app.loop.submit(command)
+        if entries and request.note:
+            self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))
         return pb.SubmitRunResponse(run_id=run_id, created=bool(entries))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
@@ -42,6 +43,21 @@ def build_model(
     return _checked(model).to(dtype).to(device)
 
 
+def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
+    """The model with parameters and buffers of no values; to be called where tensors are fake.
+
+    Made outside of fake tensors: on the meta device, or for real where the factory wants that.
+    """
+    factory, dtype = _factory(job, entrypoints), float_dtype(job)
+    with _disable_current_modes():
+        model = _build_meta(factory, dtype)
+        if model is None or any(tensor.is_meta for tensor in _hidden_tensors(model)):
+            with user_code(_ACTIVITY):
+                model = _checked(factory()).to(dtype)
+    _materialise(model, device)
+    return model
+
+
 def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], Any]:
     spec = job.model
     if spec.entrypoint is not None:
@@ -65,16 +81,20 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def _build_empty(
-    factory: Callable[[], Any], dtype: torch.dtype, device: torch.device
-) -> nn.Module | None:
+def _build_meta(factory: Callable[[], Any], dtype: torch.dtype) -> nn.Module | None:
     try:
         with torch.device("meta"):
             model = factory()
     except (RuntimeError, TypeError):  # the factory reads values, which meta tensors do not have
         return None
-    model = _checked(model).to(dtype)
-    if any(module._non_persistent_buffers_set for module in model.modules()):
+    return _checked(model).to(dtype)
+
+
+def _build_empty(
+    factory: Callable[[], Any], dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
+    model = _build_meta(factory, dtype)
+    if model is None or any(module._non_persistent_buffers_set for module in model.modules()):
         return None
     _materialise(model, device)
     return None if any(tensor.is_meta for tensor in _hidden_tensors(model)) else model

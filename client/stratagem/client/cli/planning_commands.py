@@ -1,0 +1,112 @@
+"""Commands that look ahead: how much memory a job will need, and which settings fit.
+
+They submit nothing and need no coordinator; the model is built here, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+
+from stratagem.client.cli.options import Format, FormatOption
+from stratagem.client.cli.reporting import reporting
+from stratagem.client.cli.run_commands import JobArgument, SetOption
+from stratagem.client.planning import estimate_memory, import_folders
+from stratagem.client.planning import recommend as recommend_settings
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import load_job
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="cpu or cuda; what this machine has if not set."),
+]
+
+
+def estimate(
+    job_path: JobArgument,
+    overrides: SetOption = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="How many share the job; as many as it has room for if not set.",
+        ),
+    ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Only run the model, over one batch.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Do a few real steps here and correct by them.")
+    ] = False,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Say how much memory a worker of this job will need.
+
+    The steps are played with tensors that have shapes and no memory, so the model may be larger
+    than this machine. Shapes come from one row of the job's data.
+    """
+    with reporting():
+        found = estimate_memory(
+            load_job(job_path, overrides or []),
+            num_workers=workers,
+            inference=inference,
+            measure=measure,
+            device=device,
+            import_path=import_folders(job_path),
+        )
+        print(json.dumps(asdict(found)) if form is Format.JSON else found)
+
+
+def recommend(
+    job_path: JobArgument,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Of each worker, such as 8GB or 512MiB.")
+    ],
+    overrides: SetOption = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many there are.")] = 1,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Say with which settings this job fits the memory of the workers, and why.
+
+    Exit code: 0 when it fits, 1 when nothing does.
+    """
+    with reporting():
+        found = recommend_settings(
+            load_job(job_path, overrides or []),
+            memory_bytes=parse_size(memory),
+            num_workers=workers,
+            device=device,
+            import_path=import_folders(job_path),
+        )
+        if form is Format.JSON:
+            print(json.dumps(asdict(found)))
+        else:
+            print("\n".join(found.reasons))
+            print(f"execution: {json.dumps(found.execution)}")
+            print(f"strategy: {json.dumps(found.strategy)}")
+            print(found.estimate)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number."""
+    read = _SIZE.fullmatch(text.strip())
+    if read is None:
+        raise InvalidInputError.at("memory", f"{text!r} is no size such as 8GB or 512MiB")
+    unit = (read[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    size = int(float(read[1]) * base ** _POWERS[unit.removesuffix("i")])
+    if size < 1:
+        raise InvalidInputError.at("memory", f"{text} is not allowed; must be > 0")
+    return size

@@ -1,0 +1,126 @@
+"""The estimate against peaks of real steps, and what divides what."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.worker.exchange.plan import Party
+from stratagem.worker.planning.estimate import MemoryEstimate, estimate_memory
+from stratagem.worker.planning.step import measure_training
+from tests.planning.support import SITE, job, replicas
+
+KINDS = ("mlp", "cnn", "transformer", "rnn", "embedding")
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedProx", "mu": 0.1},
+    "client_selection": {"method": "All"},
+}
+SGD = {"name": "sgd", "lr": 0.1}
+
+
+def estimate(spec: Any, **asked: Any) -> MemoryEstimate:
+    return estimate_memory(spec, SITE, **asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None:
+    spec = job(kind)
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert estimate(spec).total == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("changes", [{"optimizer": SGD}, {"execution": {"precision": "Full"}}])
+def test_optimizer_and_precision_are_in_it(changes: dict[str, Any]) -> None:
+    spec = job("mlp", **changes)
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert estimate(spec).total == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_member_of_three_replicas_is_measured_the_same(num_workers: int) -> None:
+    spec = job("mlp", strategy=replicas(3), batch_size=7)
+    measured = measure_training(spec, SITE, Party(0, num_workers, 3))
+    assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
+
+
+def test_the_parts_are_those_of_mixed_arithmetic() -> None:
+    """Adam in float32: 4 bytes of parameters, 4 of gradients, 8 of moments, each."""
+    found = estimate(job("mlp"))
+    per_parameter = [
+        part / found.num_parameters for part in (found.parameters, found.gradients, found.optimizer)
+    ]
+    assert per_parameter == pytest.approx([4, 4, 8], rel=0.01)
+    assert found.total == sum(
+        (
+            *(found.parameters, found.gradients, found.optimizer),
+            *(found.activations, found.workspace, found.buffers),
+        )
+    )
+    assert estimate(job("mlp", optimizer=SGD)).optimizer == 0
+    doubled = estimate(job("mlp", execution={"precision": "Full"}))
+    assert doubled.parameters == 2 * found.parameters
+    assert str(found).splitlines()[-1].startswith("total")
+
+
+def test_rows_only_change_activations_and_workspace() -> None:
+    small, large = estimate(job("transformer", batch_size=4)), estimate(job("transformer"))
+    assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
+    assert (large.parameters, large.gradients, large.optimizer) == (
+        *(small.parameters, small.gradients, small.optimizer),
+    )
+    halved = estimate(job("transformer", strategy=replicas(4)))
+    assert halved.activations == small.activations
+
+
+def test_inference_holds_the_weights_and_one_layer() -> None:
+    found = estimate(job("mlp"), inference=True)
+    assert (found.gradients, found.optimizer) == (0, 0)
+    assert found.total < found.parameters + estimate(job("mlp")).activations
+
+
+def test_a_pipeline_is_its_heaviest_stage() -> None:
+    cut = {
+        "type": "ModelParallel",
+        "partitions": [
+            {"node_ids": ["0", "1", "2", "3", "4", "5"], "target": {"WorkerId": "a"}},
+            {"node_ids": ["6", "7", "8"], "target": {"WorkerId": "b"}},
+        ],
+        "communication": {"protocol": "Pipeline", "micro_batch_size": 4},
+    }
+    whole, stage = estimate(job("mlp")), estimate(job("mlp", strategy=cut))
+    assert 0.6 * whole.parameters < stage.parameters < 0.8 * whole.parameters
+    assert stage.notes == ("stage 0 of 2: 2 micro-batches of 4 rows at one time",)
+
+
+def test_gossip_keeps_a_model_for_each_node() -> None:
+    nodes = {
+        "type": "DataParallel",
+        "num_replicas": 4,
+        "aggregation": {"method": "Decentralized", "topology": "ring"},
+    }
+    spec = job("mlp", strategy=nodes)
+    assert estimate(spec, num_workers=2).parameters == 2 * estimate(spec, num_workers=4).parameters
+
+
+def test_fedprox_keeps_the_parameters_of_the_round() -> None:
+    spec = job("mlp", strategy=FEDERATED, steps=None)
+    assert estimate(spec).parameters == 2 * estimate(job("mlp")).parameters
+
+
+def test_a_measured_step_corrects_the_estimate() -> None:
+    found = estimate(job("rnn"), measure=True)
+    assert found.calibrated_by == "a measured step"
+    assert found.total == found.measured
+    spec = job("mlp", strategy=FEDERATED, steps=None)
+    with pytest.raises(InvalidInputError, match="not measured by one worker"):
+        estimate(spec, measure=True)
+
+
+def test_what_cannot_be_estimated_says_why() -> None:
+    with pytest.raises(InvalidInputError, match="num_workers: 0"):
+        estimate(job("mlp"), num_workers=0)
+    with pytest.raises(UserCodeError, match="same reduction dim"):
+        estimate(job("mlp", kwargs={"width": 7}))

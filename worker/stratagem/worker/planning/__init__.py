@@ -1,0 +1,1 @@
+"""What a job will need, found out before it runs: memory, and settings that fit."""

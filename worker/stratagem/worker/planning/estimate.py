@@ -1,0 +1,265 @@
+"""How much memory one worker of a job needs, found by playing its steps with fake tensors.
+
+An estimate is of the worker that needs most. What is divided is what the strategy really divides:
+data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import assign_shards
+from stratagem.common.strategy import (
+    Custom,
+    DataParallel,
+    Decentralized,
+    Federated,
+    FedProx,
+    Local,
+    ModelParallel,
+    ParameterServer,
+    PopulationBased,
+    Strategy,
+)
+from stratagem.worker.exchange.plan import Party
+from stratagem.worker.planning.stages import play_stages
+from stratagem.worker.planning.step import (
+    Reading,
+    Site,
+    library_workspace,
+    measure_training,
+    play_forward,
+    play_training,
+)
+from stratagem.worker.supported import check_supported
+
+_PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the device of one worker during a training step; the six parts add up to `total`.
+
+    gradients: all buckets, and what the exchange receives into. activations: the batch and what
+    forward keeps for backward. workspace: what is there for a moment at the worst one. buffers:
+    with the engine's copies of them. snapshot: in host memory beside it, while a commit is
+    fetched. rows: that pass through the model together. measured: the peak of a real step, if one
+    was done; the workspace then holds what was measured beyond the rest.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    buffers: int
+    snapshot: int
+    rows: int
+    num_parameters: int
+    device: str
+    measured: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in _PARTS)
+
+    @property
+    def needed(self) -> int:
+        """Of the device's memory; on a CPU the snapshot lies in the same."""
+        return self.total + (self.snapshot if self.device == "cpu" else 0)
+
+    @property
+    def calibrated_by(self) -> str:
+        """ "a measured step", or "" where nothing was measured."""
+        return "a measured step" if self.measured is not None else ""
+
+    def document(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            **asdict(self),
+            "notes": list(self.notes),
+            "total": self.total,
+            "needed": self.needed,
+            "calibrated_by": self.calibrated_by,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12} {text_of(getattr(self, name)):>10}" for name in _PARTS]
+        lines.append(f"{'total':<12} {text_of(self.total):>10}  on {self.device}, {self.rows} rows")
+        return "\n".join(lines)
+
+
+def text_of(num_bytes: int) -> str:
+    """A size for people, in binary units."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def estimate_memory(
+    job: JobSpec,
+    site: Site,
+    *,
+    num_workers: int | None = None,
+    inference: bool = False,
+    measure: bool = False,
+) -> MemoryEstimate:
+    """What the worker that needs most will need.
+
+    num_workers: that share the job; by default as many as its strategy has room for. inference:
+    only run the model, over the batch of one step. measure: do the step for real, here, too.
+    Raises InvalidInputError for a job that workers refuse, UserCodeError for what the user's code
+    raises.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
+    execution = job.execution.with_changes(parallelism="None", profiling=False)
+    check_supported(execution)
+    played = job.model_copy(update={"execution": execution})
+    if inference:
+        reading = play_forward(played, site, job.batch_size)
+        return _estimate(reading, site, job.batch_size, ())
+    estimate = _training(played, site, job.strategy, num_workers)
+    return _calibrated(played, site, estimate) if measure else estimate
+
+
+def _training(
+    job: JobSpec, site: Site, strategy: Strategy, num_workers: int | None
+) -> MemoryEstimate:
+    match strategy:
+        case DataParallel(num_replicas, Decentralized()):
+            return _gossip(job, site, num_replicas, num_workers or num_replicas)
+        case DataParallel(num_replicas, aggregation, options):
+            rows = _pieces(job, num_replicas)
+            if isinstance(options.inner, ModelParallel):
+                return _pipeline(job, site, options.inner, rows)
+            party = Party(0, min(num_workers or num_replicas, num_replicas), num_replicas)
+            estimate = _of_party(job, site, party)
+            if party.size > 1 and isinstance(aggregation, ParameterServer):
+                received = 4 * estimate.num_parameters  # the sums are staged beside the buckets
+                return replace(estimate, gradients=estimate.gradients + received)
+            return estimate
+        case ModelParallel():
+            return _pipeline(job, site, strategy, job.batch_size)
+        case Federated(options=options):
+            estimate = _training(job, site, options.inner or Local(), num_workers)
+            if not isinstance(strategy.aggregation, FedProx):
+                return estimate
+            # The proximal term pulls towards the round's parameters, which are kept.
+            return replace(estimate, parameters=2 * estimate.parameters)
+        case PopulationBased(options=options):
+            return _training(job, site, options.inner or Local(), num_workers)
+        case Custom():
+            note = "the strategy is a plug-in's: this is what one worker alone would need"
+            return replace(_of_party(job, site, Party(0, 1, 1)), notes=(note,))
+        case Local():
+            return _of_party(job, site, Party(0, 1, 1))
+
+
+def _of_party(job: JobSpec, site: Site, party: Party) -> MemoryEstimate:
+    rows = rows_of_pass(job, party.num_shards)
+    one_pass = job.model_copy(
+        update={
+            "batch_size": rows * party.num_shards,
+            "execution": _without_accumulation(job),
+        }
+    )
+    return _estimate(play_training(one_pass, site, party), site, rows, ())
+
+
+def _without_accumulation(job: JobSpec) -> Any:
+    """Its passes hold the same buckets, and the rows of one pass: so one is enough to play."""
+    execution = job.execution
+    return (
+        execution
+        if execution.accumulation_steps is None
+        else execution.with_changes(gradient="Full")
+    )
+
+
+def rows_of_share(job: JobSpec) -> int | None:
+    """Rows of a batch that one logical shard, node or client has; None where a pipeline cuts them
+    into micro-batches of its own."""
+    match job.strategy:
+        case ModelParallel():
+            return None
+        case DataParallel(num_replicas, options=options):
+            is_cut = isinstance(options.inner, ModelParallel)
+            return None if is_cut else _pieces(job, num_replicas)
+        case _:
+            return job.batch_size
+
+
+def rows_of_pass(job: JobSpec, num_shards: int) -> int:
+    """Rows that pass through the model together, at most."""
+    return math.ceil(_pieces(job, num_shards) / (job.execution.accumulation_steps or 1))
+
+
+def _pieces(job: JobSpec, num_shards: int) -> int:
+    return math.ceil(job.batch_size / num_shards)
+
+
+def _gossip(job: JobSpec, site: Site, num_nodes: int, num_workers: int) -> MemoryEstimate:
+    """A worker keeps one model for each of its nodes, and works on one at a time."""
+    rows = _pieces(job, num_nodes)
+    one_node = job.model_copy(update={"batch_size": rows, "strategy": Local()})
+    estimate = _of_party(one_node, site, Party(0, 1, 1))
+    held = len(assign_shards(num_nodes, min(num_workers, num_nodes))[0])
+    note = f"{held} of {num_nodes} nodes, each with a model of its own"
+    return replace(
+        estimate,
+        parameters=held * estimate.parameters,
+        gradients=held * estimate.gradients,
+        optimizer=held * estimate.optimizer,
+        buffers=held * estimate.buffers,
+        snapshot=held * estimate.snapshot,
+        notes=(note,),
+    )
+
+
+def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> MemoryEstimate:
+    """The worker of the stage that needs most."""
+    needs = [
+        _estimate(stage.reading, site, stage.rows, (stage.note,))
+        for stage in play_stages(job, site, strategy, rows)
+    ]
+    return max(needs, key=lambda estimate: estimate.total)
+
+
+def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> MemoryEstimate:
+    fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
+    # After the last backward the optimizer may need more than the activations did.
+    activations = max(0, min(reading.before_backward, reading.peak) - fixed)
+    return MemoryEstimate(
+        parameters=reading.parameters,
+        gradients=reading.gradients,
+        optimizer=reading.optimizer,
+        activations=activations,
+        workspace=max(0, reading.peak - fixed - activations) + library_workspace(site.device),
+        buffers=reading.buffers,
+        snapshot=reading.state,
+        rows=rows,
+        num_parameters=reading.num_parameters,
+        device=site.device.type,
+        notes=notes,
+    )
+
+
+def _calibrated(job: JobSpec, site: Site, estimate: MemoryEstimate) -> MemoryEstimate:
+    """Corrects the workspace by the peak of real steps of the same share."""
+    if not isinstance(job.strategy, Local | DataParallel) or estimate.notes:
+        raise InvalidInputError.at(
+            "strategy", f"a step of {type(job.strategy).__name__} is not measured by one worker"
+        )
+    num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    measured = measure_training(job, site, Party(0, num_shards, num_shards))
+    others = estimate.total - estimate.workspace
+    return replace(estimate, workspace=max(0, measured - others), measured=measured)

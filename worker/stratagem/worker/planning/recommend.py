@@ -1,0 +1,181 @@
+"""Settings with which a job fits the memory there is, and why they were chosen.
+
+What changes least comes first: the job as it is, then passes over fewer rows (the same update),
+then activations that are computed again (the same numbers, more time), then lower precision. Only
+what the workers carry out is recommended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import ExecutionSpec, JobSpec
+from stratagem.common.job.execution import Accumulated, Checkpointed
+from stratagem.common.strategy import AllReduce, DataParallel, Local, describe, dump_strategy
+from stratagem.worker.planning.estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    rows_of_share,
+    text_of,
+)
+from stratagem.worker.planning.parallel import SAFETY_MARGIN, Choice, Fleet, Member, choose
+from stratagem.worker.planning.step import Site
+from stratagem.worker.supported import check_supported
+
+_LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}
+_INTERVALS: Final = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A job that fits, or the one that needs least where none does; why, in sentences."""
+
+    job: JobSpec
+    estimate: MemoryEstimate
+    fits: bool
+    micro_batch: int
+    """Rows that pass through the model together on one worker."""
+    accumulation_steps: int
+    reasons: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "fits": self.fits,
+            "execution": self.job.document()["execution"],
+            "strategy": dump_strategy(self.job.strategy),
+            "micro_batch": self.micro_batch,
+            "accumulation_steps": self.accumulation_steps,
+            "estimate": self.estimate.document(),
+            "reasons": list(self.reasons),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    job: JobSpec
+    estimate: MemoryEstimate
+    reason: str
+
+
+def recommend(job: JobSpec, site: Site, memory_bytes: int, num_workers: int = 1) -> Recommendation:
+    """Precision, gradient and parallelism for workers with so much memory each.
+
+    A tenth of the memory is left free. Raises InvalidInputError for memory or workers below 1.
+    """
+    if memory_bytes <= 0:
+        raise InvalidInputError.at("memory", f"{memory_bytes} bytes hold no model; must be > 0")
+    if num_workers < 1:
+        raise InvalidInputError.at("workers", f"{num_workers} is not 1 or more")
+    choice = _parallelism(job, site, memory_bytes, num_workers)
+    execution = job.execution.with_changes(parallelism="None", gradient="Full")
+    base = job.model_copy(update={"strategy": choice.strategy, "execution": execution})
+    budget = int(memory_bytes * (1 - SAFETY_MARGIN))
+    least: _Attempt | None = None
+    for attempt in _attempts(base, site, budget, num_workers):
+        if attempt.estimate.needed <= budget:
+            return _recommended(attempt, choice, budget, fits=True)
+        if least is None or attempt.estimate.needed < least.estimate.needed:
+            least = attempt
+    assert least is not None  # the first attempt is the job as it is
+    return _recommended(least, choice, budget, fits=False)
+
+
+def _recommended(attempt: _Attempt, choice: Choice, budget: int, *, fits: bool) -> Recommendation:
+    need, free = text_of(attempt.estimate.needed), text_of(budget)
+    last = f"A worker needs {need} of the {free} that may be used."
+    if not fits:
+        last = (
+            f"Nothing that the workers carry out fits: {need} at least, and {free} may be used. "
+            "Use more memory, or cut the model over more workers."
+        )
+    sentences = [f"{choice.reason}.", attempt.reason, last]
+    execution = attempt.job.execution
+    return Recommendation(
+        job=attempt.job,
+        estimate=attempt.estimate,
+        fits=fits,
+        micro_batch=attempt.estimate.rows,
+        accumulation_steps=execution.accumulation_steps or 1,
+        reasons=tuple(each for each in sentences if each),
+    )
+
+
+def _parallelism(job: JobSpec, site: Site, memory_bytes: int, num_workers: int) -> Choice:
+    """What the job says, or, where it leaves that open, what suits so many equal workers."""
+    if not isinstance(job.strategy, Local) or num_workers == 1:
+        return Choice(job.strategy, f"The strategy is {describe(job.strategy)}")
+    device = site.device.type
+    fleet = Fleet(
+        tuple(
+            Member(f"worker-{number}", f"host-{number}", device, memory_bytes)
+            for number in range(num_workers)
+        )
+    )
+    automatic = job.execution.with_changes(parallelism="Automatic")
+    try:
+        return choose(job.model_copy(update={"execution": automatic}), site, fleet)
+    except InvalidInputError as error:
+        strategy = DataParallel(min(num_workers, job.batch_size), AllReduce())
+        return Choice(strategy, f"DataParallel, because {error}")
+
+
+def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterator[_Attempt]:
+    """From what changes least to what changes most; each is estimated when it is asked for."""
+
+    def attempt(execution: ExecutionSpec, reason: str) -> _Attempt:
+        changed = job.model_copy(update={"execution": execution})
+        return _Attempt(changed, estimate_memory(changed, site, num_workers=num_workers), reason)
+
+    own = job.execution.precision
+    for precision in (own, *_LOWER.get(own, ())):
+        execution = job.execution.with_changes(precision=precision)
+        if not _is_supported(execution):
+            continue
+        words = "" if precision == own else f"Precision is lowered from {own} to {precision}. "
+        plain = attempt(execution, f"{words}The whole share of a batch fits at once.")
+        yield plain
+        if (steps := _accumulation(plain.job, site, budget, num_workers)) is not None:
+            rows = math.ceil(plain.estimate.rows / steps)
+            sentence = f"{words}{rows} rows fit at once, so each share takes {steps} micro-batches."
+            yield attempt(execution.with_changes(gradient=Accumulated(steps)), sentence)
+        for interval in _INTERVALS:
+            checkpointed = execution.with_changes(gradient=Checkpointed(interval))
+            if _is_supported(checkpointed):
+                sentence = f"{words}Activations are kept at every block number {interval} only."
+                yield attempt(checkpointed, sentence)
+
+
+def _accumulation(job: JobSpec, site: Site, budget: int, num_workers: int) -> int | None:
+    """ceil(rows / the most rows that fit), of one worker's share; None when not even one does."""
+    if not _is_supported(job.execution.with_changes(gradient=Accumulated(2))):
+        return None
+    share = rows_of_share(job)
+    if share is None:
+        return None
+
+    def fits(rows: int) -> bool:
+        steps = math.ceil(share / rows)
+        execution = job.execution.with_changes(gradient=Accumulated(steps))
+        changed = job.model_copy(update={"execution": execution})
+        return estimate_memory(changed, site, num_workers=num_workers).needed <= budget
+
+    if not fits(1):
+        return None
+    low, high = 1, share  # the largest micro-batch that fits lies in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return math.ceil(share / low)
+
+
+def _is_supported(execution: ExecutionSpec) -> bool:
+    try:
+        check_supported(execution.with_changes(profiling=False))
+    except InvalidInputError:
+        return False
+    return True
