@@ -108,6 +108,16 @@ def test_a_job_keeps_its_variants_in_its_text() -> None:
     assert JobSpec.from_json(job.canonical_json()) == job
 
 
+def test_accumulated_is_a_way_to_set_the_steps_of_accumulation() -> None:
+    execution = {"gradient": {"Accumulated": 4}}
+    job = JobSpec.parse({**MINIMAL, "execution": execution, "accumulation": {"normalize": "sum"}})
+    assert (job.window.steps, job.window.normalize) == (4, "sum")
+    with pytest.raises(InvalidInputError, match=r"accumulation\.steps says already"):
+        JobSpec.parse({**MINIMAL, "execution": execution, "accumulation": {"steps": 2}})
+    with pytest.raises(InvalidInputError, match="65 micro-batches is more than batch_size"):
+        JobSpec.parse({**MINIMAL, "execution": {"gradient": {"Accumulated": 65}}})
+
+
 def test_a_job_trains_and_has_one_strategy() -> None:
     with pytest.raises(InvalidInputError, match="computes no gradients, and a job trains"):
         JobSpec.parse({**MINIMAL, "execution": {"preset": "inference"}})

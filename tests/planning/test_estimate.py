@@ -75,6 +75,16 @@ def test_rows_only_change_activations_and_workspace() -> None:
     assert halved.activations == small.activations
 
 
+def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
+    spec = job("mlp", execution={"gradient": {"Accumulated": 5}}, batch_size=64)
+    found, whole = estimate(spec), estimate(job("mlp", batch_size=64))
+    assert (found.rows, found.gradients) == (13, whole.gradients)
+    assert found.activations < whole.activations / 4
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert found.total == pytest.approx(measured, rel=0.02)
+    assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
+
+
 def test_inference_holds_the_weights_and_one_layer() -> None:
     found = estimate(job("mlp"), inference=True)
     assert (found.gradients, found.optimizer) == (0, 0)

@@ -120,6 +120,17 @@ def test_what_fits_is_left_as_it_is() -> None:
     assert found.reasons[0] == "The strategy is Local."
 
 
+def test_what_does_not_fit_at_once_is_accumulated() -> None:
+    spec = job("mlp", batch_size=256)
+    memory = estimate_memory(job("mlp", batch_size=40), SITE).needed * 10 // 9 + 1
+    found = recommend(spec, SITE, memory)
+    assert found.fits
+    assert found.accumulation_steps == 7  # ceil(256 / 40)
+    assert found.job.execution.accumulation_steps == 7
+    assert found.micro_batch == 37
+    assert any("so each share takes 7 micro-batches" in reason for reason in found.reasons)
+
+
 def test_what_fits_nowhere_says_what_would_be_needed() -> None:
     found = recommend(job("mlp"), SITE, 1000, 2)
     assert not found.fits

@@ -8,10 +8,11 @@ from typing import Final
 from stratagem.common.document import refuse
 from stratagem.common.errors import Violation
 from stratagem.common.job import ExecutionSpec
+from stratagem.common.job.execution import Accumulated
 
-_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
+_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {  # a class stands for any number in it
     "mode": ("Eager",),
-    "gradient": ("Full",),
+    "gradient": ("Full", Accumulated),
     "precision": ("Full", "Single"),
     "memory": ("Standard",),
     "parallelism": ("None",),
@@ -27,9 +28,9 @@ def check_supported(execution: ExecutionSpec) -> None:
             Violation(
                 f"execution.{name}",
                 f"{getattr(execution, name)} is not carried out by this worker; "
-                f"it does {', '.join(map(str, values))}",
+                f"it does {', '.join(getattr(each, '__name__', str(each)) for each in values)}",
             )
             for name, values in _SUPPORTED.items()
-            if getattr(execution, name) not in values
+            if not {getattr(execution, name), type(getattr(execution, name))} & {*values}
         ]
     )

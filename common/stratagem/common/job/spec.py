@@ -104,8 +104,10 @@ class JobSpec(Section):
 
     @property
     def window(self) -> AccumulationSpec:
-        """How the gradient of a step is accumulated: the section, or what holds without it."""
-        return self.accumulation or _AT_ONCE
+        """How the gradient of a step is accumulated: as the section says, or what holds without
+        it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
+        own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
+        return own if steps is None else own.model_copy(update={"steps": steps})
 
     def document(self) -> dict[str, JSON]:
         """The job as plain values: declared order, kwargs in key order, without what is absent."""
@@ -224,6 +226,12 @@ def _execution(job: JobSpec) -> list[Violation]:
     if not job.execution.computes_gradients:
         text = "'None' computes no gradients, and a job trains; set Full"
         found.append(Violation("execution.gradient", text))
+    own = job.accumulation
+    if job.execution.accumulation_steps is not None and own is not None:
+        for name in ("micro_batch_size", "steps"):
+            if getattr(own, name) is not None:
+                text = f"Accumulated says what accumulation.{name} says already; leave one out"
+                found.append(Violation("execution.gradient", text))
     if job.execution.parallelism != "None" and not isinstance(job.strategy, Local):
         kind = type(job.strategy).__name__
         text = f"chooses the strategy, which is {kind} already; leave one of the two out"

@@ -123,11 +123,12 @@ def estimate_memory(
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
     execution = job.execution.with_changes(parallelism="None", profiling=False)
     check_supported(execution)
-    played = job.model_copy(update={"execution": execution})
+    # Codecs work on values, which a played step does not have.
+    played = job.model_copy(update={"execution": execution, "compression": None})
     if inference:
         reading = play_forward(played, site, job.batch_size)
         return _estimate(reading, site, job.batch_size, ())
-    estimate = _training(played, site, job.strategy, num_workers)
+    estimate = _with_codec(job, _training(played, site, job.strategy, num_workers), num_workers)
     return _calibrated(played, site, estimate) if measure else estimate
 
 
@@ -164,25 +165,35 @@ def _training(
             return _of_party(job, site, Party(0, 1, 1))
 
 
+def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None) -> MemoryEstimate:
+    """With the residuals of a codec, one of float32 for each shard that the worker owns."""
+    if job.compression is None or job.compression.codec == "none":
+        return estimate
+    note = "what the codec needs for a moment is not in it"
+    residuals = 0
+    if job.compression.keeps_state and isinstance(job.strategy, DataParallel):
+        num_replicas = job.strategy.num_replicas
+        party = min(num_workers or num_replicas, num_replicas)
+        residuals = 4 * estimate.num_parameters * math.ceil(num_replicas / party)
+    return replace(
+        estimate, gradients=estimate.gradients + residuals, notes=(*estimate.notes, note)
+    )
+
+
 def _of_party(job: JobSpec, site: Site, party: Party) -> MemoryEstimate:
     rows = rows_of_pass(job, party.num_shards)
-    one_pass = job.model_copy(
-        update={
-            "batch_size": rows * party.num_shards,
-            "execution": _without_accumulation(job),
-        }
-    )
+    one_pass = _without_accumulation(job, rows * party.num_shards)
     return _estimate(play_training(one_pass, site, party), site, rows, ())
 
 
-def _without_accumulation(job: JobSpec) -> Any:
-    """Its passes hold the same buckets, and the rows of one pass: so one is enough to play."""
+def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
+    """All passes hold the same buckets, and the rows of one: so one is enough to play."""
+    window = job.window.model_copy(update={"micro_batch_size": None, "steps": None})
     execution = job.execution
-    return (
-        execution
-        if execution.accumulation_steps is None
-        else execution.with_changes(gradient="Full")
-    )
+    if execution.accumulation_steps is not None:
+        execution = execution.with_changes(gradient="Full")
+    changes = {"batch_size": batch_size, "execution": execution, "accumulation": window}
+    return job.model_copy(update=changes)
 
 
 def rows_of_share(job: JobSpec) -> int | None:
@@ -200,7 +211,7 @@ def rows_of_share(job: JobSpec) -> int | None:
 
 def rows_of_pass(job: JobSpec, num_shards: int) -> int:
     """Rows that pass through the model together, at most."""
-    return math.ceil(_pieces(job, num_shards) / (job.execution.accumulation_steps or 1))
+    return max(map(len, job.window.cut(_pieces(job, num_shards))))
 
 
 def _pieces(job: JobSpec, num_shards: int) -> int:

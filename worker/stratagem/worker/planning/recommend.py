@@ -139,7 +139,7 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
         words = "" if precision == own else f"Precision is lowered from {own} to {precision}. "
         plain = attempt(execution, f"{words}The whole share of a batch fits at once.")
         yield plain
-        if (steps := _accumulation(plain.job, site, budget, num_workers)) is not None:
+        if (steps := _accumulation(plain, site, budget, num_workers)) is not None:
             rows = math.ceil(plain.estimate.rows / steps)
             sentence = f"{words}{rows} rows fit at once, so each share takes {steps} micro-batches."
             yield attempt(execution.with_changes(gradient=Accumulated(steps)), sentence)
@@ -150,26 +150,29 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
                 yield attempt(checkpointed, sentence)
 
 
-def _accumulation(job: JobSpec, site: Site, budget: int, num_workers: int) -> int | None:
+def _accumulation(plain: _Attempt, site: Site, budget: int, num_workers: int) -> int | None:
     """ceil(rows / the most rows that fit), of one worker's share; None when not even one does."""
-    if not _is_supported(job.execution.with_changes(gradient=Accumulated(2))):
+    job, share = plain.job, rows_of_share(plain.job)
+    if share is None or not _is_supported(job.execution.with_changes(gradient=Accumulated(2))):
         return None
-    share = rows_of_share(job)
-    if share is None:
-        return None
+    num_shards = math.ceil(job.batch_size / share)
 
-    def fits(rows: int) -> bool:
-        steps = math.ceil(share / rows)
-        execution = job.execution.with_changes(gradient=Accumulated(steps))
-        changed = job.model_copy(update={"execution": execution})
-        return estimate_memory(changed, site, num_workers=num_workers).needed <= budget
+    def need(rows: int) -> int:
+        smaller = job.model_copy(update={"batch_size": rows * num_shards})
+        return estimate_memory(smaller, site, num_workers=num_workers).needed
 
-    if not fits(1):
+    one, whole = need(1), plain.estimate.needed
+    if one > budget:
         return None
+    # Memory grows about linearly with rows, so a straight line finds nearly the right number.
+    guess = 1 + (budget - one) * (share - 1) // max(1, whole - one)
     low, high = 1, share  # the largest micro-batch that fits lies in [low, high)
+    for middle in (guess, guess + 1):
+        if low < middle < high:
+            low, high = (middle, high) if need(middle) <= budget else (low, middle)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if need(middle) <= budget else (low, middle)
     return math.ceil(share / low)
 
 

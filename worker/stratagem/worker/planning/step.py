@@ -82,7 +82,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
         buckets = _buckets(trainer, party)
         received = _received(buckets, party)
         gradients = live.live - buffers - parameters
-        exchange = Exchange(buckets, party, SoloTransport())
+        exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
         for _ in range(NUM_STEPS):
             live.forget_peak()
             trainer.train_step(exchange, party.owned, party.num_shards)
@@ -175,7 +175,7 @@ def _steps(
     trainer = _trainer(job, site, model, data, gather)
     buckets = _buckets(trainer, party)
     received = _received(buckets, party)
-    exchange = Exchange(buckets, party, SoloTransport())
+    exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
     for _ in range(NUM_STEPS):
         trainer.train_step(exchange, party.owned, party.num_shards)
     del received
