@@ -16,7 +16,14 @@ from stratagem.common.document import MAX_COUNT
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.field_rules import Rule
 from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
-from stratagem.common.job import AccumulationSpec, ExecutionSpec, JobSpec, execution, sections
+from stratagem.common.job import (
+    AccumulationSpec,
+    CompressionSpec,
+    ExecutionSpec,
+    JobSpec,
+    execution,
+    sections,
+)
 from stratagem.common.job.every import Every
 from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.search_space import SearchSpace
@@ -46,6 +53,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.CheckpointSpec,
         AccumulationSpec,
         ExecutionSpec,
+        CompressionSpec,
         sections.PartitionSpec,
     )
 }

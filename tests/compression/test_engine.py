@@ -13,6 +13,8 @@ from stratagem.worker.reference import sharded_loop
 from stratagem.worker.reference_compressed import compressed_loop
 from tests.compression.support import CODECS
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
+from tests.engine.test_gossip import gossip_job
+from tests.engine.test_gossip import trainer as gossip_trainer
 
 
 def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:
@@ -142,3 +144,23 @@ def test_a_skipped_step_leaves_no_residual(what: str) -> None:
     assert (report.num_skipped, report.step) == (1, 2)
     assert_same_bits(trainer.copy_state()[0], before)
     assert trainer.train_step(exchange, range(3), 3).num_skipped == 0
+
+
+@pytest.mark.parametrize("name", ["ternary", "low_rank"])
+def test_nodes_take_up_their_public_copies(name: str) -> None:
+    spec = gossip_job("dropout_mlp", 3, compression=CODECS[name])
+    straight, exchange = gossip_trainer(spec)
+    first, other_exchange = gossip_trainer(spec)
+    for _ in range(6):
+        straight.train_step(exchange, 3)
+    for _ in range(2):
+        first.train_step(other_exchange, 3)
+    tensors, metadata = first.copy_state(with_mean=True)
+    second, last_exchange = gossip_trainer(spec)
+    second.load_state(tensors, metadata)
+    for _ in range(4):
+        second.train_step(last_exchange, 3)
+    expected = straight.copy_state(with_mean=False)[0]
+    assert_same_bits(second.copy_state(with_mean=False)[0], expected)
+    num_params = sum(1 for name in tensors if name.startswith("node0/model/"))
+    assert sum(1 for name in tensors if name.startswith("node0/public/")) == num_params

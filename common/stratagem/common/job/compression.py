@@ -115,7 +115,7 @@ def why_not_compressed(
     """Why a job with this section cannot be carried out as it says."""
     if spec.codec == "none":
         return
-    if precision != "Single":
+    if precision not in ("Single", "Mixed"):
         yield Violation(
             "compression.codec", f"{spec.codec} codes float32; precision is {precision}"
         )

@@ -19,7 +19,7 @@ from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.coded_step import codec_of
-from stratagem.coordinator.effects.coded_update import CodedUpload, spool_decoded
+from stratagem.coordinator.effects.coded_update import CodedUpload
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.offload import Offload
@@ -121,7 +121,8 @@ async def _pull_coded(
 ) -> tuple[SpoolEntry, dict[str, int]]:
     """Into memory, and from there decoded into the spool."""
     job = env.job_of(effect.run_id, effect.party)
-    upload = CodedUpload(expected)
+    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
+    upload = CodedUpload(job, key, effect.base.digest, expected)
     manifest = await pull(
         _opener(env, effect, session_ref),
         upload.accept,
@@ -129,7 +130,8 @@ async def _pull_coded(
         purpose=Purpose.UPDATE,
         codecs=("", codec_of(job)),
     )
-    entry = await env.in_thread(lambda: spool_decoded(env, effect, job, upload, num_samples))
+    source = effect.member.incarnation
+    entry = await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
     sizes = {
         "sent_bytes": manifest.total_bytes,
         "uncompressed_bytes": expected.total_bytes,

@@ -14,13 +14,13 @@ import numpy as np
 
 from stratagem.common.compression import FloatArray
 from stratagem.common.compression.update import PAYLOAD, update_codec, update_key
+from stratagem.common.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import Sink, into
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import read_header
-from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.spool import Spool, SpoolKey
 from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.upload import SpoolEntry
 
@@ -29,7 +29,12 @@ from stratagem.coordinator.upload import SpoolEntry
 class CodedUpload:
     """One update on its way: what was announced, and room for exactly that."""
 
+    job: JobSpec
+    key: SpoolKey
+    base: Digest
+    """The global state that the client has trained from."""
     expected: Manifest
+    """Of that state."""
     manifest: Manifest | None = None
     data: bytearray | None = None
 
@@ -41,52 +46,45 @@ class CodedUpload:
         self.manifest, self.data = manifest, bytearray(manifest.total_bytes)
         return into(memoryview(self.data))
 
+    def enter(self, spool: Spool, blobs: BlobStore, source: str, num_samples: int) -> SpoolEntry:
+        """Decode, check and accept the update, which is here as a whole. Blocks."""
+        assert self.manifest is not None
+        assert self.data is not None
+        expected, data = self.expected, memoryview(self.data)
+        given = {
+            each.name: data[each.offset :][: each.size_bytes] for each in self.manifest.tensors
+        }
+        if self.manifest.codec:
+            decoded = self._decode(given)
+        else:
+            decoded = {}
+            check_layout(self.manifest, expected)
+        manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
+        writer = spool.open(self.key, manifest, source=f"decoded {source}")
+        try:
+            _, data_start = read_header(blobs.path(self.base))
+            with blobs.open(self.base) as base:
+                for offset, piece in _pieces(expected, decoded, given, base, data_start):
+                    writer.write_at(offset, piece)
+            return writer.commit(expected, num_samples)
+        finally:
+            writer.close()
 
-def spool_decoded(
-    env: Env, effect: TrainClient, job: JobSpec, upload: CodedUpload, num_samples: int
-) -> SpoolEntry:
-    """Decode, check and accept the update. Blocks."""
-    assert upload.manifest is not None
-    assert upload.data is not None
-    expected = upload.expected
-    data = memoryview(upload.data)
-    given = {each.name: data[each.offset :][: each.size_bytes] for each in upload.manifest.tensors}
-    if upload.manifest.codec == "":
-        check_layout(upload.manifest, expected)
-        decoded: Mapping[str, FloatArray] = {}
-    else:
-        decoded = _decode(effect, job, upload.manifest, expected, given)
-    manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
-    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
-    writer = env.spool.open(key, manifest, source=f"decoded {effect.member.incarnation}")
-    try:
-        _, data_start = read_header(env.blobs.path(effect.base.digest))
-        with env.blobs.open(effect.base.digest) as base:
-            for piece in _pieces(expected, decoded, given, base, data_start):
-                writer.write_at(piece[0], piece[1])
-        return writer.commit(expected, num_samples)
-    finally:
-        writer.close()
-
-
-def _decode(
-    effect: TrainClient,
-    job: JobSpec,
-    manifest: Manifest,
-    expected: Manifest,
-    given: Mapping[str, memoryview],
-) -> dict[str, FloatArray]:
-    """How far each coded parameter has moved."""
-    by_name = {each.name: each for each in manifest.tensors}
-    coded = [each for each in expected.stored() if each.name not in by_name]
-    _check_announced(by_name, coded, expected)
-    codec, names = update_codec(job, coded)
-    try:
-        payload = np.frombuffer(given[PAYLOAD], np.uint8)
-        moves = codec.decode(payload, update_key(job, effect.round_num, effect.client))
-    except ValueError as error:
-        raise UpdateRejectedError(str(error)) from error
-    return dict(zip(names, moves, strict=True))
+    def _decode(self, given: Mapping[str, memoryview]) -> dict[str, FloatArray]:
+        """How far each coded parameter has moved."""
+        assert self.manifest is not None
+        by_name = {each.name: each for each in self.manifest.tensors}
+        coded = [each for each in self.expected.stored() if each.name not in by_name]
+        _check_announced(by_name, coded, self.expected)
+        codec, names = update_codec(self.job, coded)
+        try:
+            payload = np.frombuffer(given[PAYLOAD], np.uint8)
+            key = update_key(self.job, self.key.round_num, self.key.client)
+            with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
+                moves = codec.decode(payload, key)
+        except ValueError as error:
+            raise UpdateRejectedError(str(error)) from error
+        return dict(zip(names, moves, strict=True))
 
 
 def _check_announced(
@@ -119,5 +117,5 @@ def _pieces(
             continue
         base.seek(data_start + spec.offset)
         before = np.frombuffer(base.read(spec.size_bytes), "<f4")
-        with np.errstate(over="ignore"):  # what is infinite is rejected by the spool
+        with np.errstate(all="ignore"):
             yield spec.offset, (before + decoded[spec.name]).tobytes()
