@@ -1,4 +1,4 @@
-"""Triton program, torch reference and numpy oracle give the same bits, at uneven sizes.
+"""Triton program, torch reference and the codecs' numpy give the same bits, at uneven sizes.
 
 Without a GPU the programs run under triton's interpreter, see conftest.
 """
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stratagem.common.compression import ternary
 from stratagem.worker import kernels
 from stratagem.worker.kernels import reference
 from stratagem.worker.kernels.ops import Backend, backend
@@ -83,8 +84,8 @@ def test_quantise(fused: Backend, device: torch.device, n: int, feeds_back: bool
     x, residual = vector(n), 0.1 * vector(n, 1) if feeds_back else None
     value = x.numpy() if residual is None else (x + residual).numpy()
     cases = [
-        ("quantise_deterministic", (0.5,), (0.7,), oracle.ternary(value, 0.5)),
-        ("quantise_stochastic", (0.7, 9), (), oracle.ternary_stochastic(value, 0.7, 9)),
+        ("quantise_deterministic", (0.5,), (0.7,), oracle.deterministic(value, 0.5)),
+        ("quantise_stochastic", (0.7, 9), (), oracle.stochastic(value, 0.7, 9)),
     ]
     for name, head, tail, signs in cases:
         results = []
@@ -103,7 +104,7 @@ def test_quantise(fused: Backend, device: torch.device, n: int, feeds_back: bool
 @pytest.mark.parametrize("scale", [0.3, -2.0, 0.0])
 def test_unpack(fused: Backend, device: torch.device, n: int, scale: float) -> None:
     scale = float(np.float32(scale))
-    signs = oracle.ternary(vector(n, 2).numpy(), 0.5)
+    signs = oracle.deterministic(vector(n, 2).numpy(), 0.5)
     codes = torch.from_numpy(oracle.pack(signs))
     expected = torch.from_numpy(signs * np.float32(scale))
     plain = reference.unpack(codes, n, scale)
@@ -185,7 +186,7 @@ def test_unsketch_is_the_transpose(n: int, log_size: int, seed: int) -> None:
 )
 def test_quantised_and_back(values: list[float], scale: float, seed: int) -> None:
     x = torch.tensor(values, dtype=torch.float32)
-    signs = oracle.ternary(x.numpy(), scale)
+    signs = oracle.deterministic(x.numpy(), scale)
     codes = kernels.quantise_deterministic(x, scale)
     assert kernels.unpack(codes, x.numel()).tolist() == signs.tolist()
     residual = torch.zeros_like(x)
@@ -193,8 +194,24 @@ def test_quantised_and_back(values: list[float], scale: float, seed: int) -> Non
     sent = kernels.unpack(codes, x.numel(), scale)
     assert torch.equal(residual, x - sent)
     assert kernels.unpack(codes, x.numel()).tolist() == (
-        oracle.ternary_stochastic(x.numpy(), scale, seed).tolist()
+        oracle.stochastic(x.numpy(), scale, seed).tolist()
     )
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 1000])
+def test_payloads_of_the_ternary_codec(n: int) -> None:
+    x = vector(n, 8).clamp(-9, 9)
+    for is_stochastic in (False, True):
+        codec = ternary.Ternary(n, threshold_fraction=0.7, stochastic=is_stochastic)
+        payload = codec.encode(x.numpy(), seed=5)
+        scale = float(payload[:4].view("<f4")[0])
+        if is_stochastic:
+            codes = kernels.quantise_stochastic(x, scale, 5)
+        else:
+            threshold = np.float32(0.7) * ternary.mean(np.abs(x.numpy()))
+            codes = kernels.quantise_deterministic(x, float(threshold))
+        assert codes.numpy().tobytes() == payload[4:].tobytes()
+        assert_same(kernels.unpack(codes, n, scale), torch.from_numpy(codec.decode(payload)))
 
 
 def test_stochastic_is_unbiased() -> None:
