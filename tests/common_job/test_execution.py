@@ -44,6 +44,11 @@ def test_a_field_that_is_given_wins_over_the_preset() -> None:
     assert (spec.precision, spec.profiling, spec.gradient) == ("Single", False, "Full")
 
 
+def test_16_bit_numbers_belong_to_16_bit_precision() -> None:
+    assert ExecutionSpec.parse({"precision": "Half", "amp_dtype": "float16"}).amp_dtype
+    assert "amp_dtype: belongs to precision Mixed and Half" in refusal({"amp_dtype": "float16"})
+
+
 def test_changes_make_a_checked_copy_and_go_both_ways() -> None:
     plain = ExecutionSpec()
     changed = plain.with_changes(profiling=True, gradient={"Accumulated": 4})

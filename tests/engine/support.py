@@ -1,5 +1,7 @@
 """Builders that the engine's tests share."""
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,3 +60,15 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 def model_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch has allocated at once on the CPU during a call, beyond what it began
+    with."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))

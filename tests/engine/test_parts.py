@@ -8,10 +8,11 @@ from torch import nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
-from stratagem.worker.engine.randomness import KeyedRandomness, draws_random_numbers
+from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.fingerprint import numerics_fingerprint
 from stratagem.worker.losses import LOSS_NAMES, make_loss
 from stratagem.worker.metrics import make_metrics
+from stratagem.worker.models.stochastic import draws_random_numbers
 from stratagem.worker.optimizers import make_optimizer, schedule_factor
 from stratagem.worker.supported import check_supported
 from tests.engine.support import ALLOWED, CPU, job, solo, train, trainer_of

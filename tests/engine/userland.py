@@ -118,6 +118,53 @@ class BigBuffer(nn.Module):
         return self.linear(x)
 
 
+class CountingLayers(nn.Module):
+    """A forward of its own over repeated layers, which count their calls in what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(NUM_FEATURES, 8)
+        self.layers = nn.ModuleList(Counting() for _ in range(3))
+        self.head = nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            hidden = hidden + layer(nn.functional.dropout(hidden, 0.1, self.training), scale=index)
+        return self.head(hidden)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: int) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.body(x) * (scale + 1 / (1 + self.calls))
+
+
+def counting_layers() -> nn.Module:
+    return CountingLayers()
+
+
+def tall() -> nn.Module:
+    """32 nodes of the same size, and a small one."""
+    layers = [nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Tanh()) for _ in range(32)]
+    return nn.Sequential(*layers, nn.Linear(NUM_FEATURES, NUM_CLASSES))
+
+
+class Overwrite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
+def overwriting() -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 8), Overwrite(), nn.Linear(8, NUM_CLASSES))
+
+
 def broken_model() -> nn.Module:
     raise KeyError("no such layer")
 
@@ -223,6 +270,15 @@ def token_model() -> nn.Module:
 
 def half_squared(output: Tensor, target: Tensor, scale: float = 0.5) -> Tensor:
     return scale * nn.functional.cross_entropy(output, target) ** 2
+
+
+def tiny(output: Tensor, target: Tensor) -> Tensor:
+    return 1e-8 * nn.functional.cross_entropy(output, target)
+
+
+def steep(output: Tensor, target: Tensor) -> Tensor:
+    """Finite, with gradients that are not."""
+    return (output * 0).abs().sum().sqrt() + nn.functional.cross_entropy(output, target)
 
 
 def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:

@@ -156,6 +156,28 @@ def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
     assert_exact(job("checkpointed"), Placement((("0",), ("1", "2")), (0, 1), 2, schedule))
 
 
+@pytest.mark.parametrize(
+    ("execution", "sizes", "schedule"),
+    [
+        ({"precision": "Mixed"}, (3, 5), "1f1b"),
+        ({"precision": "Half"}, (1, 4, 3), "1f1b"),
+        ({"precision": "Mixed", "amp_dtype": "float16"}, (3, 5), "zero_bubble"),
+        ({"precision": "Half", "amp_dtype": "float16"}, (3, 5), "gpipe"),
+        ({"gradient": {"Checkpointed": 2}}, (3, 5), "zero_bubble"),
+        ({"gradient": {"Checkpointed": 3}, "precision": "Half"}, (1, 4, 3), "eager"),
+    ],
+    ids=str,
+)
+def test_execution_settings(
+    execution: dict[str, Any], sizes: tuple[int, ...], schedule: str
+) -> None:
+    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3, schedule)
+    assert_exact(job(execution=execution), placement)
+    parts = (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head"))
+    skips = Placement(parts, (0, 1, 2), 2, schedule)
+    assert_exact(job({"graph": SKIPS}, execution=execution), skips)
+
+
 @st.composite
 def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], Placement]:
     """Any graph of sums and linear nodes, cut anywhere, on any ranks, in any portions."""

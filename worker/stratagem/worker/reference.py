@@ -3,8 +3,9 @@
 `plain_loop` is the loop everybody writes. `sharded_loop` is the same with each batch cut into
 logical shards, whose gradients are added in the fixed tree, and each shard into micro-batches,
 whose gradients are added in a row; every synchronous strategy must equal it to the bit.
-`federated_loop` is FedAvg. They share model, data, loss, optimizer and keyed randomness with the
-engine, but none of its stepping, buffers, exchange or state.
+`federated_loop` is FedAvg. They share model, data, loss, optimizer, keyed randomness, precision and
+compiled code with the engine, but none of its stepping, buffers, exchange or state; they never
+compute activations twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import Client, DataSources, load_data
 from stratagem.worker.engine.client_round import client_order
+from stratagem.worker.engine.execution import Execution, LossScale, plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import LossFunction, LossValue, make_loss
@@ -45,7 +48,7 @@ class Result:
 
 def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = None) -> Result:
     """Steps over whole batches."""
-    model, loss_fn, params, take = _setup(job, entrypoints)
+    model, loss_fn, params, take, *_ = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
     optimizer = make_optimizer(job.optimizer, params)
@@ -79,13 +82,13 @@ def sharded_loop(
     Micro-batches are those of the job. micro_batch_size: theirs under ModelParallel, in rows; the
     model must then be one that can be cut, and its tied parameters are summed node by node.
     """
-    model, loss_fn, _, take = _setup(job, entrypoints)
+    model, loss_fn, _, take, execution, randomness = _setup(job, entrypoints)
+    scale = execution.scale
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
     trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
     params = [each.param for each in trained]
     optimizer = make_optimizer(job.optimizer, params)
-    randomness = KeyedRandomness(model, _CPU)
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     losses: list[float] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
@@ -96,6 +99,7 @@ def sharded_loop(
         batch = torch.split(order, job.batch_size)[position]
         shards = [batch[rows.start : rows.stop] for rows in split_rows(len(batch), num_shards)]
         shards = [rows for rows in shards if len(rows)]
+        execution.begin_batch(len(batch))
         before = [tensor.clone() for tensor in buffers]
         parts: list[list[Tensor]] = []
         reached: set[int] = set()
@@ -109,7 +113,7 @@ def sharded_loop(
                 randomness.begin(job.seed, step, shard, micro_batch)
                 x, y = take(rows)
                 value = loss_fn(model(x), y, len(rows))
-                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                scale.up(value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
             found = [each.gradient() for each in trained]
@@ -127,9 +131,9 @@ def sharded_loop(
         total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
         divisor = total.item() if job.window.must_divide else 1.0
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            param.grad = grad / divisor if i in reached else None
+            param.grad = grad / (divisor * scale.value) if i in reached else None
         losses.append((loss_sum / total).item())
-        if is_skipped(job, losses[-1], params):
+        if is_skipped(job, losses[-1], params, scale):
             for tensor, old in zip(buffers, before, strict=True):
                 tensor.copy_(old)
             continue
@@ -156,6 +160,8 @@ def federated_loop(
     strategy = job.strategy
     assert isinstance(strategy, Federated)
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    randomness = KeyedRandomness(model, _CPU)
+    execution = prepare(model, plainly(job), _CPU, randomness)
     world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     live = model.state_dict(keep_vars=True)
     trained = {name for name, tensor in live.items() if tensor.requires_grad}  # tied names as well
@@ -167,7 +173,9 @@ def federated_loop(
         loss_sum = 0.0
         for client in sorted(chosen):
             model.load_state_dict(world)
-            rows, loss = _train_client(job, entrypoints, model, client, round_num)
+            rows, loss = _train_client(
+                job, entrypoints, (model, execution, randomness), client, round_num
+            )
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             if job.compression is not None:
                 state |= received(job, model, world, round_num, client)
@@ -182,9 +190,11 @@ def federated_loop(
 
 
 def _train_client(
-    job: JobSpec, entrypoints: EntryPoints, model: nn.Module, client: int, round_num: int
+    job: JobSpec, entrypoints: EntryPoints, prepared: Prepared, client: int, round_num: int
 ) -> tuple[int, float]:
     """Trains in place; (rows, mean loss over the round)."""
+    model, execution, randomness = prepared
+    scale = LossScale.of(job.execution)
     strategy = job.strategy
     assert isinstance(strategy, Federated)
     data = load_data(job, entrypoints, DataSources(), Client(client, strategy.num_clients))["train"]
@@ -195,7 +205,6 @@ def _train_client(
     optimizer = make_optimizer(job.optimizer, params)
     rate = learning_rate(job.optimizer, round_num - 1, strategy.rounds)
     set_learning_rate(optimizer, rate)
-    randomness = KeyedRandomness(model, _CPU)
     epochs = strategy.options.local_epochs
     loss_sum, num_rows, num_steps = 0.0, 0.0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):
@@ -203,18 +212,20 @@ def _train_client(
         for rows in torch.split(order, job.batch_size):
             before = [tensor.clone() for tensor in model.buffers()]
             optimizer.zero_grad()
+            execution.begin_batch(len(rows))
             key = (job.seed, "client", client, round_num, num_steps)
             values = []
             for micro_batch, part in enumerate(parts := cut_rows(job, rows)):
                 randomness.begin(*key, *([micro_batch] if micro_batch else []))
                 x, y = gather(data, part, "reference")
-                values.append(backward(job, loss_fn(model(x), y, len(part)), len(parts)))
-            loss, weight = divide(job, params, values)
+                value = loss_fn(model(x), y, len(part))
+                values.append(backward(job, value, len(parts), scale))
+            loss, weight = divide(job, params, values, scale)
             for param, anchor in zip(params, start, strict=True):
                 if mu and param.grad is not None:
                     param.grad.add_(param.detach() - anchor, alpha=mu)
             num_steps += 1
-            if is_skipped(job, loss, params):
+            if is_skipped(job, loss, params, scale):
                 for tensor, old in zip(model.buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue
@@ -232,15 +243,21 @@ def cut_rows(job: JobSpec, rows: Tensor, size: int | None = None) -> list[Tensor
     return [rows[cut.start : cut.stop] for cut in job.window.cut(len(rows))]
 
 
-def backward(job: JobSpec, value: LossValue, num_micro_batches: int) -> tuple[float, float]:
+def backward(
+    job: JobSpec, value: LossValue, num_micro_batches: int, scale: LossScale
+) -> tuple[float, float]:
     """(mean · weight, weight) of a micro-batch. A single one's mean is differentiated as it is."""
     is_single = num_micro_batches == 1 and job.window.must_divide
-    (value.mean if is_single else value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+    root = value.mean if is_single else value.mean * value.weight
+    scale.up(root).backward()  # type: ignore[no-untyped-call]
     return value.mean.item() * value.weight, value.weight
 
 
 def divide(
-    job: JobSpec, params: list[nn.Parameter], values: list[tuple[float, float]]
+    job: JobSpec,
+    params: list[nn.Parameter],
+    values: list[tuple[float, float]],
+    scale: LossScale,
 ) -> tuple[float, float]:
     """Makes sums over several micro-batches means; (Σ mean · weight, Σ weight)."""
     weight = sum(each for _, each in values)
@@ -248,14 +265,18 @@ def divide(
         for param in params:
             if param.grad is not None:
                 param.grad = param.grad / weight
+    scale.unscale(params)
     return sum(each for each, _ in values), weight
 
 
-def is_skipped(job: JobSpec, loss: float, params: list[nn.Parameter]) -> bool:
+def is_skipped(job: JobSpec, loss: float, params: list[nn.Parameter], scale: LossScale) -> bool:
     """Whether the job leaves a step with such a loss and such gradients out."""
     grads = [param.grad for param in params if param.grad is not None]
-    are_finite = math.isfinite(loss) and all(bool(grad.isfinite().all()) for grad in grads)
-    return job.window.may_skip and not are_finite
+    has_loss = math.isfinite(loss)
+    if has_loss and all(bool(grad.isfinite().all()) for grad in grads):
+        scale.keep()
+        return False
+    return scale.absorbs("gradient" if has_loss else "loss") or job.window.may_skip
 
 
 def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:
@@ -270,17 +291,21 @@ def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:
 
 
 Take = Callable[[Tensor], tuple[Any, Any]]
+Prepared = tuple[nn.Module, Execution, KeyedRandomness]
 
 
 def _setup(
     job: JobSpec, entrypoints: EntryPoints
-) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take]:
+) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take, Execution, KeyedRandomness]:
     data = load_data(job, entrypoints, DataSources())["train"]
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     gather = Gather(float_dtype(job), _CPU)
     params = [param for param in model.parameters() if param.requires_grad]
     loss_fn = make_loss(job.loss, entrypoints)
-    return model, loss_fn, params, lambda rows: gather(data, rows, "reference")
+    randomness = KeyedRandomness(model, _CPU)
+    execution = prepare(model, plainly(job), _CPU, randomness)
+    take = partial(gather, data, activity="reference")
+    return model, loss_fn, params, take, execution, randomness
 
 
 def _total_steps(job: JobSpec, num_rows: int) -> int:

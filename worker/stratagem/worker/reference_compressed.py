@@ -16,6 +16,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.execution import plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
@@ -41,6 +42,7 @@ def compressed_loop(
     states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
     optimizer = make_optimizer(job.optimizer, list(named.values()))
     randomness = KeyedRandomness(model, _CPU)
+    execution = prepare(model, plainly(job), _CPU, randomness)
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     losses: list[float] = []
@@ -48,6 +50,7 @@ def compressed_loop(
         epoch, position = divmod(step, steps_per_epoch)
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(job.seed + epoch))
         batch = torch.split(order, job.batch_size)[position]
+        execution.begin_batch(len(batch))
         grads: dict[Node, dict[str, Tensor]] = {}
         weight, loss_sum = [], []
         for shard, rows in enumerate(split_rows(len(batch), num_shards)):

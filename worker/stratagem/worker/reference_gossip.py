@@ -1,7 +1,7 @@
 """What "correct" means for Decentralized: D-PSGD in one process, as a loop.
 
-Shares model, data, loss, optimizer and keyed randomness with the engine, and the mixing matrix, but
-none of its stepping, transport, layout or state.
+Shares model, data, loss, optimizer, keyed randomness, precision and compiled code with the engine,
+and the mixing matrix, but none of its stepping, transport, layout or state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.topology import graph_of, metropolis_hastings
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.execution import plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
@@ -60,6 +61,10 @@ def gossip_loop(
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
     optimizers = [make_optimizer(job.optimizer, each) for each in params]
     randomness = [KeyedRandomness(model, _CPU) for model in models]
+    executions = [
+        prepare(model, plainly(job), _CPU, keyed)
+        for model, keyed in zip(models, randomness, strict=True)
+    ]
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     coded = CodedMixing(job, models) if job.compression is not None else None
@@ -76,14 +81,16 @@ def gossip_loop(
                 continue
             before = [tensor.clone() for tensor in models[node].buffers()]
             optimizers[node].zero_grad()
+            executions[node].begin_batch(len(batch))
+            scale = executions[node].scale
             values = []
             for micro_batch, rows in enumerate(parts := cut_rows(job, batch[_slice(shard)])):
                 randomness[node].begin(job.seed, step, node, micro_batch)
                 x, y = gather(data, rows, "reference")
                 value = loss_fn(models[node](x), y, len(rows))
-                values.append(backward(job, value, len(parts)))
-            loss, weight = divide(job, params[node], values)
-            if is_skipped(job, loss, params[node]):
+                values.append(backward(job, value, len(parts), scale))
+            loss, weight = divide(job, params[node], values, scale)
+            if is_skipped(job, loss, params[node], scale):
                 for tensor, old in zip(models[node].buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue

@@ -12,8 +12,6 @@ from stratagem.common.job.execution import Accumulated
 
 _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {  # a class stands for any number in it
     "mode": ("Eager",),
-    "gradient": ("Full", Accumulated),
-    "precision": ("Full", "Single"),
     "memory": ("Standard",),
     "parallelism": ("None",),
     "fusion": (False,),

@@ -62,6 +62,7 @@ Variant: TypeAlias = Checkpointed | Accumulated | DataParallel | ModelParallel |
 Mode: TypeAlias = Literal["Eager", "Lazy", "Hybrid"]
 Precision: TypeAlias = Literal["Full", "Single", "Mixed", "Half"]
 MemoryStrategy: TypeAlias = Literal["Standard", "Pooled", "Cached", "MinimalPeak"]
+AmpDtype: TypeAlias = Literal["bfloat16", "float16"]
 Preset: TypeAlias = Literal["training", "inference", "memory_efficient", "high_throughput", "debug"]
 Gradient: TypeAlias = Literal["None", "Full"] | Checkpointed | Accumulated
 Parallelism: TypeAlias = (
@@ -175,6 +176,8 @@ class ExecutionSpec(Section):
     """How each worker computes. What is not set is the plain way: eager, float32, all gradients.
 
     precision: Full is float64, Single float32, Mixed float32 with 16-bit products, Half 16-bit.
+    amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
+    loss scale that moves.
     deterministic: the same bits each time. preset: fields to begin from; those given win. It is
     always None once read.
     """
@@ -182,6 +185,7 @@ class ExecutionSpec(Section):
     mode: Mode = "Eager"
     gradient: GradientField = "Full"
     precision: Precision = "Single"
+    amp_dtype: AmpDtype | None = None
     memory: MemoryStrategy = "Standard"
     parallelism: ParallelismField = "None"
     fusion: bool = False
@@ -196,6 +200,13 @@ class ExecutionSpec(Section):
         if not isinstance(value, Mapping) or not isinstance(name, str) or name not in PRESETS:
             return value  # what is wrong with it is found field by field
         return {**PRESETS[name], **{key: each for key, each in value.items() if key != "preset"}}
+
+    @model_validator(mode="after")
+    def _sixteen_bits(self) -> Self:
+        if self.amp_dtype is not None and self.precision not in ("Mixed", "Half"):
+            text = f"belongs to precision Mixed and Half; it is {self.precision}"
+            raise InvalidInputError.at("amp_dtype", text)
+        return self
 
     def with_changes(self, **changes: Any) -> Self:
         """A copy with fields set, checked as a whole; a preset sets the fields it names."""

@@ -13,6 +13,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
@@ -66,6 +67,7 @@ def _setup(
     loss = make_loss(job.loss, entrypoints)
     gather = Gather(float_dtype(job), device)
     randomness = KeyedRandomness(model, device)
+    execution = prepare(model, job, device, randomness)
     evaluation = job.evaluation
     evaluator = Evaluator(
         model=model,
@@ -75,4 +77,4 @@ def _setup(
         metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
         batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
     )
-    return Setup(job, model, data, loss, gather, evaluator, randomness)
+    return Setup(job, model, data, loss, gather, evaluator, randomness, execution)

@@ -22,6 +22,7 @@ from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Key, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
@@ -74,7 +75,8 @@ class ClientRunner:
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         loss, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
         randomness = KeyedRandomness(self._model, device)
-        passes = Passes(self._model, loss, gather, randomness)
+        self._execution = prepare(self._model, job, device, randomness)
+        passes = Passes(self._model, loss, gather, randomness, self._execution)
         self._randomness = randomness
         self._local_step = LocalStep(job, self._params, passes, Buffers(self._model, device))
         live = self._model.state_dict(keep_vars=True).items()
@@ -100,6 +102,7 @@ class ClientRunner:
         rounds = self._strategy.rounds
         set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
         self._model.train()
+        self._execution.scale.load({})
         loss_sum = weight_sum = grad_norm = 0.0
         num_steps = num_skipped = 0
         local_epochs = self._strategy.options.local_epochs
@@ -129,6 +132,11 @@ class ClientRunner:
         )
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._execution.notes
+
+    @property
     def _mu(self) -> float:
         aggregation = self._strategy.aggregation
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
@@ -147,6 +155,7 @@ class ClientRunner:
         self, optimizer: torch.optim.Optimizer, anchors: list[Tensor], rows: Rows, key: Key
     ) -> LocalReport:
         """One local update."""
+        self._execution.begin_batch(len(rows.indices))
 
         def pull() -> None:
             # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx

@@ -22,6 +22,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
+from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
@@ -109,6 +110,11 @@ class GossipTrainer:
         self.step = 0
         self._num_segment_steps = 0
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._setup.execution.notes
+
     def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
         """A local step of each own node, then one round of mixing.
 
@@ -122,6 +128,7 @@ class GossipTrainer:
         for number, node in self._nodes.items():
             rows = indices[shards[number].start : shards[number].stop]
             if len(rows):  # a node without rows only mixes
+                node.local_step.passes.execution.begin_batch(len(indices))
                 report = self._local_step(number, node, rows, rate)
                 node.sums.add(report)
                 own.add(report)
@@ -255,6 +262,7 @@ class GossipTrainer:
         for number, node in self._nodes.items():
             moments, numbers = state.optimizer_state(node.optimizer, node.params)
             public = self.public.state(number) if self.public is not None else {}
+            numbers |= node.local_step.passes.execution.scale.metadata()
             named = {**state.model_state(node.model), **moments, **public}
             tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
             metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
@@ -269,6 +277,7 @@ class GossipTrainer:
             own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
             state.load_model_state(node.model, own)
             state.load_optimizer_state(node.optimizer, node.params, own, numbers)
+            node.local_step.passes.execution.scale.load(numbers)
         if self.public is not None:
             for number in self.public.nodes:
                 self.public.load(number, _of(number, tensors) or tensors)
@@ -282,7 +291,9 @@ class GossipTrainer:
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(setup.job.optimizer, [param for _, param in params])
-    passes = Passes(model, setup.loss, setup.gather, KeyedRandomness(model, setup.gather.device))
+    randomness = KeyedRandomness(model, setup.gather.device)
+    execution = prepare(model, setup.job, setup.gather.device, randomness)
+    passes = Passes(model, setup.loss, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
     local_step = LocalStep(setup.job, [param for _, param in params], passes, buffers)
     return _Node(model, params, optimizer, local_step)

@@ -49,6 +49,7 @@ class LocalStep:
     ) -> LocalReport:
         """step: its number from 1, for words of errors. pull: may add to the mean gradient."""
         accumulation, max_norm = self.job.window, self.job.optimizer.clip_norm
+        scale = self.passes.execution.scale
         self.buffers.snapshot()
         optimizer.zero_grad()
         try:
@@ -56,7 +57,7 @@ class LocalStep:
             pull()
             grads = [param.grad for param in self.params if param.grad is not None]
             found = inspect(counted.loss, counted.weight, grads, is_clipped=max_norm is not None)
-            if found.what and not accumulation.may_skip:
+            if found.what and not (scale.absorbs(found.what) or accumulation.may_skip):
                 raise not_finite(found.what, rows.activity, step)
         except BaseException:
             self._drop(optimizer)
@@ -64,6 +65,7 @@ class LocalStep:
         if found.what:
             self._drop(optimizer)
         else:
+            scale.keep()
             clip(self.params, max_norm, found.norm)
             with user_code(rows.activity):
                 optimizer.step()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.losses import LossFunction
@@ -69,9 +70,10 @@ class Passes:
     loss: LossFunction
     gather: Gather
     randomness: KeyedRandomness
+    execution: Execution
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:
-        """Adds the gradient of mean · weight of each micro-batch to `.grad`, in order."""
+        """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
         return self._run(rows, window, is_weighted=True)
 
     def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
@@ -84,6 +86,7 @@ class Passes:
             grads = [param.grad for param in self.model.parameters() if param.grad is not None]
             for grad in grads:
                 grad.div_(counted.weight)
+        self.execution.scale.unscale(self.model.parameters())
         return counted
 
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
@@ -110,5 +113,5 @@ class Passes:
         before_backward()
         with user_code(rows.activity):
             root = loss.mean * loss.weight if is_weighted else loss.mean
-            root.backward()  # type: ignore[no-untyped-call]
+            self.execution.scale.up(root).backward()  # type: ignore[no-untyped-call]
         return loss.mean.detach(), float(loss.weight)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stratagem.worker.models.stochastic import draws_random_numbers
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -37,17 +42,29 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def draws_random_numbers(module: nn.Module) -> bool:
-    """True for torch's stochastic modules, and for every class that is not torch's own."""
-    kind = type(module)
-    if not kind.__module__.startswith("torch.nn."):
-        return True
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
-    return isinstance(
-        module,
-        nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d,
-    )
+@dataclass(slots=True)
+class _Hook:
+    """Before each call of one module. Compiled code is interrupted for it unless it is idle."""
+
+    owner: KeyedRandomness
+    name_key: int
+    is_idle: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self.owner._before_call(self.name_key)
+        elif not self.is_idle:
+            self.owner._border(self.name_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What compiled code leaves out of one computation."""
+
+    skipped: Mapping[int, int]
+    """Calls of modules with an idle hook, by name key."""
+    last: int | None
+    """The module that was seeded last, if its hook is idle."""
 
 
 class KeyedRandomness:
@@ -62,9 +79,13 @@ class KeyedRandomness:
         self._prefix: int | None = None
         self._num_calls: dict[int, int] = {}
         self._keys: dict[tuple[int, int], int] = {}
+        self._latest: int | None = None
+        self._hooks: dict[nn.Module, _Hook] = {}
+        self._border: Callable[[int], None] = self._before_call
         for name, module in model.named_modules():
             if draws_random_numbers(module):
-                module.register_forward_pre_hook(partial(self._before_call, _number(name)))
+                hook = self._hooks[module] = _Hook(self, _number(name))
+                module.register_forward_pre_hook(hook)
 
     def begin(self, *key: int | str, forget: bool = True) -> None:
         """Starts the computation named by `key`: a shard of a step, a batch of an evaluation.
@@ -84,9 +105,46 @@ class KeyedRandomness:
         """Calls from now on draw as they would without us."""
         self._prefix = None
 
-    def _before_call(self, name_key: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def allow_compiled_code(self) -> None:
+        """To be called before the model's modules are compiled."""
+        self._border = torch.compiler.disable(self._before_call)  # type: ignore[no-untyped-call]
+
+    def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
+        """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
+
+        Hooks that seed for nobody become idle: numbers stay the same without them, and compiled
+        code need not be interrupted.
+        """
+        calls, keys = dict(self._num_calls), dict(self._keys)
+        states = [generator.get_state() for generator in self._generators]
+        watch = _Watch(self)
+        self._num_calls.clear()
+        self._latest = None
+        with watch:
+            run()
+        made, last = dict(self._num_calls), self._latest
+        self._num_calls, self._keys = calls, keys
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        for each in module.modules():
+            hook = self._hooks.get(each)
+            if hook is not None and not type(each).__module__.startswith("torch.nn."):
+                hook.is_idle = hook.name_key not in watch.names
+        idle = {hook.name_key for hook in self._hooks.values() if hook.is_idle}
+        return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
+
+    def catch_up(self, draws: Draws) -> None:
+        """After compiled code: be where its modules would have left the generators."""
         if self._prefix is None:
             return
+        self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
+        if draws.last is not None:
+            self._seed(mix(self._prefix, draws.last, self._num_calls[draws.last] - 1))
+
+    def _before_call(self, name_key: int) -> None:
+        if self._prefix is None:
+            return
+        self._latest = name_key
         # The seed in force tells at which place of the forward pass this call stands.
         place = (self._generators[0].initial_seed(), name_key)
         if torch._C._current_graph_task_id() != -1 and place in self._keys:
@@ -103,3 +161,17 @@ class KeyedRandomness:
     def _seed(self, key: int) -> None:
         for generator in self._generators:
             generator.manual_seed(key & _POSITIVE)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which module's seed was in force whenever a random number was drawn."""
+
+    def __init__(self, owner: KeyedRandomness) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self.names: set[int | None] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(self._owner._latest)
+        return func(*args, **(kwargs or {}))

@@ -23,6 +23,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.finite import inspect, not_finite
 from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
@@ -63,6 +64,7 @@ class Setup:
     gather: Gather
     evaluator: Evaluator
     randomness: KeyedRandomness
+    execution: Execution
 
 
 class Trainer:
@@ -71,7 +73,8 @@ class Trainer:
     def __init__(self, setup: Setup) -> None:
         job, self.model = setup.job, setup.model
         self.job, self._data, self._evaluator = job, setup.data, setup.evaluator
-        self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness)
+        self._execution = execution = setup.execution
+        self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness, execution)
         if "train" not in setup.data:
             known = ", ".join(setup.data) or "none"
             raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
@@ -94,6 +97,11 @@ class Trainer:
         """Rows per split."""
         return {split: len(dataset) for split, dataset in self._data.items()}
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._execution.notes
+
     def train_step(
         self, exchange: Exchange, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:
@@ -102,6 +110,7 @@ class Trainer:
         live = [rows for rows in split_rows(len(indices), num_shards) if rows]
         self.model.train()
         self._buffers.snapshot()
+        self._execution.begin_batch(len(indices))
         try:
             exchange.begin_step(
                 self.step + 1, owned, len(live), divisor=self._divisor(len(indices))
@@ -135,6 +144,7 @@ class Trainer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(live tensors by name, metadata). Valid until the next step."""
         tensors, numbers = state.optimizer_state(self.optimizer, self.params)
+        numbers |= self._execution.scale.metadata()
         metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
         return {**state.model_state(self.model), **tensors}, metadata
 
@@ -163,6 +173,7 @@ class Trainer:
         state.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
+        self._execution.scale.load(metadata)
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:
@@ -170,9 +181,11 @@ class Trainer:
         return state.fingerprint(*self.state())
 
     def _divisor(self, num_rows: int) -> float | None:
-        """The total weight of a batch where it is known before: the gradients then come divided."""
-        is_known = self.job.window.must_divide and counts_rows(self.job.loss)
-        return float(num_rows) if is_known else None
+        """What sums are divided by where it is known before: the gradients then come divided."""
+        scale = self._execution.scale
+        if not self.job.window.must_divide:
+            return scale.value if scale.is_dynamic else None
+        return num_rows * scale.value if counts_rows(self.job.loss) else None
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         return lambda param: self._reached.add(index)
@@ -205,7 +218,7 @@ class Trainer:
         loss = totals[_LOSS].item() / weight if weight else math.nan
         first_buffer = _FIXED + len(self.params)
         if self.job.window.must_divide and self._divisor(num_rows) is None:
-            exchange.buckets.divide(weight)
+            exchange.buckets.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
         for (_, param), count in zip(
@@ -219,9 +232,10 @@ class Trainer:
         if found.what:
             exchange.discard()
             self._buffers.restore()
-            if not self.job.window.may_skip:
+            if not (self._execution.scale.absorbs(found.what) or self.job.window.may_skip):
                 raise not_finite(found.what, activity, self.step + 1)
         else:
+            self._execution.scale.keep()
             self._buffers.apply(totals[first_buffer:], num_live)
             set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
             clip([param for _, param in self.params], spec.clip_norm, found.norm)

@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.program import Program, chain, flatten
-from stratagem.worker.engine.randomness import draws_random_numbers
 from stratagem.worker.models.graph import node_modules
 from stratagem.worker.models.program import add_uses
+from stratagem.worker.models.stochastic import draws_random_numbers
 
 
 @dataclass(frozen=True, slots=True)

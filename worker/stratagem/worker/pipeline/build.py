@@ -13,6 +13,7 @@ from stratagem.common.pipeline.tiling import plan_stages
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution.prepare import prepare_nodes
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
@@ -97,6 +98,7 @@ def build_stage_runner(
     trained = without_storage(trained, foreign)
     model.to(device)
     tie_again(trained)
+    execution = prepare_nodes(model, job, device, randomness, program, foreign)
     gather = Gather(float_dtype(job), device)
     loss = make_loss(job.loss, entrypoints)
     evaluation = job.evaluation
@@ -108,8 +110,9 @@ def build_stage_runner(
         metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
         batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
     )
+    interval = job.execution.checkpoint_interval
     parts = {
-        stage: StagePart(plan, stage, node_modules(model, program), device)
+        stage: StagePart(plan, stage, node_modules(model, program), device, interval)
         for stage, owned_by in enumerate(rank_of)
         if owned_by == seat.rank
     }
@@ -125,5 +128,6 @@ def build_stage_runner(
             evaluator,
             placement.micro_batch_size,
             placement.schedule,
+            execution,
         )
     )

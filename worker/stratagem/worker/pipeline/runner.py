@@ -27,6 +27,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
+from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.finite import not_finite, what_is_wrong
 from stratagem.worker.engine.trainer import StepReport
 from stratagem.worker.entrypoints import user_code
@@ -75,6 +76,7 @@ class RunnerSetup:
     evaluator: Evaluator
     micro_batch_size: int | None
     schedule: str
+    execution: Execution
 
 
 class StageRunner:
@@ -132,6 +134,7 @@ class StageRunner:
         ]
         self.model.train()
         self._buffers.snapshot()
+        self._setup.execution.begin_batch(len(indices))
         try:
             computed = self._compute_all(
                 range(shards.start, min(shards.stop, len(live))), live, stop
@@ -142,17 +145,18 @@ class StageRunner:
             self._undo()
             self._lane.transport.cut()
             raise
-        weight = float(extras[WEIGHT])
+        weight, scale = float(extras[WEIGHT]), self._setup.execution.scale
         loss = float(extras[LOSS] / extras[WEIGHT]) if weight else math.nan
         is_clipped = self._job.optimizer.clip_norm is not None
         what = what_is_wrong(loss, weight, verdict.norm, verdict.is_finite, is_clipped=is_clipped)
         if what:
             self._undo()
-            if not self._job.window.may_skip:
+            if not (scale.absorbs(what) or self._job.window.may_skip):
                 step = self.step + 1
                 raise not_finite(what, f"training step {step}", step)
             self.step += 1
         else:
+            scale.keep()
             failpoint("worker.stages.before_apply")
             self._apply(extras, len(live), verdict.norm)
             failpoint("worker.stages.after_apply")
@@ -194,6 +198,7 @@ class StageRunner:
         if self.optimizer is not None:
             mine = [(each.name, each.param) for each in self._own if self._agreement.is_first(each)]
             tensors, numbers = state.optimizer_state(self.optimizer, mine)
+        numbers |= self._setup.execution.scale.metadata()
         metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
         return {**state.model_state(self.model), **tensors}, metadata
 
@@ -217,6 +222,7 @@ class StageRunner:
         if self.optimizer is not None:
             numbers = {name: value for name, value in metadata.items() if self.wants(name)}
             state.load_optimizer_state(self.optimizer, self.params, own, numbers)
+        self._setup.execution.scale.load(metadata)
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:
@@ -261,7 +267,7 @@ class StageRunner:
             value = self._setup.evaluator.loss(output, y, num_rows)
             totals[WEIGHT] += value.weight
             totals[LOSS] += float(value.mean.detach()) * value.weight
-            return value.mean * value.weight
+            return self._setup.execution.scale.up(value.mean * value.weight)
 
         lane, count = self._lane, len(micro_batches)
         one_pass = RankPass(lane, self._setup.parts, self._num_passes, count)
@@ -300,6 +306,7 @@ class StageRunner:
         if weight and self._job.window.must_divide:
             for grad in grads:
                 grad.div_(weight)
+        self._setup.execution.scale.unscale(param for _, param in self.params)
         verdict = self._agreement.verdict(stop=bool(extras[STOP] > 0))
         self._lane.transport.end(self._lane.timeout_s)
         return verdict

@@ -7,7 +7,7 @@ know schedules or transports.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from stratagem.common.errors import IntegrityError
 from stratagem.common.pipeline.program import ModelInput, leaves
 from stratagem.common.pipeline.tiling import Boundary, StagePlan
+from stratagem.worker.engine.execution.checkpointing import grouped
+from stratagem.worker.engine.execution.precision import single
 from stratagem.worker.models.program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.message import Message, put_together, take_apart
 
@@ -44,11 +46,21 @@ class StagePart:
     """The nodes of one stage."""
 
     def __init__(
-        self, plan: StagePlan, stage: int, modules: Mapping[str, nn.Module], device: torch.device
+        self,
+        plan: StagePlan,
+        stage: int,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        interval: int | None = None,
     ) -> None:
+        """interval: nodes whose activations are computed again together; None keeps them all."""
         nodes = set(plan.stages[stage].nodes)
         self._program, self._modules, self._device = plan.program, modules, device
         self._calls = [call for call in plan.program.calls if call.node in nodes]
+        self._run: Callable[[Any, Slots], None] = self._run_calls
+        if interval:
+            own = {node: modules[node] for node in nodes}
+            self._run = grouped(self._calls, own, plan.program.num_uses, interval)
         self.before, self.after = plan.before(stage), plan.after(stage)
         self.is_last = stage == len(plan.stages) - 1
         output = self._program.output if self.is_last else None
@@ -66,14 +78,17 @@ class StagePart:
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
-        run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
+        self._run(given, slots)
         sent = {}
         for boundary in self.after:
             message, kept.left[boundary.number] = _leave(boundary, slots)
             sent[boundary.number] = message
         if self.is_last:
-            kept.output = evaluate(self._program.output, given, slots)
+            kept.output = single(evaluate(self._program.output, given, slots))
         return kept, sent
+
+    def _run_calls(self, given: Any, slots: Slots) -> None:
+        run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
 
     def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
         """The whole backward; gradients of parameters are added to their .grad."""

@@ -1,0 +1,115 @@
+"""Running a module's forward pass as compiled code (torch.compile with inductor).
+
+Shapes are compiled as they are, so the bits of a computation depend on its shape and on nothing
+that was computed before. Only full batches are compiled: what is left over at the end of an epoch,
+and evaluation, run eagerly, so uneven shards compile no further code. Random numbers are torch's
+own, drawn from the same seeds as in eager code. Must not know what a model is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.job import ExecutionSpec
+from stratagem.worker.engine.execution.precision import Forward
+from stratagem.worker.engine.randomness import Draws, KeyedRandomness
+
+MAX_SHAPES: Final = 64
+"""Of the inputs of one piece of code; each costs a compilation."""
+_COMPILERS: Final = ("g++", "gcc", "clang++")
+"""What inductor looks for where CXX is not set."""
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether compiled code is used: the same on all members, because it follows from the batch."""
+
+    is_open: bool = False
+
+
+def check_compiler(mode: str, device: torch.device) -> None:
+    """Raises InvalidInputError on a worker that cannot compile.
+
+    It is not a reason to run eagerly: that has other bits than the other members' compiled code.
+    """
+    missing = _missing(device)
+    if missing is not None:
+        raise InvalidInputError.at(
+            "execution.mode",
+            f"{mode} needs {missing}, which this worker does not have; "
+            "install it on every worker, or choose Eager",
+        )
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    named = os.environ.get("CXX")
+    if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
+        return f"a C++ compiler ({named or ', '.join(_COMPILERS)})"
+    return None
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Settings of the process; all of it is loaded on first use only."""
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    # The limit of 8 is followed by silently eager code, whose bits are others.
+    torch._dynamo.config.recompile_limit = MAX_SHAPES
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if device.type == "cpu":
+        # Without a pool of compiler processes beside every worker.
+        torch._inductor.config.compile_threads = 1
+
+
+def compiled(
+    module: nn.Module,
+    forward: Forward,
+    gate: Gate,
+    spec: ExecutionSpec,
+    randomness: KeyedRandomness,
+) -> Forward:
+    """The module's forward pass, compiled while the gate is open and gradients are computed."""
+    options: dict[str, Any] = {
+        "fallback_random": True,
+        # It may draw random numbers in another order than the model's code does.
+        "reorder_for_peak_memory": False,
+        **({} if spec.fusion else {"max_fusion_size": 1}),
+    }
+    fast = torch.compile(forward, dynamic=False, options=options)
+    known: list[Draws] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (gate.is_open and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        if not known:
+            known.append(_observe(module, forward, randomness, args, kwargs))
+        result = fast(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            randomness.catch_up(known[0])
+        return result
+
+    return run
+
+
+def _observe(
+    module: nn.Module, forward: Forward, randomness: KeyedRandomness, args: Any, kwargs: Any
+) -> Draws:
+    """What the module draws, seen in an eager run that leaves no trace."""
+    buffers: list[Tensor] = list(module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    with torch.no_grad():
+        try:
+            return randomness.observe(module, lambda: forward(*args, **kwargs))
+        finally:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)

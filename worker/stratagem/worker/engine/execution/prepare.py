@@ -1,0 +1,153 @@
+"""Puts the execution settings of a job onto its model.
+
+The one place that says in which order they go around each other: from inside out, the user's
+code, compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks of the model stay
+as they are; only `forward` of some modules is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from stratagem.common.job import ExecutionSpec, JobSpec, with_fields
+from stratagem.common.pipeline.program import Program
+from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.worker.engine.execution.blocks import Blocks, blocks_of
+from stratagem.worker.engine.execution.checkpointing import checkpointed, in_groups
+from stratagem.worker.engine.execution.compile import (
+    Gate,
+    check_compiler,
+    compiled,
+    prepare_compiler,
+)
+from stratagem.worker.engine.execution.precision import (
+    Forward,
+    LossScale,
+    autocasting,
+    low_dtype,
+    lowered,
+    single,
+)
+from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.models.graph import node_modules
+
+
+@dataclass(slots=True)
+class Execution:
+    """How one model is computed, and what goes along with it."""
+
+    batch_size: int
+    gate: Gate
+    scale: LossScale
+    notes: list[str] = field(default_factory=list)
+    """Sentences about settings that are carried out in another way than they say."""
+
+    def begin_batch(self, num_rows: int) -> None:
+        """The next computations belong to a batch of so many rows (all shards together)."""
+        self.gate.is_open = num_rows == self.batch_size
+
+
+def prepare(
+    model: nn.Module, job: JobSpec, device: torch.device, randomness: KeyedRandomness
+) -> Execution:
+    """Changes the model in place. Raises InvalidInputError for what this worker cannot do."""
+    spec, is_compiled = job.execution, job.execution.mode != "Eager"
+    execution, wrap = _begin(job, device, randomness)
+    interval = spec.checkpoint_interval
+    in_blocks = interval or is_cut(job.strategy) or spec.mode == "Hybrid"
+    if not in_blocks:
+        model.forward = wrap.unit(model, is_compiled=is_compiled)
+    else:
+        blocks = blocks_of(model, job)
+        for block in blocks.modules:
+            block.forward = wrap.unit(block, is_compiled=is_compiled)
+        if interval:
+            _checkpoint(model, blocks, interval, execution)
+        if blocks.program is None:  # what the model does between its blocks
+            model.forward = wrap.unit(model, is_compiled=False)
+    if low_dtype(spec) is not None:
+        model.forward = _ending_single(model.forward)
+    return execution
+
+
+def prepare_nodes(
+    model: nn.Module,
+    job: JobSpec,
+    device: torch.device,
+    randomness: KeyedRandomness,
+    program: Program,
+    foreign: Collection[str],
+) -> Execution:
+    """The same for the nodes of one rank of a pipeline; checkpointing is its stages' affair."""
+    execution, wrap = _begin(job, device, randomness)
+    modules = node_modules(model, program)
+    for node in dict.fromkeys(m for name, m in modules.items() if name not in foreign):
+        node.forward = wrap.unit(node, is_compiled=job.execution.mode != "Eager")
+    return execution
+
+
+def plainly(job: JobSpec) -> JobSpec:
+    """The job without the settings that must change no bit."""
+    return with_fields(job, {"execution.gradient": "Full", "execution.memory": "Standard"})
+
+
+def is_cut(strategy: Strategy | None) -> bool:
+    """Whether stages of the model are computed by different workers, somewhere in the strategy."""
+    if isinstance(strategy, ModelParallel):
+        return True
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    return inner is not None and is_cut(inner)
+
+
+def _begin(
+    job: JobSpec, device: torch.device, randomness: KeyedRandomness
+) -> tuple[Execution, _Wrapper]:
+    spec, gate = job.execution, Gate()
+    if spec.mode != "Eager":
+        check_compiler(spec.mode, device)
+        prepare_compiler(device)
+        randomness.allow_compiled_code()
+    execution = Execution(job.batch_size, gate, LossScale.of(spec))
+    return execution, _Wrapper(spec, device, gate, randomness)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    spec: ExecutionSpec
+    device: torch.device
+    gate: Gate
+    randomness: KeyedRandomness
+
+    def unit(self, module: nn.Module, *, is_compiled: bool) -> Forward:
+        """The module's forward pass as the settings want it, without checkpointing."""
+        forward: Forward = module.forward
+        if is_compiled:
+            forward = compiled(module, forward, self.gate, self.spec, self.randomness)
+        dtype = low_dtype(self.spec)
+        if dtype is None:
+            return forward
+        if self.spec.precision == "Mixed":
+            return autocasting(forward, self.device, dtype)
+        return lowered(forward, module, dtype)
+
+
+def _checkpoint(model: nn.Module, blocks: Blocks, interval: int, execution: Execution) -> None:
+    if blocks.program is not None:
+        modules = node_modules(model, blocks.program)
+        model.forward = in_groups(blocks.program, modules, interval)
+        return
+    for block in blocks.modules:
+        block.forward = checkpointed(block.forward, [block])
+    if interval > 1:
+        execution.notes.append(
+            f"execution.gradient: the blocks of {type(model).__name__} cannot be grouped, because "
+            f"its forward is its own; Checkpointed: {interval} keeps what enters each block"
+        )
+
+
+def _ending_single(forward: Forward) -> Forward:
+    return lambda *args, **kwargs: single(forward(*args, **kwargs))
