@@ -1,7 +1,7 @@
 """Optimizers by their torch.optim names, learning-rate schedules, and clipping.
 
 A schedule is a pure function of the step, so it has no state to save. Steps run per parameter
-tensor (foreach and fused kernels are off): the same bits whatever other parameters there are.
+tensor (foreach is off, fused kernels are for the job to choose): the same bits whatever other parameters there are.
 Must not know where gradients come from.
 """
 
@@ -29,8 +29,20 @@ _OPTIMIZERS: Final = {
 _RESERVED: Final = frozenset({"self", "params", "lr", "foreach", "fused", "capturable"})
 
 
-def make_optimizer(spec: OptimizerSpec, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """A fresh optimizer of the named kind over these parameters."""
+def has_fused_kernels(spec: OptimizerSpec) -> bool:
+    """Whether torch has kernels that do a whole update of a tensor at once."""
+    kind = _OPTIMIZERS.get(spec.name.lower())
+    return kind is not None and "fused" in inspect.signature(kind).parameters
+
+
+def make_optimizer(
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """A fresh optimizer of the named kind over these parameters.
+
+    fused: one pass over each tensor, where torch has such a kernel. Its bits are others, but they
+    too depend on nothing but the tensor.
+    """
     kind = _OPTIMIZERS.get(spec.name.lower())
     if kind is None:
         raise InvalidInputError.at("optimizer.name", unknown(spec.name, _OPTIMIZERS))
@@ -46,6 +58,8 @@ def make_optimizer(spec: OptimizerSpec, params: Iterable[nn.Parameter]) -> torch
     kwargs["lr"] = spec.lr
     if "foreach" in known:
         kwargs["foreach"] = False
+    if fused and "fused" in known:
+        kwargs["fused"] = True
     try:
         return kind(list(params), **kwargs)
     except (ValueError, TypeError) as error:

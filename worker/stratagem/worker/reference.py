@@ -51,7 +51,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
     model, loss_fn, params, take, *_ = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
-    optimizer = make_optimizer(job.optimizer, params)
+    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
     losses: list[float] = []
     epoch = 0
     while True:
@@ -88,7 +88,7 @@ def sharded_loop(
     total_steps = _total_steps(job, num_rows)
     trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
     params = [each.param for each in trained]
-    optimizer = make_optimizer(job.optimizer, params)
+    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     losses: list[float] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
@@ -202,7 +202,7 @@ def _train_client(
     params = [param for param in model.parameters() if param.requires_grad]
     start = [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
-    optimizer = make_optimizer(job.optimizer, params)
+    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
     rate = learning_rate(job.optimizer, round_num - 1, strategy.rounds)
     set_learning_rate(optimizer, rate)
     epochs = strategy.options.local_epochs

@@ -40,7 +40,7 @@ def compressed_loop(
     codec = make_codec(job.compression, layout, job.seed)
     seed = job.seed if job.compression.seed is None else job.compression.seed
     states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
-    optimizer = make_optimizer(job.optimizer, list(named.values()))
+    optimizer = make_optimizer(job.optimizer, list(named.values()), fused=job.execution.fusion)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     steps_per_epoch = -(-len(data) // job.batch_size)

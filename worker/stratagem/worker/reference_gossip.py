@@ -59,7 +59,9 @@ def gossip_loop(
     gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
     models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
-    optimizers = [make_optimizer(job.optimizer, each) for each in params]
+    optimizers = [
+        make_optimizer(job.optimizer, each, fused=job.execution.fusion) for each in params
+    ]
     randomness = [KeyedRandomness(model, _CPU) for model in models]
     executions = [
         prepare(model, plainly(job), _CPU, keyed)

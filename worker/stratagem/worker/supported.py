@@ -8,13 +8,10 @@ from typing import Final
 from stratagem.common.document import refuse
 from stratagem.common.errors import Violation
 from stratagem.common.job import ExecutionSpec
-from stratagem.common.job.execution import Accumulated
 
-_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {  # a class stands for any number in it
-    "mode": ("Eager",),
+_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "memory": ("Standard",),
     "parallelism": ("None",),
-    "fusion": (False,),
     "profiling": (False,),
 }
 

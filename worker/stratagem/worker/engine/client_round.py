@@ -98,7 +98,9 @@ class ClientRunner:
         data = self._rows(Client(client, num_clients))
         state.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        optimizer = make_optimizer(self._job.optimizer, self._params)
+        optimizer = make_optimizer(
+            self._job.optimizer, self._params, fused=self._job.execution.fusion
+        )
         rounds = self._strategy.rounds
         set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
         self._model.train()

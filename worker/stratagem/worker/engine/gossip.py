@@ -290,7 +290,9 @@ class GossipTrainer:
 
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(setup.job.optimizer, [param for _, param in params])
+    optimizer = make_optimizer(
+        setup.job.optimizer, [param for _, param in params], fused=setup.job.execution.fusion
+    )
     randomness = KeyedRandomness(model, setup.gather.device)
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.loss, setup.gather, randomness, execution)

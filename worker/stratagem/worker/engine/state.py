@@ -88,8 +88,9 @@ def load_optimizer_state(
         if isinstance(value, str):
             loaded.setdefault(name, {})[key] = json.loads(value)
         else:
-            # Torch keeps step counts on the CPU, whatever the device of the parameter is.
-            device = "cpu" if key in _CPU_KEYS else known[name].device
+            # Torch keeps step counts on the CPU, but for fused kernels.
+            is_beside = key in _CPU_KEYS and not optimizer.param_groups[0].get("fused")
+            device = "cpu" if is_beside else known[name].device
             copy = torch.empty_like(value, device=device).copy_(value)
             loaded.setdefault(name, {})[key] = copy
     optimizer.state.clear()

@@ -81,7 +81,9 @@ class Trainer:
         self.params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not self.params:
             raise InvalidInputError.at("model", "has no trainable parameter")
-        self.optimizer = make_optimizer(job.optimizer, [param for _, param in self.params])
+        self.optimizer = make_optimizer(
+            job.optimizer, [param for _, param in self.params], fused=job.execution.fusion
+        )
         self._buffers = Buffers(self.model, setup.gather.device)
         self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch

@@ -90,7 +90,11 @@ class StageRunner:
         self._own = self._agreement.own
         self.params = [(each.name, each.param) for each in self._own]
         self.optimizer = (
-            make_optimizer(self._job.optimizer, [p for _, p in self.params]) if self._own else None
+            make_optimizer(
+                self._job.optimizer, [p for _, p in self.params], fused=self._job.execution.fusion
+            )
+            if self._own
+            else None
         )
         self._buffers = Buffers(self.model, gather.device)
         self.num_extras = FIXED + len(self._own) + self._buffers.num_elements

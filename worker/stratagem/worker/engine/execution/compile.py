@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,6 +64,8 @@ def prepare_compiler(device: torch.device) -> None:
     import torch._dynamo.config
     import torch._inductor.config
 
+    # Where code is interrupted, dynamo looks at what passes the border.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # The limit of 8 is followed by silently eager code, whose bits are others.
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -34,6 +34,7 @@ from stratagem.worker.engine.execution.precision import (
 )
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.models.graph import node_modules
+from stratagem.worker.optimizers import has_fused_kernels
 
 
 @dataclass(slots=True)
@@ -112,6 +113,11 @@ def _begin(
         prepare_compiler(device)
         randomness.allow_compiled_code()
     execution = Execution(job.batch_size, gate, LossScale.of(spec))
+    if spec.fusion and not has_fused_kernels(job.optimizer):
+        execution.notes.append(
+            f"execution.fusion: torch has no fused kernel for {job.optimizer.name}; its updates "
+            "take several"
+        )
     return execution, _Wrapper(spec, device, gate, randomness)
 
 
