@@ -43,6 +43,7 @@ def test_the_command_estimates_in_a_process_of_its_own() -> None:
     assert found["rows"] == 64
 
 
+@pytest.mark.sweep
 def test_a_refusal_there_is_a_refusal_here() -> None:
     override = ["--set", "model.entrypoint=examples.digits:no_such_model"]
     ended = CliRunner().invoke(app, ["recommend", str(EXAMPLE), "--memory", "1GB", *override])

@@ -1,5 +1,6 @@
 """What a caller sees: errors of the user's code, logs, data of all kinds, runs side by side."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 
 from stratagem.client.sync import Client
 from stratagem.client.views import Phase
-from stratagem.common.errors import UserCodeError
+from stratagem.common.errors import NotFoundError, UserCodeError
 from stratagem.worker.reference import sharded_loop
 from tests.cluster.jobs import (
     ALLOWED,
@@ -37,6 +38,43 @@ def failure_of(client: Client, spec: Any) -> UserCodeError:
     assert status.phase is Phase.FAILED
     assert caught.value.worker_id in status.reason
     return caught.value
+
+
+def test_what_two_workers_record_is_one_trace_and_changes_no_bit(
+    client: Client, tmp_path: Path
+) -> None:
+    execution = {"profiling": True, "parallelism": {"DataParallel": 2}}
+    spec = job(execution=execution, checkpoint={"every": "5 steps"})
+    run = client.submit(spec)
+    assert_same_bits(outcome_of(run).state, sharded_loop(spec, ALLOWED, 2).state)
+    assert run.note == "DataParallel over 2 workers, as asked for"
+    assert any(line.text == run.note for line in run.logs())
+
+    trace = json.loads(run.download_profile(tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    rows = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert len(rows) == 2
+    assert all(name.startswith("worker-") and "clock ±" in name for name in rows.values())
+    spans = {
+        (event["pid"], event["name"]): (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "step"
+    }
+    steps = {name for _, name in spans}
+    assert steps >= {"training step 2", "training step 5", "training step 7"}
+    slack_us = 1e6 * sum(trace["clockErrorSeconds"].values())
+    for name in steps:
+        (begin_1, end_1), (begin_2, end_2) = (spans[pid, name] for pid in rows)
+        assert begin_1 < end_2 + slack_us, name
+        assert begin_2 < end_1 + slack_us, name
+    assert any(event["name"] == "aten::addmm" for event in events)
+
+
+def test_a_run_that_recorded_nothing_says_so(client: Client, tmp_path: Path) -> None:
+    run = client.submit(job(steps=1))
+    run.result()
+    with pytest.raises(NotFoundError, match=r"execution\.profiling"):
+        run.download_profile(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("method", METHODS)

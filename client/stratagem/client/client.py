@@ -219,6 +219,13 @@ class AsyncRun:
         """
         return await downloads.to_file(self._connection, self.run_id, which, Path(path))
 
+    async def download_profile(self, path: str | PathLike[str]) -> Path:
+        """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.
+
+        NotFoundError when nothing was recorded: see execution.profiling.
+        """
+        return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
+
     async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
         """The model of a committed state as torch tensors, for `model.load_state_dict`."""
         from stratagem.client.torch_states import to_state_dict

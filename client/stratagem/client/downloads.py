@@ -6,6 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
+import grpc
+
 from stratagem.client.calls import Connection
 from stratagem.common.errors import IntegrityError
 from stratagem.common.ids import RunId
@@ -36,6 +38,28 @@ async def to_file(connection: Connection, run_id: RunId, which: str, path: Path)
             os.fsync(file.fileno())
         if digest.hexdigest() != manifest.digest:
             raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
+    """Write a run's trace, replacing what was there. A stream that breaks is begun again."""
+    request = pb.DownloadProfileRequest(run_id=run_id)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+
+            def begin() -> grpc.aio.UnaryStreamCall[
+                pb.DownloadProfileRequest, pb.DownloadProfileResponse
+            ]:
+                file.seek(0)
+                file.truncate()
+                return connection.stub.DownloadProfile(request)
+
+            async for response in connection.follow(begin):
+                file.write(response.data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

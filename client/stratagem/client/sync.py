@@ -208,6 +208,10 @@ class RunHandle:
         """Write a committed state as a safetensors file, whole or not at all."""
         return self._loop.call(self._run.download(path, which))
 
+    def download_profile(self, path: str | PathLike[str]) -> Path:
+        """Write what the workers recorded as one trace; see AsyncRun.download_profile."""
+        return self._loop.call(self._run.download_profile(path))
+
     def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
         """The model of a committed state as torch tensors."""
         return self._loop.call(self._run.state_dict(which))

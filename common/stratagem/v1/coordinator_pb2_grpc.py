@@ -75,6 +75,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateResponse.FromString,
                 _registered_method=True)
+        self.DownloadProfile = channel.unary_stream(
+                '/stratagem.v1.CoordinatorService/DownloadProfile',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileResponse.FromString,
+                _registered_method=True)
         self.UploadData = channel.stream_stream(
                 '/stratagem.v1.CoordinatorService/UploadData',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.UploadDataRequest.SerializeToString,
@@ -180,6 +185,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DownloadProfile(self, request, context):
+        """What the workers recorded of their steps, as one trace of all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UploadData(self, request_iterator, context):
         """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
@@ -279,6 +291,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.DownloadState,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateResponse.SerializeToString,
+            ),
+            'DownloadProfile': grpc.unary_stream_rpc_method_handler(
+                    servicer.DownloadProfile,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileResponse.SerializeToString,
             ),
             'UploadData': grpc.stream_stream_rpc_method_handler(
                     servicer.UploadData,
@@ -533,6 +550,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/DownloadState',
             stratagem_dot_v1_dot_coordinator__pb2.DownloadStateRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.DownloadStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DownloadProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/DownloadProfile',
+            stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.DownloadProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

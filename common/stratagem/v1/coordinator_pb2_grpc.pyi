@@ -76,6 +76,8 @@ class CoordinatorServiceStub:
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
     damaged; OUT_OF_RANGE when offset lies behind the end.
     """
+    DownloadProfile: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]
+    """What the workers recorded of their steps, as one trace of all of them."""
     UploadData: _grpc.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
@@ -138,6 +140,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
     damaged; OUT_OF_RANGE when offset lies behind the end.
     """
+    DownloadProfile: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]  # type: ignore[assignment]
+    """What the workers recorded of their steps, as one trace of all of them."""
     UploadData: _aio.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]  # type: ignore[assignment]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
@@ -245,6 +249,14 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
         damaged; OUT_OF_RANGE when offset lies behind the end.
         """
+
+    @_abc_1.abstractmethod
+    def DownloadProfile(
+        self,
+        request: _coordinator_pb2.DownloadProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DownloadProfileResponse], _abc.AsyncIterator[_coordinator_pb2.DownloadProfileResponse]]:
+        """What the workers recorded of their steps, as one trace of all of them."""
 
     @_abc_1.abstractmethod
     def UploadData(

@@ -352,6 +352,7 @@ class ExecuteResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
@@ -362,6 +363,8 @@ class ExecuteResponse(_message.Message):
     def log(self) -> Global___LogLine: ...
     @_builtins.property
     def result(self) -> Global___ExecuteResult: ...
+    @_builtins.property
+    def profile(self) -> Global___Profile: ...
     def __init__(
         self,
         *,
@@ -370,16 +373,57 @@ class ExecuteResponse(_message.Message):
         progress: Global___Progress | None = ...,
         log: Global___LogLine | None = ...,
         result: Global___ExecuteResult | None = ...,
+        profile: Global___Profile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result", "profile"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class Profile(_message.Message):
+    """What a worker recorded of some steps of a segment. Goes out once, like a log line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    PARTY_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
+    CLOCK_ERROR_S_FIELD_NUMBER: _builtins.int
+    EVENTS_GZIP_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    party: _builtins.str
+    segment: _builtins.int
+    device_name: _builtins.str
+    clock_error_s: _builtins.float
+    """How far the worker's idea of the coordinator's clock may be off; infinite if it has none."""
+    events_gzip: _builtins.bytes
+    """JSON, compressed: {"base_ns": coordinator's time, "events": [[name, category, begin_us,
+    duration_us, thread], ...]}.
+    """
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        party: _builtins.str = ...,
+        segment: _builtins.int = ...,
+        device_name: _builtins.str = ...,
+        clock_error_s: _builtins.float = ...,
+        events_gzip: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_error_s", b"clock_error_s", "device_name", b"device_name", "events_gzip", b"events_gzip", "party", b"party", "segment", b"segment", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):

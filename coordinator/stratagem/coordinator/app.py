@@ -40,6 +40,7 @@ from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Committed, Loop
+from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of
 from stratagem.coordinator.settings import Settings
@@ -59,6 +60,7 @@ class App:
         self.loop = loop
         self.feed = Feed()
         self.logs = RunLogs(data / "logs")
+        self.profiles = Profiles(data / "profiles")
         self.blobs = BlobStore(data / "blobs")
         self.spool = Spool(data / "spool", quota_bytes=settings.max_spool_bytes)
         self.links = Links(loop.term)
@@ -72,6 +74,7 @@ class App:
             spool=self.spool,
             feed=self.feed,
             logs=self.logs,
+            profiles=self.profiles,
             settings=settings,
             yield_slots=self.supervisor.yield_slots,
         )
@@ -163,6 +166,7 @@ class App:
             case RunDeleted():
                 self.feed.forget(run_id)
                 self.logs.delete(run_id)
+                self.profiles.delete(run_id)
                 self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
                 self._do(self._collect_blobs())
         if run_id != CLUSTER and self.is_over(run_id):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from stratagem.worker.clock import CoordinatorClock
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -53,6 +55,7 @@ class Agent:
     coordinator: str
     identity: Identity
     see_term: Callable[[int], None]
+    clock: CoordinatorClock
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,8 +110,11 @@ class Agent:
                 incarnation=self.identity.incarnation,
                 draining=self._is_draining,
             )
+            sent_s = time.time()
             try:
                 answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
+                if answer.time_s:  # a coordinator that is older than this worker does not say
+                    self.clock.note(sent_s, time.time(), answer.time_s)
                 self.see_term(answer.term)
                 num_failed = 0
             except grpc.aio.AioRpcError as error:

@@ -17,6 +17,7 @@ from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.execution_train import Segment, account, parts_to_proto, report_failure
 from stratagem.worker.party_pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
+from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work
 
@@ -43,21 +44,23 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
     held = join_stages(work, plan, view)
     runner, segment.engine = held.runner, held.engine
     work.be("training")
-    while runner.step < plan.to_step:
-        work.control.check()
-        if work.control.view.membership != view.membership:
-            raise Moved
-        stop = work.control.is_draining
-        if stop and view.size == 1:
-            raise Interrupt(DRAINED)
-        report = runner.train_step(
-            shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
-        )
-        account(work, plan, segment, report)
-        if report.stop and report.step < plan.to_step:
-            # All members stop after this step, and those that stay return to the last commit.
+    with StepRecorder(work) as recorder:
+        while runner.step < plan.to_step:
             work.control.check()
-            raise Interrupt(DRAINED) if stop else Moved
+            if work.control.view.membership != view.membership:
+                raise Moved
+            stop = work.control.is_draining
+            if stop and view.size == 1:
+                raise Interrupt(DRAINED)
+            recorder.begin(runner.step + 1, plan.to_step - runner.step)
+            report = runner.train_step(
+                shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
+            )
+            account(work, plan, segment, report)
+            if report.stop and report.step < plan.to_step:
+                # All members stop after this step, and those that stay return to the last commit.
+                work.control.check()
+                raise Interrupt(DRAINED) if stop else Moved
     failpoint("worker.stages.trained")
     return held
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from itertools import count
 from typing import Final
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.execution_train import evaluate, parts_to_proto
+from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
 from stratagem.worker.work import Work
 
@@ -52,8 +54,14 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     started_s = time.monotonic()
     work.be("training")
     base, _ = work.blob(plan.base.digest)
-    check = work.control.check
-    done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, check)
+    with StepRecorder(work) as recorder:
+        steps = count(1)
+
+        def before_step() -> None:
+            work.control.check()
+            recorder.begin(next(steps), 2)
+
+        done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
     work.control.check()
     update = _coded(work, done, base, plan.client) or freeze(
         {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},

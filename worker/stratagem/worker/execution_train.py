@@ -19,6 +19,7 @@ from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
 from stratagem.worker.exchange import Exchange, ExchangeError, GossipExchange
 from stratagem.worker.party import give_up, join
+from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work
 
@@ -91,22 +92,24 @@ def _train_under(
     if isinstance(trainer, GossipTrainer) and trainer.public is not None:
         segment.engine += f", {trainer.public.name}"
     work.be("training")
-    while trainer.step < plan.to_step:
-        _look_up(work, plan, view)
-        stop = work.control.is_draining
-        segment.is_stepping = True
-        if isinstance(trainer, GossipTrainer):
-            assert isinstance(exchange, GossipExchange)
-            report = trainer.train_step(exchange, plan.num_shards)
-        else:
-            assert isinstance(exchange, Exchange)
-            report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
-        segment.is_stepping = False
-        account(work, plan, segment, report)
-        if report.stop and report.step < plan.to_step:
-            # All members stop after this step. Those that stay go on under the next view.
-            work.control.check()
-            raise Interrupt(DRAINED) if stop else Moved
+    with StepRecorder(work) as recorder:
+        while trainer.step < plan.to_step:
+            _look_up(work, plan, view)
+            recorder.begin(trainer.step + 1, plan.to_step - trainer.step)
+            stop = work.control.is_draining
+            segment.is_stepping = True
+            if isinstance(trainer, GossipTrainer):
+                assert isinstance(exchange, GossipExchange)
+                report = trainer.train_step(exchange, plan.num_shards)
+            else:
+                assert isinstance(exchange, Exchange)
+                report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
+            segment.is_stepping = False
+            account(work, plan, segment, report)
+            if report.stop and report.step < plan.to_step:
+                # All members stop after this step. Those that stay go on under the next view.
+                work.control.check()
+                raise Interrupt(DRAINED) if stop else Moved
     failpoint("worker.segment.finished")
     return trainer
 

@@ -36,6 +36,7 @@ from stratagem.worker import capture
 from stratagem.worker.agent import Agent, Identity
 from stratagem.worker.blobs import BlobCache
 from stratagem.worker.capability import capability_of
+from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.mesh.agree import MeshOffer
@@ -98,7 +99,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
             health_server = await _serve_health(settings, settings.health_port)
         identity = Identity(settings.name, host.incarnation, address, capability)
         log.info("serving", address=address, device=settings.device)
-        agent = Agent(settings.coordinator, identity, sessions.fences.see_term)
+        agent = Agent(settings.coordinator, identity, sessions.fences.see_term, host.clock)
         beating = asyncio.create_task(agent.run())
         thread.submit(_warm_up)
         try:
@@ -226,6 +227,7 @@ def _host(
         blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),
         thread=thread,
         loop=asyncio.get_running_loop(),
+        clock=CoordinatorClock(),
     )
 
 

@@ -29,6 +29,7 @@ class Outbox:
         self._num_progress = 0
         self._lines: deque[pb.LogLine] = deque()
         self._num_dropped = 0
+        self._profiles: deque[pb.Profile] = deque()
         self._result: pb.ExecuteResult | None = None
         self._failure: BaseException | None = None
         self.activity = "waiting"
@@ -63,6 +64,11 @@ class Outbox:
         self._lines.append(line)
         self._wake()
 
+    def add_profile(self, profile: pb.Profile) -> None:
+        """What was recorded; goes out once, like a log line."""
+        self._profiles.append(profile)
+        self._wake()
+
     def finish(self, result: pb.ExecuteResult) -> None:
         self._result = result
         self.activity = "idle"
@@ -93,7 +99,8 @@ class Outbox:
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
         """All messages until the outcome; raises what the execution failed with.
 
-        Log lines go out once, to whichever call takes them first; all else goes to every call.
+        Log lines and profiles go out once, to whichever call takes them first; all else goes to
+        every call.
         """
         seen_progress, seen_needs = 0, 0
         while True:
@@ -104,6 +111,8 @@ class Outbox:
             seen_needs = max([seen_needs, *self._needed.values()])
             while (line := self._next_line()) is not None:
                 yield pb.ExecuteResponse(log=line)
+            while self._profiles:
+                yield pb.ExecuteResponse(profile=self._profiles.popleft())
             if self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)

@@ -12,7 +12,6 @@ from stratagem.common.job import ExecutionSpec
 _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "memory": ("Standard",),
     "parallelism": ("None",),
-    "profiling": (False,),
 }
 
 

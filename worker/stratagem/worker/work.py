@@ -20,6 +20,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.blobs import Blob, BlobCache
+from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.control import Control
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.engine import ClientRunner, GossipTrainer, Trainer, build_trainer
@@ -64,6 +65,7 @@ class Host:
     blobs: BlobCache
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
+    clock: CoordinatorClock = field(default_factory=CoordinatorClock)
 
 
 @dataclass(slots=True)

@@ -109,11 +109,23 @@ def download(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file; RUN.safetensors if not named.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Write what the workers recorded instead."),
+    ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a committed state of a run as a safetensors file."""
+    """Write a committed state of a run as a safetensors file.
+
+    With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
+    ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
+    """
     with connected(coordinator) as client:
-        path = client.get(run_id).download(output or Path(f"{run_id}.safetensors"), which)
+        run = client.get(run_id)
+        if profile is not None:
+            path = run.download_profile(profile)
+        else:
+            path = run.download(output or Path(f"{run_id}.safetensors"), which)
         print_line(make_console(), str(path) if form is Format.TEXT else _path_json(path))
 
 

@@ -90,6 +90,8 @@ class _Attended:
                 self.on_progress(message.progress)
             case "log":
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+            case "profile":
+                self.env.profiles.add(RunId(self.request.session.run_id), message.profile)
 
 
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:

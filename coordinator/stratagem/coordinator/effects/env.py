@@ -25,6 +25,7 @@ from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.feed import Feed
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import RunLogs
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool import Spool
@@ -50,6 +51,7 @@ class Env:
     spool: Spool
     feed: Feed
     logs: RunLogs
+    profiles: Profiles
     settings: Settings
     yield_slots: Callable[[Effect], None]
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ What a call means and which codes it answers stands in coordinator.proto; errors
 status codes at the server's boundary.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,7 @@ from stratagem.common.ids import (
     check_run_id,
     check_worker_id,
 )
+from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
 from stratagem.coordinator.core.commands import (
@@ -104,6 +106,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async for response in streams.download(self._app.blobs, digest, request.offset):
             yield response
 
+    async def DownloadProfile(
+        self, request: pb.DownloadProfileRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadProfileResponse]:
+        run_id = self._run(request.run_id).run_id
+        text = await asyncio.to_thread(self._app.profiles.trace, run_id)
+        for start in range(0, len(text), CHUNK_BYTES):
+            yield pb.DownloadProfileResponse(data=text[start : start + CHUNK_BYTES])
+
     async def UploadData(
         self, request_iterator: AsyncIterator[pb.UploadDataRequest], context: Context
     ) -> AsyncIterator[pb.UploadDataResponse]:
@@ -156,7 +166,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
         if request.draining:
             await self._app.loop.submit(DrainWorker(member))
-        return pb.HeartbeatResponse(term=self._app.loop.term)
+        return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
 
     async def Rendezvous(
         self, request: pb.RendezvousRequest, context: Context

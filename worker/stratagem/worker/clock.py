@@ -1,0 +1,38 @@
+"""How far this machine's clock is from the coordinator's, so that times of workers can be compared.
+
+A call is answered with the coordinator's time. It was read between sending and receiving; if both
+ways took equally long, in the middle. The error is at most half the round trip, so the call with
+the shortest one counts (Cristian, 1989). Written on the event loop, read in the torch thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+NUM_KEPT: Final = 16
+"""Calls that are remembered; older ones would miss a drift of the clocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Seconds to add to this machine's time, and how wrong that may be."""
+
+    seconds: float = 0.0
+    error_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class CoordinatorClock:
+    """Readings of the coordinator's clock."""
+
+    _readings: deque[Offset] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    offset: Offset = Offset()
+    """The best known; without any reading nothing is added."""
+
+    def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
+        """A call that left and came back at these times of ours, and what it was answered."""
+        middle_s = (sent_s + received_s) / 2
+        self._readings.append(Offset(coordinator_s - middle_s, (received_s - sent_s) / 2))
+        self.offset = min(self._readings, key=lambda reading: reading.error_s)
