@@ -1,5 +1,10 @@
 """`python -m stratagem.coordinator`."""
 
-from stratagem.coordinator.main import main
+from stratagem.common.signals import leave_on_sigterm
 
-main()
+if __name__ == "__main__":
+    leave_on_sigterm()
+
+    from stratagem.coordinator.main import main
+
+    main()

@@ -44,7 +44,12 @@ from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.server import WorkerServicer
 from stratagem.worker.sessions import Sessions
-from stratagem.worker.settings import WorkerSettings, from_command_line, split_address
+from stratagem.worker.settings import (
+    WorkerSettings,
+    advertised,
+    from_command_line,
+    split_address,
+)
 from stratagem.worker.work import Host
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
@@ -199,11 +204,8 @@ async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2
 def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
     """Listen; the address under which others reach this worker."""
     name, port = split_address(settings.listen)
-    port = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
-    if not settings.advertise:
-        return f"{name}:{port}"
-    advertised = settings.advertise
-    return advertised if ":" in advertised else f"{advertised}:{port}"
+    bound = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
+    return advertised(settings, bound)
 
 
 def _host(

@@ -6,7 +6,9 @@ of the worker reads the environment or the command line.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -65,10 +67,15 @@ class WorkerSettings(BaseSettings):
     coordinator: str = Field(
         description="HOST:PORT of the coordinator; - reads it from standard input"
     )
-    name: str = Field(description="id of this worker, stable over restarts")
+    name: str = Field(
+        default_factory=socket.gethostname,
+        description="id of this worker, stable over restarts; this host's name unless set",
+    )
     listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
     advertise: str = Field(
-        "", description="HOST or HOST:PORT at which others reach this worker; the listen address"
+        "",
+        description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
+        "this host's name where that is every address",
     )
     health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
     tags: Strings = Field([], description="labels that strategies select by")
@@ -150,6 +157,23 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host, int(port)
+
+
+def advertised(settings: WorkerSettings, bound_port: int) -> str:
+    """HOST:PORT at which others reach a worker that listens on this port."""
+    host, _ = split_address(settings.listen)
+    if ":" in settings.advertise:
+        return settings.advertise
+    own = socket.gethostname() if _is_every_address(host) else host
+    return f"{settings.advertise or own}:{bound_port}"
+
+
+def _is_every_address(host: str) -> bool:
+    """0.0.0.0 and [::] can be listened on, but nobody can be reached there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
 
 
 def from_command_line(arguments: list[str]) -> WorkerSettings:

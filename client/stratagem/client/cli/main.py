@@ -45,6 +45,7 @@ app.command()(query_commands.workers)
 app.command()(planning_commands.estimate)
 app.command()(planning_commands.recommend)
 app.command()(server_commands.up)
+app.command()(server_commands.health)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
 

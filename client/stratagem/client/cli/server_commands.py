@@ -15,6 +15,7 @@ from stratagem.client.cli.options import DATA_DIR, DataDirOption
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.local_cluster import LocalCluster
+from stratagem.common.health import TIMEOUT_S, health_of, is_healthy
 
 
 def up(
@@ -49,6 +50,18 @@ def up(
             print("submit with: stratagem run JOB.yaml; stop with Ctrl-C", flush=True)
             while True:
                 signal.pause()
+
+
+def health(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A --health-port.")],
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")
+    ] = TIMEOUT_S,
+) -> None:
+    """Ask the health port of a coordinator or worker; exit code 0 if it serves, else 1."""
+    answer = health_of(address, timeout)
+    print(answer)
+    raise typer.Exit(0 if is_healthy(answer) else 1)
 
 
 def coordinator(context: typer.Context) -> None:

@@ -33,6 +33,8 @@ CLIENT_OPTIONS: Final[Options] = (
     # A restarted coordinator or worker should be found again within its first second or two.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # It may have come back under another IP address; gRPC asks the name again only every 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 
 SERVER_OPTIONS: Final[Options] = (

@@ -1,0 +1,49 @@
+"""Asks a grpc.health.v1 service how it is: `python -m stratagem.common.health HOST:PORT`.
+
+For health checks of containers, which run it every few seconds in each of them: so it imports gRPC
+and nothing else that costs time. One question, one answer; no retries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_S: Final = 3.0
+
+
+def health_of(address: str, timeout_s: float = TIMEOUT_S) -> str:
+    """SERVING or NOT_SERVING as the service at host:port says, else why there is no answer."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False
+            )
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def is_healthy(answer: str) -> bool:
+    """Whether what `health_of` said is good news."""
+    return answer == "SERVING"
+
+
+def main() -> int:
+    """0 when the service answers SERVING, else 1; the answer stands on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m stratagem.common.health")
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    options = parser.parse_args()
+    answer = health_of(options.address, options.timeout)
+    print(answer)
+    return 0 if is_healthy(answer) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
