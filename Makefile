@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sweep bench docs proto fmt clean
+.PHONY: help setup demo check test sweep images cluster-test bench docs proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,10 +28,16 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/mypy
 
 test: setup  ## all tests but the long ones
-	$(BIN)/python -m pytest -q -m "not sweep" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
 	$(BIN)/python -m pytest -q -m sweep
+
+images:  ## the container images, with a Docker engine
+	deploy/docker/build.sh
+
+cluster-test: setup  ## the docker-compose cluster with faults, on a Docker engine
+	$(BIN)/python -m pytest -q -m docker
 
 bench: setup  ## print the benchmark tables
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done

@@ -1,0 +1,194 @@
+"""docker-compose.yml and the Dockerfile agree with each other and with what our processes take."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
+from stratagem.coordinator.settings import Settings
+from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.settings import WorkerSettings, from_command_line
+
+pytestmark = pytest.mark.core
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy" / "docker"
+FILE = ROOT / "docker-compose.yml"
+VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", FILE.read_text()))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+WORKERS = [name for name in SERVICES if name != "coordinator"]
+DOCKERFILE = re.sub(r"\\\n", "", (DOCKER / "Dockerfile").read_text())
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def instructions(name: str) -> list[str]:
+    """What follows a Dockerfile instruction, each time it stands there."""
+    return re.findall(rf"^{name} +(.*)$", DOCKERFILE, re.MULTILINE)
+
+
+def coordinator() -> Settings:
+    options: dict[str, Any] = {"_cli_parse_args": SERVICES["coordinator"]["command"]}
+    return Settings(**options)
+
+
+def worker(name: str) -> WorkerSettings:
+    return from_command_line(SERVICES[name]["command"])
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+# ---- docker-compose.yml ----
+
+
+def test_both_generations_of_compose_know_the_keys() -> None:
+    """1.29 refuses `name`, `include`, `develop` and `depends_on.required`."""
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
+    for service in SERVICES.values():
+        assert set(service.get("depends_on", [])) <= set(SERVICES)
+        assert isinstance(service.get("depends_on", []), list)
+        assert not {"develop", "container_name", "hostname"} & set(service)
+
+
+def test_docker_compose_reads_the_file() -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("no docker-compose on this machine")
+    for profile in ([], ["--profile", "gpu"]):
+        command = ["docker-compose", "--file", str(FILE), *profile, "config", "--quiet"]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_containers_may_do_little(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["restart"] == "unless-stopped"
+    assert not {"privileged", "network_mode", "pid", "ipc", "user", "cap_add"} & set(service)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_have_the_version_of_the_project(name: str) -> None:
+    assert SERVICES[name]["image"].endswith(f":{VERSION}")
+    target = SERVICES[name]["build"]["target"]
+    assert f"{target}" in re.findall(r"^FROM runtime AS (\w+)$", DOCKERFILE, re.MULTILINE)
+
+
+def test_ports_agree() -> None:
+    own = coordinator()
+    published = SERVICES["coordinator"]["ports"]
+    assert published == [f"127.0.0.1:7070:{port_of(own.listen)}"]
+    for name in WORKERS:
+        told = worker(name)
+        assert told.coordinator == f"coordinator:{port_of(own.listen)}"
+        assert "ports" not in SERVICES[name]
+        assert {str(port_of(told.listen)), str(told.health_port)} == exposed("worker")
+        assert told.health_port == port_of(json.loads(health_command())[-1])
+    assert {str(port_of(own.listen)), str(own.health_port)} == exposed("coordinator")
+    assert own.health_port == port_of(json.loads(health_command())[-1])
+
+
+def exposed(target: str) -> set[str]:
+    stage = DOCKERFILE.partition(f"FROM runtime AS {target}\n")[2].partition("FROM")[0]
+    found = re.search(r"^EXPOSE +(.*)$", stage, re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
+def health_command() -> str:
+    return DOCKERFILE.partition("HEALTHCHECK")[2].partition("CMD ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_workers_of_one_cluster_have_the_same_settings(name: str) -> None:
+    """Up to the device; threads are part of the numerics."""
+    assert worker(name).model_copy(update={"device": "cpu"}) == worker("worker")
+    assert SERVICES[name]["volumes"][1] == str(worker(name).data_dir)
+
+
+def test_a_container_has_time_to_stop() -> None:
+    for name in WORKERS:
+        needed_s = worker(name).drain_grace_s + WORKER_STOP_GRACE_S
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > needed_s
+    grace_s = int(SERVICES["coordinator"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > 2 * COORDINATOR_STOP_GRACE_S
+
+
+def test_what_must_survive_lies_on_a_volume() -> None:
+    volume, _, path = SERVICES["coordinator"]["volumes"][0].partition(":")
+    assert volume in COMPOSE["volumes"]
+    assert str(coordinator().data_dir) == path
+
+
+# ---- the Dockerfile ----
+
+
+def test_an_engine_without_buildkit_builds_it() -> None:
+    assert "# syntax" not in DOCKERFILE
+    assert not re.search(r"^(RUN|COPY) +--(mount|link|chmod|parents)", DOCKERFILE, re.MULTILINE)
+    assert "<<" not in DOCKERFILE
+
+
+def test_the_images_run_as_nobody_without_a_shell() -> None:
+    (user,) = instructions("USER")
+    assert user == "10001:10001"
+    for command in [*instructions("ENTRYPOINT"), health_command()]:
+        program, flag, module, *_ = json.loads(command)
+        assert (program, flag) == ("python", "-m")
+        assert any(ROOT.glob(f"*/{module.replace('.', '/')}*"))
+
+
+def test_malloc_is_left_to_the_processes() -> None:
+    assert "MALLOC" not in DOCKERFILE
+    assert "LD_PRELOAD" not in DOCKERFILE
+
+
+def test_the_engine_gets_all_that_is_copied() -> None:
+    sent = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+    }
+    copied = {
+        source
+        for line in instructions("COPY")
+        if not line.startswith("--from")
+        for source in line.split()[:-1]
+    }
+    assert copied == sent
+    for path in copied:
+        assert (ROOT / path).exists(), path
+
+
+def test_defaults_of_the_build_are_said_once() -> None:
+    defaults = dict(line.partition("=")[::2] for line in instructions("ARG"))
+    for service in SERVICES.values():
+        for name, value in service["build"]["args"].items():
+            if name == "TORCH_INDEX_URL" and "gpu" in service.get("profiles", []):
+                continue
+            assert defaults[name] == value
+
+
+def test_requirements_are_those_of_the_extras() -> None:
+    def printed(extras: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(DOCKER / "requirements.py"), str(ROOT / "pyproject.toml")]
+        return subprocess.run([*command, extras], capture_output=True, text=True)
+
+    for_coordinator = printed("coordinator").stdout
+    assert "grpcio>=" in for_coordinator
+    assert "sqlalchemy>=" in for_coordinator
+    assert "torch" not in for_coordinator
+    assert "scikit-learn>=" in printed("worker,s3,examples").stdout
+    assert "extra 'wroker' is not one of coordinator, worker" in printed("wroker").stderr
+    assert printed("local").returncode == 1
