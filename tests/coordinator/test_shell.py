@@ -1,6 +1,7 @@
 """The parts of the coordinator's shell that need an event loop but no worker."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,28 @@ async def test_failing_effect_is_tried_again() -> None:
     assert attempts == [effect] * 3
 
 
+async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:
+    attempts: list[asyncio.Task[None]] = []
+    begun = asyncio.Event()
+
+    async def fail_at_the_end(effect: Effect) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        attempts.append(this)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise StaleError("what a TaskGroup makes of both") from None
+
+    supervisor = Supervisor(fail_at_the_end)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await begun.wait()
+    supervisor.reconcile(frozenset())
+    await asyncio.wait(attempts, timeout=5)
+    assert [task.cancelled() for task in attempts] == [True]
+
+
 def test_effects_that_need_no_compute_have_no_slots() -> None:
     from stratagem.coordinator.core.effects import slots
 
@@ -222,6 +245,29 @@ async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
     assert lost == [(member("a"), "no heartbeat for 10 s")]
     assert not leases.renew(member("a"))
     assert leases.silent_s(member("b")) == 4.0
+
+
+async def test_no_lease_runs_while_the_process_is_frozen() -> None:
+    ttl_s = 0.5
+    lost: list[tuple[Member, float]] = []
+    told = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append((who, time.monotonic()))
+        told.set()
+
+    leases = Leases(ttl_s, time.monotonic, lose)
+    leases.grant([member("a")])
+    watching = asyncio.create_task(leases.expire())
+    await asyncio.sleep(0)  # it watches
+    time.sleep(2 * ttl_s)  # noqa: ASYNC251  (frozen)
+    resumed_s = time.monotonic()
+    async with asyncio.timeout(5):
+        await told.wait()
+    watching.cancel()
+    ((who, lost_at_s),) = lost
+    assert who == member("a")
+    assert lost_at_s - resumed_s > ttl_s / 2
 
 
 # ---- feed and logs ----

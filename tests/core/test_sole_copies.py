@@ -119,7 +119,19 @@ def test_commit_asks_any_holder_that_is_left_of_a_replicated_part() -> None:
 
 def test_party_returns_to_its_commit_when_all_holders_of_one_part_are_gone() -> None:
     run = play(PAIRS, training(PAIRS, A, B, C, D), formed(2, A, C))
-    assert (run.open_segment, run.finished) == (2, ())
+    assert (run.open_segment, run.finished, run.lineage) == (2, (), 1)
+
+
+def test_a_spare_that_saw_a_later_segment_is_told_of_a_new_lineage() -> None:
+    """It may be all that is left when the others are lost, and refuses what looks old to it."""
+    shape = replace(PAIRS, parts_of=segments.one_part)
+    joined = play(shape, training(shape, A, B), formed(2, B, C))
+    _, seen = due(shape, joined)
+    assert seen is not None
+    _, told = due(shape, play(shape, joined, formed(3, C)))
+    assert told is not None
+    assert (seen.segment, told.segment) == (3, 2)
+    assert told.lineage > seen.lineage
 
 
 @pytest.mark.parametrize(

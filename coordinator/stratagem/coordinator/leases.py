@@ -1,13 +1,19 @@
 """Leases of the workers: renewed by heartbeats, expired by one timer, never journaled.
 
 Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
-that the journal calls alive gets a full ttl: nothing expires while nobody leads.
+that the journal calls alive gets a full ttl: nothing expires while nobody leads. Nor while this
+process is frozen (a paused container, a suspended machine): nobody could have heard a heartbeat.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
 
 from stratagem.coordinator.core.facts import Member
+
+
+_LOOKS_PER_TTL: Final = 5
+"""A look that comes late says for how long this process did not run, up to the time between two."""
 
 
 class Leases:
@@ -60,11 +66,23 @@ class Leases:
 
     async def _until_next(self) -> None:
         self._changed.clear()
-        timeout_s: float | None = None
-        if self._beats:
-            timeout_s = max(0.01, min(self._beats.values()) + self._ttl_s - self._clock())
+        if not self._beats:
+            await self._changed.wait()
+            return
+        before = self._clock()
+        first_end = min(self._beats.values()) + self._ttl_s
+        timeout_s = min(max(0.01, first_end - before), self._ttl_s / _LOOKS_PER_TTL)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             pass
+        self._forgive(self._clock() - before - timeout_s)
+
+    def _forgive(self, late_s: float) -> None:
+        """No lease runs while this process does not."""
+        if late_s <= 0.0:
+            return
+        now = self._clock()
+        for member, beat in self._beats.items():
+            self._beats[member] = min(now, beat + late_s)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from stratagem.common.errors import StratagemError
+from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gangs import Request, grant
@@ -96,6 +97,7 @@ class Supervisor:
                 bound.warning("effect failed, trying again", reason=reasons, delay_s=delay_s)
             except* Exception:
                 bound.exception("effect raised, trying again", delay_s=delay_s)
+            stop_if_cancelled()
             # What was done has usually taken the effect out of the set, and this task with it.
             await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
             delay_s = min(2 * delay_s, LAST_RETRY_S)

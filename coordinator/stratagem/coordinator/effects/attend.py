@@ -14,6 +14,7 @@ import structlog
 
 from stratagem.common.errors import UnavailableError
 from stratagem.common.ids import Digest, Party, RunId
+from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink
@@ -45,6 +46,7 @@ async def attend(
             return await attended.to_the_end(link)
         except* UnavailableError as group:
             reason = str(group.exceptions[0])
+        stop_if_cancelled()
         had_begun |= attended.is_accepted
         if not await link.answers():
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)

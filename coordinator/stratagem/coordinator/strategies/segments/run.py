@@ -149,15 +149,16 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
         why=fact.reason,
         left=run.left | (set(run.members) - set(fact.members)),
     )
-    if shape.is_sole_copy:
-        # What members still hold, they hold at different steps: it is not to be gone on with.
-        return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
     survivors = set(run.members) & set(fact.members)
     # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
     held = (run.members, *(done.sources for done in run.finished))
     parts = (part for members in held for part in shape.parts_of(members, run.ranks))
     is_whole = all(survivors & set(part) for part in parts)
-    return formed if is_whole else _returned_to_commit(formed)
+    if is_whole and not shape.is_sole_copy:
+        return formed
+    # What members still hold, they hold at different steps and as parts of segments that begin
+    # anew: it is not to be gone on with.
+    return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
 
 
 def _returned_to_commit(run: PartyRun) -> PartyRun:
