@@ -124,7 +124,7 @@ def test_party_returns_to_its_commit_when_all_holders_of_one_part_are_gone() -> 
 
 def test_a_spare_that_saw_a_later_segment_is_told_of_a_new_lineage() -> None:
     """It may be all that is left when the others are lost, and refuses what looks old to it."""
-    shape = replace(PAIRS, parts_of=segments.one_part)
+    shape = replace(PAIRS, parts_of=one_part)
     joined = play(shape, training(shape, A, B), formed(2, B, C))
     _, seen = due(shape, joined)
     assert seen is not None

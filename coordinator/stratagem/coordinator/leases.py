@@ -11,7 +11,6 @@ from typing import Final
 
 from stratagem.coordinator.core.facts import Member
 
-
 _LOOKS_PER_TTL: Final = 5
 """A look that comes late says for how long this process did not run, up to the time between two."""
 

@@ -22,6 +22,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution import prepare as prepare_execution
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
 from stratagem.worker.entrypoints import EntryPoints
@@ -187,8 +188,9 @@ def _trainer(
 ) -> Trainer:
     loss = make_loss(job.loss, site.entrypoints)
     randomness = KeyedRandomness(model, site.device)
+    execution = prepare_execution(model, job, site.device, randomness)
     evaluator = Evaluator(model, randomness, gather, loss, {}, 1)
-    return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness))
+    return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness, execution))
 
 
 def _buckets(trainer: Trainer, party: Party) -> GradientBuckets:
