@@ -140,7 +140,6 @@ SAMPLE = (
     Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
     Case("ParameterServer", "coordinator", "coordinator.step.summed", 7),
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
-    Case("Coded", "worker-2", "worker.step.after_apply", 11),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
     Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
