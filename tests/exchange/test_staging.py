@@ -24,6 +24,7 @@ async def test_on_the_cpu_it_is_the_tensor_itself(count: int) -> None:
     host = await to_host(tensor).arrive()
     assert host.data_ptr() == tensor.data_ptr()
     assert not host.requires_grad
+    assert to_host(tensor).wait().data_ptr() == tensor.data_ptr()
     room = host_room((count,), torch.bfloat16, CPU)
     assert (room.shape, room.dtype, room.is_pinned()) == ((count,), torch.bfloat16, False)
     side = SideStream(CPU)
@@ -51,6 +52,7 @@ async def test_the_loop_goes_on_until_a_copy_arrives() -> None:
     has_ended.set()
     assert await arriving is host
     assert await copy.arrive() is host
+    assert copy.wait() is host
 
 
 class Recorder:

@@ -28,6 +28,7 @@ from stratagem.common.compression import (
 )
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.worker.mesh.staging import to_host
 
 _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
 
@@ -173,7 +174,11 @@ class Compressor:
     def _encode(
         self, shard: int, gradients: Sequence[Tensor], before: State
     ) -> tuple[ByteArray, State]:
-        return self._codec.encode([_flat(each) for each in gradients], before, self._key(shard))
+        copies = [
+            to_host(_flat(each)) for each in gradients
+        ]  # all are under way before one is read
+        values = [copy.wait().numpy() for copy in copies]
+        return self._codec.encode(values, before, self._key(shard))
 
     def _key(self, shard: int) -> int:
         return derive(self._seed, self._step, shard)
@@ -191,9 +196,8 @@ def compressor_of(
     )
 
 
-def _flat(gradient: Tensor) -> FloatArray:
-    values: FloatArray = gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
-    return values
+def _flat(gradient: Tensor) -> Tensor:
+    return gradient.detach().reshape(-1).to(torch.float32)
 
 
 def _full_name(shard: int, name: str) -> str:

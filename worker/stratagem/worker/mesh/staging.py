@@ -42,6 +42,12 @@ class HostCopy:
             await asyncio.to_thread(self._arrived.synchronize)
         return self._host
 
+    def wait(self) -> Tensor:
+        """The tensor on the host; blocks the calling thread until it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
 
 def to_host(tensor: Tensor) -> HostCopy:
     """The tensor itself if it is on the CPU, else a copy of what the calling thread's current
