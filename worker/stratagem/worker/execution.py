@@ -28,6 +28,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker import capture
 from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
+from stratagem.worker.engine.execution import give_back
 from stratagem.worker.entrypoints import user_error
 from stratagem.worker.execution_pipeline import train_stages
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
@@ -196,6 +197,8 @@ class Execution:
         with about(run_id=work.key.run_id), capture.to(self._log_line):
             try:
                 result, membership = _run_plan(work, self._segment)
+                if work.job.execution.memory == "MinimalPeak":
+                    give_back(work.host.device)
             except Parked as parked:
                 membership = parked.membership
                 work.post(self._park, lambda: work.control.view.membership > membership)

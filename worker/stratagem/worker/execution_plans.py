@@ -98,6 +98,7 @@ def _runner(work: Work) -> ClientRunner:
         runners[text] = ClientRunner(
             work.job, work.host.entrypoints, work.host.device, work.sources()
         )
+        work.tell(runners[text].notes)
     runners.move_to_end(text)
     return runners[text]
 

@@ -1,8 +1,8 @@
 """Optimizers by their torch.optim names, learning-rate schedules, and clipping.
 
 A schedule is a pure function of the step, so it has no state to save. Steps run per parameter
-tensor (foreach is off, fused kernels are for the job to choose): the same bits whatever other
-parameters there are.
+tensor (foreach is off; fused kernels, for the job to choose, keep to one tensor too): the same bits
+whatever other parameters there are.
 Must not know where gradients come from.
 """
 

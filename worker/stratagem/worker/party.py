@@ -338,6 +338,13 @@ def _exchange(
         return exchange
     if link is None:
         return solo_exchange(holding.buckets, plan.num_shards, trainer.compressor)
+    if work.job.execution.memory == "MinimalPeak":
+        work.tell(
+            [
+                "execution.memory: under MinimalPeak the gradients of several workers keep their "
+                "storage between steps; it belongs to their exchange"
+            ]
+        )
     return exchange_over(work, holding.buckets, link, plan.num_shards, trainer.compressor)
 
 

@@ -70,6 +70,7 @@ def _load_base(
         sources=work.sources(),
         weights=weights,
     )
+    work.tell(trainer.notes)
     # Aggregated states (federated) carry no step of their own.
     trainer.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
     work.holding.trainer, work.holding.tally = trainer, Tally(work.segment)

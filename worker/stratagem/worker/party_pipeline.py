@@ -198,7 +198,7 @@ def _runner(
         ),
         schedule=spec.options.schedule,
     )
-    return build_stage_runner(
+    runner = build_stage_runner(
         work.job,
         work.host.entrypoints,
         placement,
@@ -207,6 +207,8 @@ def _runner(
         fresh=False,
         sources=work.sources(),
     )
+    work.tell(runner.notes)
+    return runner
 
 
 def _load_base(work: Work, base: pb.StateRef, runner: StageRunner) -> None:

@@ -8,8 +8,9 @@ access to both. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,6 +163,14 @@ class Work:
         self.holding.activity = activity
         self.post(self.outbox.be, activity)
 
+    def tell(self, notes: Iterable[str]) -> None:
+        """Sentences for whoever reads the run's log."""
+        for text in notes:
+            line = pb.LogLine(
+                worker_id=self.host.worker_id, time_s=time.time(), level="WARNING", text=text
+            )
+            self.post(self.outbox.log, line)
+
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """A blob's tensors, which must not be changed, and metadata; waits until it is here."""
         return self.control.wait_for_caller(self._fetch(digest)).load()
@@ -182,13 +191,15 @@ class Work:
 
     def new_trainer(self, *, fresh: bool) -> Trainer:
         """A trainer of the job: really built (fresh), or waiting for a state to be loaded."""
-        return build_trainer(
+        trainer = build_trainer(
             self.job,
             self.host.entrypoints,
             device=self.host.device,
             fresh=fresh,
             sources=self.sources(),
         )
+        self.tell(trainer.notes)
+        return trainer
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Make a state the one that the session holds. A trainer that fails to load is not kept."""

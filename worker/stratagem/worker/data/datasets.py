@@ -8,7 +8,7 @@ came from or which rows are wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -44,7 +44,7 @@ class TensorDataset:
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
         def rows(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, indices)
+            return tensor.index_select(0, indices.to(tensor.device))
 
         return map_tensors(self.x, rows), map_tensors(self.y, rows)
 
@@ -61,6 +61,13 @@ class Subset:
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
         return self.base.take(self.rows.index_select(0, indices))
+
+
+def _at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
+    while isinstance(dataset, Subset):
+        indices = dataset.rows.index_select(0, indices)
+        dataset = dataset.base
+    return dataset, indices
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -112,22 +119,67 @@ def tensor_dataset(x: Any, y: Any, split: str) -> TensorDataset:
     return TensorDataset(x, y, lengths.pop())
 
 
+class Pool(Protocol):
+    """Gives tensors storage."""
+
+    def place(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def rows(
+        self, tensor: Tensor, indices: Tensor, dtype: torch.dtype, device: torch.device
+    ) -> Tensor: ...
+
+
+class Cache(Protocol):
+    """Keeps data sets ready."""
+
+    def of(self, dataset: Dataset, gather: Gather) -> Dataset: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Takes rows out of data sets, as floats of one dtype on one device."""
+    """Takes rows out of data sets, as floats of one dtype on one device.
+
+    pool: gives batches their storage. cache: keeps data sets ready.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    pool: Pool | None = field(default=None, kw_only=True)
+    cache: Cache | None = field(default=None, kw_only=True)
 
     def __call__(self, dataset: Dataset, indices: Tensor, activity: str) -> tuple[Any, Any]:
         """(x, y) of these rows, in storage of their own."""
         with user_code(activity):
-            pair = dataset.take(indices)
-            if not (isinstance(pair, tuple | list) and len(pair) == 2):
-                raise TypeError(f"take() must return (x, y), not a {type(pair).__name__}")
-        return map_tensors(pair[0], self._place), map_tensors(pair[1], self._place)
+            if self.cache is not None:
+                dataset = self.cache.of(dataset, self)
+            return self.take(dataset, indices)
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+    def take(self, dataset: Dataset, indices: Tensor) -> tuple[Any, Any]:
+        """(x, y) of the data set itself, placed."""
+        if self.pool is not None:
+            dataset, indices = _at_the_base(dataset, indices)
+            if isinstance(dataset, TensorDataset):
+                return self._pooled(dataset.x, indices), self._pooled(dataset.y, indices)
+        pair = dataset.take(indices)
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TypeError(f"take() must return (x, y), not a {type(pair).__name__}")
+        return map_tensors(pair[0], self.place), map_tensors(pair[1], self.place)
+
+    def _pooled(self, value: Any, indices: Tensor) -> Any:
+        pool = self.pool
+        assert pool is not None
+        return map_tensors(
+            value,
+            lambda t: pool.rows(t, indices.to(t.device), self._dtype_of(t), self.device),
+        )
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """The tensor where and as what it is computed with."""
+        dtype = self._dtype_of(tensor)
+        if self.pool is not None:
+            return self.pool.place(tensor, dtype, self.device)
         placed = tensor.detach().to(self.device, dtype).contiguous()
         return placed.clone() if placed.data_ptr() % _ALIGNMENT_BYTES else placed

@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import prepare
+from stratagem.worker.engine.execution import make_gather, prepare
 from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
-from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.models.build import build_model
 
 _EVALUATION_BATCH_SIZE = 256
 
@@ -65,7 +64,7 @@ def _setup(
     data = load_data(job, entrypoints, sources or DataSources())
     model = build_model(job, entrypoints, device=device, fresh=fresh)
     loss = make_loss(job.loss, entrypoints)
-    gather = Gather(float_dtype(job), device)
+    gather = make_gather(job, device)
     randomness = KeyedRandomness(model, device)
     execution = prepare(model, job, device, randomness)
     evaluation = job.evaluation

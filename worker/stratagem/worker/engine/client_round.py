@@ -17,18 +17,18 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
-from stratagem.worker.engine.execution import prepare
+from stratagem.worker.engine.execution import make_gather, prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Key, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
-from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.models.build import build_model
 from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 # Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
@@ -73,7 +73,7 @@ class ClientRunner:
         self._data = ClientData(job, entrypoints, sources or DataSources())
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         self._params = [p for p in self._model.parameters() if p.requires_grad]
-        loss, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
+        loss, gather = make_loss(job.loss, entrypoints), make_gather(job, device)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
         passes = Passes(self._model, loss, gather, randomness, self._execution)

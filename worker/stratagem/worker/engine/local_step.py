@@ -69,6 +69,8 @@ class LocalStep:
             clip(self.params, max_norm, found.norm)
             with user_code(rows.activity):
                 optimizer.step()
+            if self.passes.execution.frees_gradients:
+                optimizer.zero_grad()
         return LocalReport(counted, found.norm.item(), bool(found.what))
 
     def _drop(self, optimizer: torch.optim.Optimizer) -> None:

@@ -113,14 +113,17 @@ class Trainer:
         self.model.train()
         self._buffers.snapshot()
         self._execution.begin_batch(len(indices))
+        own = range(owned.start, min(owned.stop, len(live)))
+        divisor = self._divisor(len(indices))
+        starts = [lambda: exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)]
         try:
-            exchange.begin_step(
-                self.step + 1, owned, len(live), divisor=self._divisor(len(indices))
-            )
-            for shard in range(owned.start, min(owned.stop, len(live))):
+            if not (own and self._execution.frees_gradients):
+                starts.pop()()
+            for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
-                extras = self._run_shard(exchange, shard, indices[_slice(live[shard])], live)
+                rows = indices[_slice(live[shard])]
+                extras = self._run_shard(exchange, shard, rows, live, starts)
                 extras[_STOP] = float(stop)
                 exchange.end_shard(shard, extras)
             totals = exchange.finish()
@@ -133,6 +136,8 @@ class Trainer:
             self._passes.randomness.end()
         failpoint("worker.step.before_apply")
         report = self._apply(exchange, totals, len(live), len(indices))
+        if self._execution.frees_gradients:
+            exchange.free_gradients()
         failpoint("worker.step.after_apply")
         return report
 
@@ -192,16 +197,37 @@ class Trainer:
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         return lambda param: self._reached.add(index)
 
-    def _run_shard(self, exchange: Exchange, shard: int, rows: Tensor, live: list[range]) -> Tensor:
-        """Forward and backward of one shard; what it adds to the extras."""
+    def _run_shard(
+        self,
+        exchange: Exchange,
+        shard: int,
+        rows: Tensor,
+        live: list[range],
+        starts: list[Callable[[], None]],
+    ) -> Tensor:
+        """Forward and backward of one shard; what it adds to the extras.
+
+        starts: what is still to be done before the step's first backward.
+        """
         cuts = self.job.window.cut(len(rows))
-        exchange.begin_shard(shard, num_micro_batches=len(cuts))
+        starts.append(lambda: exchange.begin_shard(shard, num_micro_batches=len(cuts)))
+
+        def start() -> None:
+            while starts:
+                starts.pop(0)()
+
+        def before_backward() -> None:
+            start()
+            failpoint("worker.step.before_backward")
+
+        if len(starts) == 1:
+            start()
         self._reached.clear()
         window = Window(
             cuts,
             key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),
             before=lambda micro_batch: exchange.next_micro_batch() if micro_batch else None,
-            before_backward=lambda: failpoint("worker.step.before_backward"),
+            before_backward=before_backward,
         )
         counted = self._passes.add_sums(
             Rows(self._data["train"], rows, f"training step {self.step + 1}"), window

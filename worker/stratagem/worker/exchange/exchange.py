@@ -125,6 +125,13 @@ class Exchange:
         self._step = None
         return self.buckets.expose()
 
+    def free_gradients(self) -> None:
+        """Gives the storage of gradients back, after the update; a lone member can."""
+        if isinstance(self.transport, SoloTransport):
+            self.transport.forget()
+            self.buckets.discard()
+            self.buckets.lie_in(())
+
     def cut(self) -> None:
         """Ends the exchange from any thread: finish raises, and soon the peers' do."""
         self.transport.cut()

@@ -10,15 +10,15 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.pipeline.schedules import SCHEDULES
 from stratagem.common.pipeline.tiling import plan_stages
-from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution import make_gather
 from stratagem.worker.engine.execution.prepare import prepare_nodes
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
-from stratagem.worker.models.build import build_model, float_dtype
+from stratagem.worker.models.build import build_model
 from stratagem.worker.models.graph import node_modules
 from stratagem.worker.models.nodes import (
     check_not_shared,
@@ -99,7 +99,7 @@ def build_stage_runner(
     model.to(device)
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign)
-    gather = Gather(float_dtype(job), device)
+    gather = make_gather(job, device)
     loss = make_loss(job.loss, entrypoints)
     evaluation = job.evaluation
     evaluator = Evaluator(

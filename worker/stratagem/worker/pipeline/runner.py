@@ -105,6 +105,11 @@ class StageRunner:
         self.step = 0
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._setup.execution.notes
+
+    @property
     def num_rows(self) -> dict[str, int]:
         """Rows per split."""
         return {split: len(dataset) for split, dataset in self._setup.data.items()}
@@ -323,6 +328,9 @@ class StageRunner:
             clip([param for _, param in self.params], self._job.optimizer.clip_norm, norm)
             with user_code(f"training step {self.step + 1}"):
                 self.optimizer.step()
+        if self._setup.execution.frees_gradients:
+            for each in self._setup.trained:
+                each.forget()
         self.step += 1
 
     def _undo(self) -> None:

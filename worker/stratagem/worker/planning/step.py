@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, with_fields
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
@@ -188,8 +188,10 @@ def _trainer(
 ) -> Trainer:
     loss = make_loss(job.loss, site.entrypoints)
     randomness = KeyedRandomness(model, site.device)
-    execution = prepare_execution(model, job, site.device, randomness)
     evaluator = Evaluator(model, randomness, gather, loss, {}, 1)
+    # Compiled code holds what eager code does, or less; fake tensors have nothing to compile for.
+    eager = with_fields(job, {"execution.mode": "Eager"})
+    execution = prepare_execution(model, eager, site.device, randomness)
     return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness, execution))
 
 

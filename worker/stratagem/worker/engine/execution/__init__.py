@@ -4,7 +4,8 @@
 calls the model as before.
 """
 
+from stratagem.worker.engine.execution.memory import give_back, make_gather
 from stratagem.worker.engine.execution.precision import LossScale
 from stratagem.worker.engine.execution.prepare import Execution, plainly, prepare
 
-__all__ = ["Execution", "LossScale", "plainly", "prepare"]
+__all__ = ["Execution", "LossScale", "give_back", "make_gather", "plainly", "prepare"]

@@ -44,6 +44,8 @@ class Execution:
     batch_size: int
     gate: Gate
     scale: LossScale
+    frees_gradients: bool = False
+    """Whether gradients have storage from backward to the update only."""
     notes: list[str] = field(default_factory=list)
     """Sentences about settings that are carried out in another way than they say."""
 
@@ -112,7 +114,9 @@ def _begin(
         check_compiler(spec.mode, device)
         prepare_compiler(device)
         randomness.allow_compiled_code()
-    execution = Execution(job.batch_size, gate, LossScale.of(spec))
+    execution = Execution(
+        job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
+    )
     if spec.fusion and not has_fused_kernels(job.optimizer):
         execution.notes.append(
             f"execution.fusion: torch has no fused kernel for {job.optimizer.name}; its updates "
