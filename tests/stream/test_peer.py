@@ -309,9 +309,13 @@ async def said(
     """
     for _ in range(20):
         code, words = await said_once(hub, requests, num_answers)
-        if code is not grpc.StatusCode.INTERNAL or "from Core" not in words:
+        if not is_the_clients_own(code, words):
             break
     return code, words
+
+
+def is_the_clients_own(code: grpc.StatusCode, words: str) -> bool:
+    return code is grpc.StatusCode.INTERNAL and "from Core" in words
 
 
 async def said_once(
@@ -363,12 +367,14 @@ def flipped() -> list[peer_pb2.SendRequest]:
 async def test_streams_that_break_the_rules_are_refused(
     requests: list[peer_pb2.SendRequest], code: str, words: str
 ) -> None:
-    async with hub_on_server(max_early_bytes=4096) as hub:
-        endpoint = hub.join(replace(GROUP, rank=1))
-        endpoint.box.post(Route(0, 0, 3), torch.zeros(10))
-        ended = await said(hub, requests)
-        assert ended[0].name == code
-        assert re.search(words, ended[1]), ended[1]
+    ended = (grpc.StatusCode.INTERNAL, "from Core")
+    while is_the_clients_own(*ended):  # a mailbox of its own for each time: it keeps what it saw
+        async with hub_on_server(max_early_bytes=4096) as hub:
+            endpoint = hub.join(replace(GROUP, rank=1))
+            endpoint.box.post(Route(0, 0, 3), torch.zeros(10))
+            ended = await said_once(hub, requests, 0)
+    assert ended[0].name == code
+    assert re.search(words, ended[1]), ended[1]
 
 
 async def test_a_stock_stub_can_talk_to_a_member() -> None:
