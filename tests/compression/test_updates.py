@@ -42,7 +42,7 @@ def spec(codec: Any = "int8") -> Any:
 
 def update(moved: torch.Tensor, **changes: torch.Tensor) -> Frozen | None:
     tensors = {**STATE, "model/weight": STATE["model/weight"] + moved, **changes}
-    done = ClientRound(tensors, 5, 0.1, 1, 0.0, 0, TRAINED)
+    done = ClientRound(tensors, 5, 0.1, 1, {}, TRAINED)
     return coded_update(spec(), done, STATE, 1, 0)
 
 

@@ -354,7 +354,7 @@ def test_clients_and_nodes_skip_alone() -> None:
     federated = rounds.federated(told_model, num_clients=1, **common)
     base = trainer_of(federated).copy_state()[0]
     done = rounds.ClientRunner(federated, ALLOWED, torch.device("cpu")).run(base, 0, 1, 1)
-    assert (done.num_steps, done.num_skipped) == (3, 1)
+    assert (done.num_steps, done.metrics["skipped_steps"]) == (3, 1)
     assert_same_bits(
         {name.removeprefix("model/"): tensor for name, tensor in done.tensors.items()},
         dict(federated_loop(federated, ALLOWED, num_rounds=1).state),

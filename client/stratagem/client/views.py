@@ -126,6 +126,10 @@ class Progress:
     segment: int
     num_segments: int
     strategy_phase: str
+    grad_norm: float = 0.0
+    """2-norm of the latest step's gradient before clipping; 0 where none is known."""
+    num_skipped_steps: int = 0
+    """Steps of the open segment that were not finite and changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,8 @@ def progress(message: pb.RunProgress) -> Progress:
         segment=message.segment,
         num_segments=message.num_segments,
         strategy_phase=message.strategy_phase,
+        grad_norm=message.grad_norm,
+        num_skipped_steps=message.num_skipped_steps,
     )
 
 

@@ -461,6 +461,8 @@ class RunProgress(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
     STRATEGY_PHASE_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -471,6 +473,10 @@ class RunProgress(_message.Message):
     segment: _builtins.int
     num_segments: _builtins.int
     strategy_phase: _builtins.str
+    grad_norm: _builtins.float
+    """2-norm of the latest step's gradient before clipping; 0 where none is known."""
+    num_skipped_steps: _builtins.int
+    """Steps of the open segment that were skipped because they were not finite."""
     def __init__(
         self,
         *,
@@ -483,10 +489,12 @@ class RunProgress(_message.Message):
         segment: _builtins.int = ...,
         num_segments: _builtins.int = ...,
         strategy_phase: _builtins.str = ...,
+        grad_norm: _builtins.float = ...,
+        num_skipped_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

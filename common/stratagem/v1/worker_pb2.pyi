@@ -483,6 +483,8 @@ class Progress(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     ROWS_PER_S_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     to_step: _builtins.int
     loss: _builtins.float
@@ -493,6 +495,10 @@ class Progress(_message.Message):
     """Which engine carries the exchange: "solo", "shm", "gloo", "nccl", "grpc", "server"; another
     way to add than the usual one behind it, as in "gloo ring"; then the codec.
     """
+    grad_norm: _builtins.float
+    """2-norm of the whole gradient of the latest step that was applied, before clipping."""
+    num_skipped_steps: _builtins.int
+    """Steps of the segment so far whose loss or gradient was not finite, and that changed nothing."""
     def __init__(
         self,
         *,
@@ -501,10 +507,12 @@ class Progress(_message.Message):
         loss: _builtins.float = ...,
         rows_per_s: _builtins.float = ...,
         engine: _builtins.str = ...,
+        grad_norm: _builtins.float = ...,
+        num_skipped_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "num_skipped_steps", b"num_skipped_steps", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,7 +710,10 @@ class TrainResult(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the exchange has to say of the segment, such as "consensus_distance"; equal on all members."""
+        """What there is to say of the segment beside the loss; equal on all members. "grad_norm" and
+        "max_grad_norm": 2-norm of the whole gradient before clipping, of the last applied step and the
+        largest; "skipped_steps" where steps may be skipped; "consensus_distance" and others.
+        """
 
     @_builtins.property
     def traffic(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -736,15 +747,40 @@ Global___TrainResult: _TypeAlias = TrainResult  # noqa: Y015
 class ClientRoundResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
     seconds: _builtins.float
     num_steps: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
+
     def __init__(
         self,
         *,
@@ -752,10 +788,11 @@ class ClientRoundResult(_message.Message):
         loss: _builtins.float = ...,
         seconds: _builtins.float = ...,
         num_steps: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "metrics", b"metrics", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

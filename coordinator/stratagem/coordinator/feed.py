@@ -29,6 +29,10 @@ class Progress:
     loss: float
     rows_per_s: float
     engine: str
+    grad_norm: float = 0.0
+    """2-norm of the latest step's gradient before clipping."""
+    num_skipped_steps: int = 0
+    """In the segment, because they were not finite."""
 
 
 @dataclass(slots=True)

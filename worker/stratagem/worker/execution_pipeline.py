@@ -84,4 +84,5 @@ def _conclude(work: Work, plan: pb.TrainPlan, held: HeldStages, segment: Segment
         seconds=time.monotonic() - segment.started_s,
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
+        metrics=tally.metrics(may_skip=work.job.window.may_skip),
     )

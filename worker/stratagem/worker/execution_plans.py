@@ -76,6 +76,7 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
         loss=done.loss,
         seconds=time.monotonic() - started_s,
         num_steps=done.num_steps,
+        metrics=done.metrics,
     )
 
 

@@ -128,10 +128,7 @@ def _look_up(work: Work, plan: pb.TrainPlan, view: PartyView) -> None:
 def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport) -> None:
     """Add an applied step to the sums of the segment, and tell of it now and then."""
     tally = work.holding.tally
-    tally.weight += report.weight
-    if report.weight:  # not that of a step that was skipped
-        tally.loss_sum += report.loss * report.weight
-    tally.num_rows += report.num_rows
+    tally.add(report)
     segment.num_rows += report.num_rows
     if work.holding.is_offering:
         work.holding.is_offering = False
@@ -148,6 +145,8 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
         loss=report.loss,
         rows_per_s=segment.num_rows / max(now_s - segment.started_s, 1e-9),
         engine=segment.engine,
+        grad_norm=tally.grad_norm,
+        num_skipped_steps=tally.num_skipped,
     )
     work.post(work.outbox.progress, progress)
 
@@ -178,6 +177,7 @@ def _conclude(
         segment.parts = evaluate(work, trainer, splits, view.rank, view.size)
         segment.parts_of = (view.rank, view.size)
     tally, summary = work.holding.tally, segment.summary
+    may_skip = work.job.window.may_skip
     own_loss = tally.loss_sum / tally.weight if tally.weight else 0.0
     return pb.TrainResult(
         step=trainer.step,
@@ -188,7 +188,7 @@ def _conclude(
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
-        metrics={} if summary is None else summary.metrics,
+        metrics=tally.metrics(may_skip=may_skip) if summary is None else summary.metrics,
         traffic=_traffic(trainer),
     )
 

@@ -8,6 +8,7 @@ access to both. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,7 @@ from stratagem.worker.blobs import Blob, BlobCache
 from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.control import Control
 from stratagem.worker.data.sources import DataSources
-from stratagem.worker.engine import ClientRunner, GossipTrainer, Trainer, build_trainer
+from stratagem.worker.engine import ClientRunner, GossipTrainer, StepReport, Trainer, build_trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
@@ -77,6 +78,28 @@ class Tally:
     weight: float = 0.0
     loss_sum: float = 0.0
     num_rows: int = 0
+    grad_norm: float = 0.0
+    """2-norm of the whole gradient of the last applied step, before clipping."""
+    max_grad_norm: float = 0.0
+    num_skipped: int = 0
+    """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
+
+    def add(self, report: StepReport) -> None:
+        """Account for a step."""
+        self.num_rows += report.num_rows
+        self.num_skipped += report.num_skipped
+        if not report.weight:  # all of it was skipped
+            return
+        self.weight += report.weight
+        self.loss_sum += report.loss * report.weight
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = report.grad_norm
+            self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
+
+    def metrics(self, *, may_skip: bool) -> dict[str, float]:
+        """What the result says of the segment beside the loss."""
+        skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
+        return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
 
 
 @dataclass(slots=True)

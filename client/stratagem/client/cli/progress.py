@@ -107,6 +107,8 @@ def _amounts(latest: Progress) -> Iterator[str]:
         yield latest.strategy_phase.lower()
     if latest.loss:
         yield f"loss {latest.loss:.4f}"
+    if latest.num_skipped_steps:
+        yield f"{latest.num_skipped_steps} steps skipped"
     if latest.rows_per_s:
         yield f"{latest.rows_per_s:,.0f} rows/s"
 

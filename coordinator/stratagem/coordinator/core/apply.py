@@ -140,7 +140,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             record = _with_metrics(record, metrics)
             return _with_engine(record, fact)
         case UpdateReceived():
-            return _with_metrics(record, {"train.loss": fact.loss, **_traffic(fact)})
+            metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
+            return _with_metrics(record, metrics)
         case Evaluated():
             commits = tuple(
                 replace(c, metrics={**c.metrics, **fact.metrics})

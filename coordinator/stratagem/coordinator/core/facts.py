@@ -249,6 +249,8 @@ class UpdateReceived(Value):
     seconds: float
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
+    metrics: Mapping[str, float] = {}
+    """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
 
 
 class UpdateRejected(Value):

@@ -86,7 +86,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "ClientsAssigned": _assigned,
     "UpdateReceived": lambda e: (
         f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "
-        f"loss {e.loss:.6g}"
+        f"{metrics_text({'loss': e.loss, **e.metrics})}"
     ),
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"

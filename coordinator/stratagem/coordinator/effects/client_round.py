@@ -24,6 +24,7 @@ from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.offload import Offload
 from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 from stratagem.coordinator.update_checks import UpdateRejectedError
 from stratagem.coordinator.upload import SpoolEntry, SpoolWriter
 from stratagem.v1 import types_pb2, worker_pb2
@@ -92,6 +93,7 @@ async def _collect(
         loss=result.loss,
         seconds=result.seconds,
         traffic=traffic,
+        metrics={f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())},
     )
     await env.report(effect.run_id, received)
 

@@ -109,7 +109,14 @@ def _address(env: Env, member: Member) -> str:
 def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
     def show(progress: worker_pb2.Progress) -> None:
         if rank == 0 and effect.party == ROOT:  # the steps of parties below are no run's
-            latest = Progress(progress.step, progress.loss, progress.rows_per_s, progress.engine)
+            latest = Progress(
+                progress.step,
+                progress.loss,
+                progress.rows_per_s,
+                progress.engine,
+                progress.grad_norm,
+                progress.num_skipped_steps,
+            )
             env.feed.set_progress(effect.run_id, latest)
 
     return show

@@ -93,6 +93,8 @@ def progress(
         segment=outlook.segment,
         num_segments=outlook.num_segments,
         strategy_phase=outlook.strategy_phase,
+        grad_norm=item.grad_norm,
+        num_skipped_steps=item.num_skipped_steps,
     )
 
 

@@ -7,6 +7,7 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -44,10 +45,9 @@ class ClientRound:
     num_samples: int
     loss: float
     num_steps: int
-    grad_norm: float
-    """The largest of any step, before clipping."""
-    num_skipped: int
-    """Steps whose loss or gradient was not finite, and that changed nothing."""
+    metrics: Mapping[str, float]
+    """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
+    finite. skipped_steps, where they may be: those that were not finite and changed nothing."""
     trained: frozenset[str]
     """Names of the trainable parameters; tied ones under each of their names."""
 
@@ -105,7 +105,7 @@ class ClientRunner:
         set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
         self._model.train()
         self._execution.scale.load({})
-        loss_sum = weight_sum = grad_norm = 0.0
+        loss_sum = weight_sum = max_norm = 0.0
         num_steps = num_skipped = 0
         local_epochs = self._strategy.options.local_epochs
         try:
@@ -123,15 +123,16 @@ class ClientRunner:
                         continue
                     loss_sum += report.counted.loss_sum
                     weight_sum += report.counted.weight
-                    grad_norm = max(grad_norm, report.grad_norm)
+                    if math.isfinite(report.grad_norm):
+                        max_norm = max(max_norm, report.grad_norm)
         finally:
             self._randomness.end()
         failpoint("worker.client_round.after_training")
         tensors = state.copied(state.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
-        return ClientRound(
-            tensors, len(data), mean_loss, num_steps, grad_norm, num_skipped, self._trained
-        )
+        skipped = {"skipped_steps": float(num_skipped)} if self._job.window.may_skip else {}
+        metrics = {"max_grad_norm": max_norm, **skipped}
+        return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
 
     @property
     def notes(self) -> list[str]:

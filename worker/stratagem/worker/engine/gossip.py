@@ -46,7 +46,7 @@ class _Sums:
     moved: float = 0.0
     """Squared distance that mixing moved the node, added up."""
     grad_norm: float = 0.0
-    """The largest."""
+    """The largest before clipping, of those that are finite."""
     num_skipped: int = 0
 
     def add(self, report: LocalReport) -> None:
@@ -56,7 +56,8 @@ class _Sums:
             return
         self.weight += report.counted.weight
         self.loss += report.counted.loss_sum
-        self.grad_norm = max(self.grad_norm, report.grad_norm)
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = max(self.grad_norm, report.grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
