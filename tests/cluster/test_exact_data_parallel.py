@@ -54,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw clip cosine": {"optimizer": ADAMW, "data": user("classes", num_rows=55)},
     "dropout": {"model": "dropout_mlp", "optimizer": {"name": "adam", "lr": 0.01}},
     "batch norm": {"model": "batch_norm_mlp", "data": user("classes", num_rows=42)},
+    "micro-batches": {
+        "model": "dropout_mlp",
+        "optimizer": ADAMW,
+        "accumulation": {"micro_batch_size": 3, "non_finite": "skip_step"},
+    },
     "tied and frozen": {"model": "everything", "optimizer": ADAMW},
     "graph": {"model": GRAPH, "optimizer": MOMENTUM, "data": user("classes", num_rows=55)},
 }
@@ -64,6 +69,7 @@ MATRIX = [
     *[("adamw clip cosine", num_replicas) for num_replicas in (2, 3)],
     *[("dropout", num_replicas) for num_replicas in (2, 4)],
     *[("batch norm", num_replicas) for num_replicas in (1, 3)],
+    ("micro-batches", 2),
     *[("tied and frozen", num_replicas) for num_replicas in (2, 3)],
     *[("graph", num_replicas) for num_replicas in (3, 4)],
 ]
@@ -86,6 +92,10 @@ def test_both_engines_have_the_bits_of_the_sharded_loop(
     assert runs["AllReduce"].digests == runs["ParameterServer"].digests
     losses = [[e.payload["loss"] for e in run.of("SegmentFinished")] for run in runs.values()]
     assert losses[0] == losses[1]
+    metrics = [run.status.metrics for run in runs.values()]
+    assert 0 < metrics[0]["train.grad_norm"] <= metrics[0]["train.max_grad_norm"]
+    assert metrics[0] == metrics[1]
+    assert metrics[0].get("train.skipped_steps") == (0 if case == "micro-batches" else None)
 
 
 @pytest.mark.parametrize("case", ["momentum", "dropout", "batch norm"])

@@ -36,6 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "batch norm": {"model": "batch_norm_mlp", "batch_size": 25},
     "more clients than workers": {"num_clients": 7, "selection": HALF, "rounds": 4},
+    "micro-batches": {
+        "model": "dropout_mlp",
+        "accumulation": {"steps": 3, "non_finite": "skip_step"},
+    },
     "half of four": {"partition": {"method": "by_label"}, "selection": HALF, "rounds": 4},
 }
 
@@ -77,6 +81,8 @@ def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
     assert rounds == drawn
     expected = federated_loop(spec, ALLOWED, lambda round_num: drawn[round_num])
     assert_same_bits(outcome.state, expected.state)
+    assert outcome.status.metrics["train.max_grad_norm"] > 0
+    assert ("train.skipped_steps" in outcome.status.metrics) == (case == "micro-batches")
     assert len(outcome.digests) == spec.strategy.rounds
     assert outcome.status.reproducible
 

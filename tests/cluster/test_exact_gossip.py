@@ -37,7 +37,11 @@ pytestmark = pytest.mark.cluster
 CASES: dict[str, dict[str, Any]] = {
     "momentum": {},
     "adamw clip cosine": {"optimizer": ADAMW, "data": user("classes", num_rows=55)},
-    "dropout": {"model": "dropout_mlp", "optimizer": {"name": "adam", "lr": 0.01}},
+    "dropout": {
+        "model": "dropout_mlp",
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "accumulation": {"steps": 2},
+    },
     "batch norm": {"model": "batch_norm_mlp", "data": user("classes", num_rows=42)},
     "tied and frozen": {"model": "everything", "optimizer": ADAMW},
 }

@@ -81,7 +81,11 @@ def pipeline(cut: Cut, rows: int = 3, schedule: str | None = None) -> dict[str, 
 # or 4: some are smaller than the others.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "direct": ({"model": "dropout_mlp"}, model_parallel(SEQUENTIAL), WHOLE),
-    "store": ({"model": "dropout_mlp"}, model_parallel(SEQUENTIAL, protocol="DataStore"), WHOLE),
+    "store": (
+        {"model": "dropout_mlp", "accumulation": {"micro_batch_size": 5}},
+        model_parallel(SEQUENTIAL, protocol="DataStore"),
+        5,
+    ),
     "1f1b": ({"model": "batch_norm_mlp", "data": UNEVEN}, pipeline(SEQUENTIAL, 4), 4),
     "eager": ({"model": "dropout_mlp", "optimizer": ADAMW}, pipeline(SEQUENTIAL, 3, "eager"), 3),
     "gpipe": ({"model": "dropout_mlp"}, pipeline(SEQUENTIAL, 3, "gpipe"), 3),

@@ -353,6 +353,71 @@ def test_federated_jobs_count_in_rounds(changes: dict[str, Any], expected: str) 
     assert wrong({**FEDERATED_JOB, **changes})[0].startswith(expected)
 
 
+STAGES: dict[str, Any] = {
+    "type": "ModelParallel",
+    "partitions": [{"node_ids": ["0"], "target": {"Tag": "any"}}],
+    "communication": {"protocol": "Pipeline", "micro_batch_size": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"accumulation": {"micro_batch_size": 8, "steps": 2}},
+            "accumulation.steps: micro_batch_size is set already; only one of the two may be",
+        ),
+        ({"accumulation": {"steps": 0}}, "accumulation.steps: 0 is not allowed; must be >= 1"),
+        (
+            {"accumulation": {"micro_batch_size": 65}},
+            "accumulation.micro_batch_size: 65 rows is more than batch_size, 64",
+        ),
+        (
+            {"accumulation": {"steps": 65}},
+            "accumulation.steps: 65 micro-batches is more than batch_size, 64",
+        ),
+        (
+            {"accumulation": {"non_finite": "skip"}},
+            "accumulation.non_finite: 'skip' is not one of fail, skip_step",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0}},
+            "optimizer.clip_norm: 0 is not allowed; must be > 0",
+        ),
+        (
+            {"strategy": STAGES, "accumulation": {"steps": 2}},
+            "accumulation.steps: has no meaning under a Pipeline; its communication.micro_batch_",
+        ),
+        (
+            {"strategy": STAGES, "accumulation": {"micro_batch_size": 4}},
+            "accumulation.micro_batch_size: 4 contradicts the Pipeline's communication.micro_ba",
+        ),
+        (
+            {
+                "strategy": {
+                    "type": "DataParallel",
+                    "num_replicas": 2,
+                    "aggregation": {"method": "AllReduce"},
+                    "options": {"inner": STAGES},
+                },
+                "accumulation": {"micro_batch_size": 4},
+            },
+            "accumulation.micro_batch_size: 4 contradicts the Pipeline's communication.micro_ba",
+        ),
+    ],
+)
+def test_accumulation_that_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
+    assert wrong({**MINIMAL, **changes})[0].startswith(expected)
+
+
+def test_accumulation_may_repeat_what_the_pipeline_says() -> None:
+    same = {"micro_batch_size": 8, "non_finite": "skip_step"}
+    job = JobSpec.parse({**MINIMAL, "strategy": STAGES, "accumulation": same})
+    assert job.window.may_skip
+    assert JobSpec.from_json(job.canonical_json()) == job
+    assert not JobSpec.parse(MINIMAL).window.may_skip
+
+
 def test_evaluation_is_once_per_epoch_or_round() -> None:
     for document, expected in ((MINIMAL, "1 epoch"), (FEDERATED_JOB, "1 round")):
         job = JobSpec.parse({**document, "evaluation": {"metrics": ["accuracy"]}})
