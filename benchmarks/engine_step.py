@@ -26,10 +26,11 @@ from stratagem.common.job import JobSpec
 from stratagem.common.malloc import tune_malloc
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.exchange import AloneExchange
 from stratagem.worker.losses import make_loss
 
 NUM_MICRO_BATCHES = 4
@@ -78,7 +79,8 @@ def plain(name: str, *, num_parts: int, is_checked: bool) -> Callable[[], None]:
             norm = nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]
             )
-            assert math.isfinite(total) and math.isfinite(norm.item())
+            assert math.isfinite(total)
+            assert math.isfinite(norm.item())
         optimizer.step()
 
     return step
@@ -103,8 +105,9 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
     randomness = KeyedRandomness(model, CPU)
     evaluator = Evaluator(model, randomness, gather, loss, {}, 256)
     data = {"train": as_dataset(make_data(name), "train")}
-    trainer = Trainer(Setup(job, model, data, loss, gather, evaluator, randomness))
-    exchange = solo_exchange(GradientBuckets(trainer.params, num_extras=trainer.num_extras), 1)
+    execution = prepare(model, job, CPU, randomness)
+    trainer = Trainer(Setup(job, model, data, loss, gather, evaluator, randomness, execution))
+    exchange = AloneExchange(trainer.params)
     return lambda: void(trainer.train_step(exchange, range(1), 1))
 
 

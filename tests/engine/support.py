@@ -11,6 +11,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.exchange import Exchange, solo_exchange
 
@@ -39,7 +40,15 @@ def trainer_of(spec: JobSpec, *, fresh: bool = True) -> Trainer:
     return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh)
 
 
-def solo(trainer: Trainer, num_shards: int) -> Exchange:
+def solo(trainer: Trainer, num_shards: int) -> Exchange | AloneExchange:
+    """What a worker uses that owns all shards."""
+    if num_shards == 1 and AloneExchange.fits(trainer.params):
+        return AloneExchange(trainer.params)
+    return in_buckets(trainer, num_shards)
+
+
+def in_buckets(trainer: Trainer, num_shards: int) -> Exchange:
+    """The same in flat buckets, as several members have it."""
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     return solo_exchange(buckets, num_shards)
 
@@ -48,7 +57,9 @@ def train(trainer: Trainer, num_shards: int, num_steps: int) -> list[float]:
     """The losses of some steps with one member that owns all shards."""
     exchange = solo(trainer, num_shards)
     owned = assign_shards(num_shards, 1)[0]
-    return [trainer.train_step(exchange, owned, num_shards).loss for _ in range(num_steps)]
+    losses = [trainer.train_step(exchange, owned, num_shards).loss for _ in range(num_steps)]
+    exchange.close()
+    return losses
 
 
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

@@ -11,8 +11,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -105,19 +104,25 @@ def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
     return target
 
 
-@contextmanager
-def user_code(activity: str) -> Iterator[None]:
+class user_code:  # reads as a statement
     """Runs the user's code: what it raises becomes one `UserCodeError`.
 
     Everything is caught on purpose, `sys.exit()` too: this is the border between our program and
-    the user's. Our own errors, raised by callbacks inside it, pass through.
+    the user's. Our own errors, raised by callbacks inside it, pass through. A class, because it is
+    entered several times in each step.
     """
-    try:
-        yield
-    except StratagemError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise user_error(error, activity) from error
+
+    __slots__ = ("_activity",)
+
+    def __init__(self, activity: str) -> None:
+        self._activity = activity
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StratagemError) or not isinstance(error, Exception | SystemExit):
+            return
+        raise user_error(error, self._activity) from error
 
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:

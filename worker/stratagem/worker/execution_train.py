@@ -17,7 +17,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
-from stratagem.worker.exchange import Exchange, ExchangeError, GossipExchange
+from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.party import give_up, join
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze
@@ -102,7 +102,7 @@ def _train_under(
                 assert isinstance(exchange, GossipExchange)
                 report = trainer.train_step(exchange, plan.num_shards)
             else:
-                assert isinstance(exchange, Exchange)
+                assert not isinstance(exchange, GossipExchange)
                 report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
             segment.is_stepping = False
             account(work, plan, segment, report)

@@ -33,6 +33,7 @@ from stratagem.worker.agent import retry_delay_s
 from stratagem.worker.control import Moved, PartyView
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import (
+    AloneExchange,
     Exchange,
     ExchangeError,
     GossipExchange,
@@ -74,7 +75,9 @@ _RETRIED: Final = (
 Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
-def join(work: Work, plan: pb.TrainPlan, view: PartyView) -> Exchange | GossipExchange:
+def join(
+    work: Work, plan: pb.TrainPlan, view: PartyView
+) -> Exchange | AloneExchange | GossipExchange:
     """The exchange of this view; afterwards all members hold the same state.
 
     Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
@@ -319,13 +322,17 @@ def _offer(work: Work, view: PartyView) -> None:
 
 def _exchange(
     work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | SharedGroup | None
-) -> Exchange:
+) -> Exchange | AloneExchange:
     holding, deadline_s = work.holding, work.host.exchange_timeout_s
     trainer = holding.trainer
     assert isinstance(trainer, Trainer)
+    is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
+    is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
+    if is_alone and AloneExchange.fits(trainer.params):
+        return AloneExchange(trainer.params)
     if holding.buckets is None:
         holding.buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-    if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
+    if is_server:
         exchange, transport = server_exchange(
             holding.buckets,
             view.rank,

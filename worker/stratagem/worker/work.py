@@ -27,7 +27,7 @@ from stratagem.worker.control import Control
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.engine import ClientRunner, GossipTrainer, StepReport, Trainer, build_trainer
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.exchange import Exchange, GossipExchange, GradientBuckets
+from stratagem.worker.exchange import AloneExchange, Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.gradients import GradientPort
 from stratagem.worker.mesh.agree import MeshOffer
@@ -108,7 +108,7 @@ class Holding:
 
     trainer: Trainer | GossipTrainer | None = None
     buckets: GradientBuckets | None = None
-    exchange: Exchange | GossipExchange | None = None
+    exchange: Exchange | AloneExchange | GossipExchange | None = None
     stages: HeldStages | None = None
     """Under model parallelism, instead of trainer and exchange."""
     membership: int = -1

@@ -59,6 +59,8 @@ class Buffers:
     def contribution(self, shard: int, num_live: int) -> Tensor:
         """What this shard adds to the sum, after its forward pass; float64."""
         self._check_constants()
+        if not self._slots:
+            return torch.zeros(0, dtype=torch.float64)
         after = [_current(slot) for slot in self._slots]
         split = len(self._floats)
         floats = self._flat(after[:split], torch.float64)
@@ -75,6 +77,8 @@ class Buffers:
     @torch.no_grad()
     def apply(self, total: Tensor, num_live: int) -> None:
         """Sets the buffers after the step from the sum of all contributions."""
+        if not self._slots:
+            return
         floats, integers = total.to(self._device).tensor_split((self._num_floats,))
         split = len(self._floats)
         if num_live > 1:

@@ -35,7 +35,9 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     if not norms:
         return torch.zeros(())
     device = norms[0].device
-    found: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device) for norm in norms]
+    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
     return found
 
 
@@ -47,12 +49,19 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
     return math.isfinite(norm.item()) or all(bool(torch.isfinite(grad).all()) for grad in grads)
 
 
-def inspect(loss: float, weight: float, grads: Sequence[Tensor], *, is_clipped: bool) -> Finding:
-    """Looks at a step's mean loss, its weight and its gradients.
+def inspect(
+    loss: float,
+    weight: float,
+    grads: Sequence[Tensor],
+    *,
+    is_clipped: bool,
+    norms: Sequence[Tensor] | None = None,
+) -> Finding:
+    """Looks at a step's mean loss, its weight and its gradients; norms: theirs, if known already.
 
     is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
     """
-    norm = total_norm(norms_of(grads))
+    norm = total_norm(norms_of(grads) if norms is None else norms)
     is_finite = are_finite(norm, grads)
     return Finding(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
 

@@ -161,7 +161,7 @@ class GossipTrainer:
         window = Window(
             self._job.window.cut(len(rows)),
             key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
-            before_backward=lambda: failpoint("worker.gossip.before_backward"),
+            before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
         step = self.step + 1
         what = Rows(self._setup.data["train"], rows, f"training step {step}")

@@ -48,14 +48,14 @@ class Window:
     """The micro-batches that one share of a step is computed in.
 
     cuts: places in the rows, in order. key: names micro-batch number m of it; what is drawn at
-    random depends on that alone. before: called with m before micro-batch m, and before_backward
-    between its forward and its backward pass.
+    random depends on that alone. before: called with m before micro-batch m; before_backward with
+    the weight so far between its forward and its backward pass.
     """
 
     cuts: Sequence[range]
     key: Callable[[int], Key]
     before: Callable[[int], None] = lambda _: None
-    before_backward: Callable[[], None] = lambda: None
+    before_backward: Callable[[float], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +91,32 @@ class Passes:
 
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
         found: list[tuple[Tensor, float]] = []
+        weight = 0.0
+
+        def weigh(own: float) -> None:
+            nonlocal weight
+            weight += own
+            window.before_backward(weight)
+
         for number, cut in enumerate(window.cuts):
             window.before(number)
             self.randomness.begin(*window.key(number))
             part = Rows(rows.dataset, rows.indices[cut.start : cut.stop], rows.activity)
-            found.append(self._run_one(part, window.before_backward, is_weighted=is_weighted))
+            found.append(self._run_one(part, weigh, is_weighted=is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
-        loss_sum = weight = 0.0
+        loss_sum = 0.0
         for mean, counted in found:
             loss_sum += mean.item() * counted
-            weight += counted
         return Counted(loss_sum, weight)
 
     def _run_one(
-        self, rows: Rows, before_backward: Callable[[], None], *, is_weighted: bool
+        self, rows: Rows, before_backward: Callable[[float], None], *, is_weighted: bool
     ) -> tuple[Tensor, float]:
         """Forward and backward of one micro-batch; (its mean loss, its weight)."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity)
         with user_code(rows.activity):
             loss = self.loss(self.model(x), y, len(rows.indices))
-        before_backward()
+        before_backward(float(loss.weight))
         with user_code(rows.activity):
             root = loss.mean * loss.weight if is_weighted else loss.mean
             self.execution.scale.up(root).backward()  # type: ignore[no-untyped-call]

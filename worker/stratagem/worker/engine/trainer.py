@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,17 @@ from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
 from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.finite import inspect, not_finite
-from stratagem.worker.engine.passes import Passes, Rows, Window
+from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
+from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.losses import LossFunction, counts_rows
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 
-# Places of the extras: [weight, sum of the loss, wish to stop, one per parameter, buffers].
-_WEIGHT, _LOSS, _STOP, _FIXED = 0, 1, 2, 3
+_FIXED: Final = 3
+"""How many extras come before those of the parameters; see `_extras`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,7 @@ class Trainer:
         self.num_extras = _FIXED + len(self.params) + self._buffers.num_elements
         self.compressor = compressor_of(job, self.params, self.num_extras)
         self.step = 0
-        self._reached: set[int] = set()
-        for index, (_, param) in enumerate(self.params):
-            param.register_post_accumulate_grad_hook(self._marker(index))  # type: ignore[no-untyped-call]
+        self._is_training = False
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -105,12 +105,19 @@ class Trainer:
         return self._execution.notes
 
     def train_step(
-        self, exchange: Exchange, owned: range, num_shards: int, *, stop: bool = False
+        self,
+        exchange: Exchange | AloneExchange,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
     ) -> StepReport:
         """One optimizer step over the next global batch, cut into `num_shards` shards."""
         _, indices = self._order.batch(self.step)
         live = [rows for rows in split_rows(len(indices), num_shards) if rows]
-        self.model.train()
+        if not self._is_training:  # walks all modules
+            self.model.train()
+            self._is_training = True
         self._buffers.snapshot()
         self._execution.begin_batch(len(indices))
         own = range(owned.start, min(owned.stop, len(live)))
@@ -122,10 +129,10 @@ class Trainer:
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
-                rows = indices[_slice(live[shard])]
-                extras = self._run_shard(exchange, shard, rows, live, starts)
-                extras[_STOP] = float(stop)
-                exchange.end_shard(shard, extras)
+                rows = indices[live[shard].start : live[shard].stop]
+                own_extras = self._run_shard(exchange, shard, rows, starts)
+                changes = self._buffers.contribution(shard, len(live))
+                exchange.end_shard(shard, _extras(own_extras, stop, exchange.reached(), changes))
             totals = exchange.finish()
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
@@ -146,6 +153,7 @@ class Trainer:
         if split not in self._data:
             known = ", ".join(self._data)
             raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        self._is_training = False
         return self._evaluator.parts(split, self._data[split], rank, size)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -194,18 +202,14 @@ class Trainer:
             return scale.value if scale.is_dynamic else None
         return num_rows * scale.value if counts_rows(self.job.loss) else None
 
-    def _marker(self, index: int) -> Callable[[Tensor], None]:
-        return lambda param: self._reached.add(index)
-
     def _run_shard(
         self,
-        exchange: Exchange,
+        exchange: Exchange | AloneExchange,
         shard: int,
         rows: Tensor,
-        live: list[range],
         starts: list[Callable[[], None]],
-    ) -> Tensor:
-        """Forward and backward of one shard; what it adds to the extras.
+    ) -> Counted:
+        """Forward and backward of one shard.
 
         starts: what is still to be done before the step's first backward.
         """
@@ -216,47 +220,42 @@ class Trainer:
             while starts:
                 starts.pop(0)()
 
-        def before_backward() -> None:
+        def before_backward(weight: float) -> None:
             start()
             failpoint("worker.step.before_backward")
+            if self.job.window.must_divide:
+                exchange.weigh(weight * self._execution.scale.value)
 
         if len(starts) == 1:
             start()
-        self._reached.clear()
         window = Window(
             cuts,
             key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),
             before=lambda micro_batch: exchange.next_micro_batch() if micro_batch else None,
             before_backward=before_backward,
         )
-        counted = self._passes.add_sums(
-            Rows(self._data["train"], rows, f"training step {self.step + 1}"), window
-        )
-        extras = torch.zeros(self.num_extras, dtype=torch.float64)
-        extras[_WEIGHT], extras[_LOSS] = counted.weight, counted.loss_sum
-        extras[[_FIXED + index for index in sorted(self._reached)]] = 1.0
-        extras[_FIXED + len(self.params) :] = self._buffers.contribution(shard, len(live))
-        return extras
+        what = Rows(self._data["train"], rows, f"training step {self.step + 1}")
+        return self._passes.add_sums(what, window)
 
     def _apply(
-        self, exchange: Exchange, totals: Tensor, num_live: int, num_rows: int
+        self, exchange: Exchange | AloneExchange, totals: Tensor, num_live: int, num_rows: int
     ) -> StepReport:
         """Turns the sums into one update, or leaves everything as it is and says so."""
-        weight = totals[_WEIGHT].item()
-        loss = totals[_LOSS].item() / weight if weight else math.nan
         first_buffer = _FIXED + len(self.params)
+        weight, loss_sum, wishes, *reached = totals[:first_buffer].tolist()
+        loss = loss_sum / weight if weight else math.nan
         if self.job.window.must_divide and self._divisor(num_rows) is None:
-            exchange.buckets.divide(weight * self._execution.scale.value)
+            exchange.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
-        for (_, param), count in zip(
-            self.params, totals[_FIXED:first_buffer].tolist(), strict=True
-        ):
+        for (_, param), count in zip(self.params, reached, strict=True):
             if count == 0:
                 param.grad = None
         grads = [param.grad for _, param in self.params if param.grad is not None]
         spec, activity = self.job.optimizer, f"training step {self.step + 1}"
-        found = inspect(loss, weight, grads, is_clipped=spec.clip_norm is not None)
+        found = inspect(
+            loss, weight, grads, is_clipped=spec.clip_norm is not None, norms=exchange.norms()
+        )
         if found.what:
             exchange.discard()
             self._buffers.restore()
@@ -277,11 +276,14 @@ class Trainer:
             loss=loss,
             weight=0.0 if found.what else weight,
             num_rows=num_rows,
-            stop=bool(totals[_STOP] > 0),
+            stop=wishes > 0,
             grad_norm=found.norm.item(),
             num_skipped=int(bool(found.what)),
         )
 
 
-def _slice(rows: range) -> slice:
-    return slice(rows.start, rows.stop)
+def _extras(counted: Counted, stop: bool, reached: list[bool], changes: Tensor) -> Tensor:
+    """[weight, sum of the loss, wish to stop, one per parameter, buffers], float64."""
+    first = [counted.weight, counted.loss_sum, float(stop), *reached]
+    values = torch.tensor(first, dtype=torch.float64)
+    return torch.cat([values, changes]) if len(changes) else values

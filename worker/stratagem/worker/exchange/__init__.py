@@ -5,6 +5,7 @@ none (solo), member to member (mesh, or shared where they share memory), or thro
 (server). `GossipExchange` adds nothing up for all: it averages parameters among neighbours.
 """
 
+from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.exchange import (
     Exchange,
@@ -17,6 +18,7 @@ from stratagem.worker.exchange.server import ServerTransport
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [
+    "AloneExchange",
     "Exchange",
     "ExchangeError",
     "GossipExchange",

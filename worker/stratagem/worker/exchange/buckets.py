@@ -92,6 +92,10 @@ class GradientBuckets:
             self._came = [False] * len(self._params)
             self._num_missing = list(self._per_bucket)
 
+    def reached(self) -> list[bool]:
+        """By parameter: whether the set that was begun has a gradient of it."""
+        return list(self._filled)
+
     def discard(self) -> None:
         """Forgets the set that was begun, and all gradients."""
         self._filling = self._on_full = None

@@ -92,6 +92,21 @@ class Exchange:
         self._num_to_come -= 1
         self.buckets.go_on(self._on_full(self._current()))
 
+    def reached(self) -> list[bool]:
+        """By parameter: whether backward has reached it in this shard."""
+        return self.buckets.reached()
+
+    def weigh(self, weight: float) -> None:
+        """Of no use here: the weight of a shard is not that of the step."""
+
+    def divide(self, divisor: float) -> None:
+        """Divides the sums, after finish, where nobody knew the divisor before."""
+        self.buckets.divide(divisor)
+
+    def norms(self) -> list[Tensor] | None:
+        """The 2-norms of the summed gradients: not known here."""
+        return None
+
     def discard(self) -> None:
         """The step is given up: nothing of what was added stays in any gradient."""
         self._step = None
