@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
 
-from docs import processes, tables
+from docs import processes, tables, training_phases
 from docs.diagrams import (
     STRATEGIES,
     diagram,
@@ -39,6 +39,7 @@ def parts() -> Mapping[str, str]:
     for name in STRATEGIES:
         seen = observe([name], strategy_phase)
         made[f"phases {name}"] = f"{diagram(seen)}\n\n{phase_table(seen)}"
+    made["training phases"] = training_phases.diagram()
     return made
 
 

@@ -22,6 +22,7 @@ from stratagem.common.job import (
     ExecutionSpec,
     JobSpec,
     execution,
+    phases,
     sections,
 )
 from stratagem.common.job.every import Every
@@ -54,6 +55,9 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         AccumulationSpec,
         ExecutionSpec,
         CompressionSpec,
+        phases.PhasesSpec,
+        phases.PredictorSpec,
+        phases.AdaptationSpec,
         sections.PartitionSpec,
     )
 }

@@ -7,6 +7,7 @@ from stratagem.common.job.derive import entry_points, with_fields
 from stratagem.common.job.every import Every
 from stratagem.common.job.execution import ExecutionSpec
 from stratagem.common.job.files import load_job, parse_yaml
+from stratagem.common.job.phases import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -21,6 +22,7 @@ from stratagem.common.job.spec import JobSpec
 
 __all__ = [
     "AccumulationSpec",
+    "AdaptationSpec",
     "CheckpointSpec",
     "CompressionSpec",
     "DataSpec",
@@ -35,6 +37,8 @@ __all__ = [
     "NodeSpec",
     "OptimizerSpec",
     "PartitionSpec",
+    "PhasesSpec",
+    "PredictorSpec",
     "ScheduleSpec",
     "SubgraphSpec",
     "effective_strategy",

@@ -18,6 +18,7 @@ from stratagem.common.job.compression import CompressionSpec, why_not_compressed
 from stratagem.common.job.every import Every, Unit
 from stratagem.common.job.execution import ExecutionSpec, Variant, variant_to_plain
 from stratagem.common.job.nesting import effective
+from stratagem.common.job.phases import PhasesSpec, reason_against
 from stratagem.common.job.search import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -69,6 +70,7 @@ class JobSpec(Section):
     accumulation: AccumulationSpec | None = None
     execution: ExecutionSpec = ExecutionSpec()
     compression: CompressionSpec | None = None
+    phases: PhasesSpec | None = None
     partition: PartitionSpec | None = None
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
@@ -98,6 +100,7 @@ class JobSpec(Section):
                 *_compression(self),
                 *check_accumulation(self),
                 *_execution(self),
+                *_phases(self),
             ]
         )
         return self
@@ -237,6 +240,15 @@ def _execution(job: JobSpec) -> list[Violation]:
         text = f"chooses the strategy, which is {kind} already; leave one of the two out"
         found.append(Violation("execution.parallelism", text))
     return found
+
+
+def _phases(job: JobSpec) -> list[Violation]:
+    if job.phases is None:
+        return []
+    reason = reason_against(job.strategy)
+    if reason is None and not job.execution.deterministic:
+        reason = "needs execution.deterministic: replicas decide alike only on equal bits"
+    return [] if reason is None else [Violation("phases", reason)]
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

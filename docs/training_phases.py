@@ -1,0 +1,43 @@
+"""The state diagram of phase training, observed: the schedule is walked with all checks' outcomes.
+
+An arrow is a step of the schedule that really happened, labelled by what brought it about.
+"""
+
+from collections.abc import Iterator
+
+from stratagem.common.job.phases import PhasesSpec
+from stratagem.worker.phases import schedule
+from stratagem.worker.phases.schedule import Phase, Quality, State
+
+_SPEC = PhasesSpec(full_steps=2, predict_steps=3, correct_every=2)
+_GOOD, _BAD = Quality(0.0, 1.0), Quality(1.0, 0.0)
+_DEPTH = 12
+_LABELS = {
+    (Phase.FULL, Phase.FULL): "full_steps not done, or the back-test failed",
+    (Phase.FULL, Phase.PREDICT): "full_steps done, the back-test passed",
+    (Phase.PREDICT, Phase.PREDICT): "budget left",
+    (Phase.PREDICT, Phase.CORRECT): "correct_every predictions since the last exact gradient",
+    (Phase.PREDICT, Phase.FULL): "predict_steps done",
+    (Phase.CORRECT, Phase.PREDICT): "the prediction was good",
+    (Phase.CORRECT, Phase.FULL): "it was not, or the loss jumped",
+}
+
+
+def diagram() -> str:
+    """Mermaid; KeyError where an arrow has no label here."""
+    arrows = sorted(set(_walk(schedule.initial(_SPEC), _DEPTH)))
+    lines = [f"    {source} --> {target}: {_LABELS[source, target]}" for source, target in arrows]
+    return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> FULL", *lines, "```"])
+
+
+def _walk(state: State, depth: int) -> Iterator[tuple[Phase, Phase]]:
+    if depth == 0:
+        return
+    opened = schedule.begin(state, _SPEC)
+    if state.total_step:
+        yield state.phase, opened.phase
+    if not opened.phase.is_exact:
+        yield from _walk(schedule.end(opened, _SPEC), depth - 1)
+        return
+    for check in (_GOOD, _BAD):
+        yield from _walk(schedule.end(opened, _SPEC, 1.0, (check,)), depth - 1)

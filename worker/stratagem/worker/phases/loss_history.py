@@ -1,0 +1,106 @@
+"""The last losses of one kind of step, and what they say.
+
+Pure: no clock, no tensor. Every comparison is relative to |loss|, so that losses at and below zero
+mean the same as others.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MAX_LOSSES: Final = 1000
+SPIKE_DEVIATIONS: Final = 3.0
+DIVERGENCE_SHARE: Final = 0.2
+# Losses that do not vary at all have no deviation to measure by; rounding is no spike.
+_LEAST_DEVIATION: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of all losses kept. variance: of the population."""
+
+    mean: float
+    variance: float
+    deviation: float
+    least: float
+    most: float
+    median: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossHistory:
+    """Losses, oldest first; at most `capacity` of them."""
+
+    losses: tuple[float, ...] = ()
+    capacity: int = MAX_LOSSES
+
+    def recorded(self, loss: float) -> LossHistory:
+        """With one more loss, and without the oldest if there is no room."""
+        return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
+
+    def summary(self) -> Summary | None:
+        """None without losses."""
+        if not self.losses:
+            return None
+        variance = statistics.pvariance(self.losses)
+        return Summary(
+            mean(self.losses),
+            variance,
+            math.sqrt(variance),
+            min(self.losses),
+            max(self.losses),
+            statistics.median(self.losses),
+        )
+
+    def rolling_average(self, window: int) -> float | None:
+        """Mean of the last `window` losses; None while there are fewer."""
+        return mean(self.losses[-window:]) if len(self.losses) >= window else None
+
+    def change(self, window: int) -> float | None:
+        """(newer − older) / |older| of the means of the last two windows; None while there are
+        fewer losses. An older mean of zero counts as the least positive number."""
+        if len(self.losses) < 2 * window:
+            return None
+        older, newer = mean(self.losses[-2 * window : -window]), mean(self.losses[-window:])
+        return _relative(newer - older, older)
+
+    def is_converging(self, threshold: float) -> bool:
+        """Whether the newer half lies below the older one by more than this share of it."""
+        change = self.change(len(self.losses) // 2) if len(self.losses) >= 2 else None
+        return change is not None and -change > threshold
+
+    def is_diverging(self, window: int) -> bool:
+        """Whether the newer of the last two windows lies a fifth above the older one."""
+        change = self.change(window)
+        return change is not None and change > DIVERGENCE_SHARE
+
+    def is_spike(self, window: int) -> bool:
+        """Whether the newest loss lies three deviations above the `window` losses before it."""
+        baseline = self.losses[-window - 1 : -1]
+        if len(baseline) < max(window, 2):
+            return False
+        level = mean(baseline)
+        deviation = max(statistics.pstdev(baseline), _LEAST_DEVIATION * abs(level))
+        rise = self.losses[-1] - level
+        return rise > 0 and rise > SPIKE_DEVIATIONS * deviation
+
+    def improvement_rate(self) -> float | None:
+        """(last − first) / |first|: negative while the loss falls; None below two losses."""
+        if len(self.losses) < 2:
+            return None
+        return _relative(self.losses[-1] - self.losses[0], self.losses[0])
+
+
+def mean(losses: Sequence[float]) -> float:
+    """The exactly rounded sum divided by the count: independent of how it is added up."""
+    return math.fsum(losses) / len(losses)
+
+
+def _relative(difference: float, base: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / abs(base) if base else math.copysign(math.inf, difference)
