@@ -11,6 +11,7 @@ from stratagem.client.sync import Client
 from stratagem.client.views import Phase
 from stratagem.common.errors import RunFailedError
 from stratagem.worker.reference import plain_loop, sharded_loop
+from stratagem.worker.reference_phases import phases_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -124,6 +125,30 @@ def test_three_replicas_are_the_plain_loop_up_to_rounding(
     outcome = train(client, spec)
     assert_close(outcome.state, plain_loop(spec, ALLOWED).state, tolerance)
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "Local"])
+def test_phases_have_the_bits_of_their_reference(client: Client, method: str) -> None:
+    strategy = {"type": "Local"} if method == "Local" else data_parallel(3, method)
+    phases = {
+        "full_steps": 2,
+        "predict_steps": 4,
+        "correct_every": 3,
+        # Small batches: the predictions are bad, and taken all the same.
+        "max_relative_error": 100,
+        "min_correlation": -1,
+    }
+    spec = job(strategy=strategy, phases=phases, optimizer=ADAMW)
+    run = train(client, spec)
+    expected = phases_loop(spec, ALLOWED, 1 if method == "Local" else 3, 10)
+    assert expected.phases == "FFPPPCPFFP"
+    assert_same_bits(run.state, expected.result.state)
+    finished = [event.payload for event in run.of("SegmentFinished")]
+    # The second of the five segments has predicted steps only: nobody has sent anything.
+    assert [each["num_rows"] for each in finished] == [32, 0, 16, 2, 16]
+    assert finished[1]["loss"] == expected.result.losses[1]
+    assert run.status.metrics["train.step_ratio"] == 10 / 5
+    assert run.status.metrics["train.predicted_steps"] == 5
 
 
 @pytest.mark.parametrize("all_reduce", ["ring", "native"])

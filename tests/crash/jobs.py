@@ -107,12 +107,23 @@ GOSSIP = gossip()
 PIPELINE = pipeline()
 FED_AVG = federated()
 
+# Predictions of small batches are bad; here they are taken all the same.
+PHASES: Job = {
+    "full_steps": 2,
+    "predict_steps": 4,
+    "correct_every": 2,
+    "max_relative_error": 100,
+    "min_correlation": -1,
+}
+
 JOBS: dict[str, Job] = {
     "Local": job(LOCAL),
     "AllReduce": job(ALL_REDUCE),
     "ParameterServer": job(PARAMETER_SERVER),
     # Each member has residuals that nobody else has.
     "Coded": job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
+    "Phases": job(ALL_REDUCE) | {"phases": PHASES},
+    "Phases-server": job(PARAMETER_SERVER) | {"phases": PHASES},
     "Gossip": job(GOSSIP),
     "Pipeline": job(PIPELINE),
     # There are workers for one of the two: it computes both shards.

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 NUM_WORKERS = 3
 KILLED_BY_FAILPOINT = 137
 TAIL_CHARS = 8000
+CLOCKED = {"train.cost_speedup", "train.wall_speedup"}
+"""Metrics that a clock measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def outcome_of(run: RunHandle) -> Outcome:
                 digests[payload["party"], 0] = payload["digest"]
             case "SegmentCommitted":
                 digests[payload["party"], payload["segment"]] = payload["digest"]
-                metrics[payload["party"], payload["segment"]] = payload["metrics"]
+                metrics[payload["party"], payload["segment"]] = {
+                    name: value for name, value in payload["metrics"].items() if name not in CLOCKED
+                }
             case "Evaluated":
                 metrics[payload["party"], payload["segment"]] = payload["metrics"]
             case "GenerationClosed":

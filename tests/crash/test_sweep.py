@@ -16,6 +16,7 @@ SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
 EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
+WITH_PHASES = ("Phases", "Phases-server")
 SOLE_COPIES = ("Gossip", "Pipeline")
 """Return to the last commit; so does Coded."""
 
@@ -41,6 +42,7 @@ REACHED_BY = {
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
     "worker.step.after_apply": (*NESTED, "Coded"),
+    "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
     "worker.gossip.before_backward": ("Gossip",),
     "worker.gossip.before_mix": ("Gossip",),
@@ -84,6 +86,7 @@ LATER_HITS = {
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
+    "worker.phases.predicted": (5,),
     "worker.gossip.before_backward": (6,),
     "worker.gossip.before_mix": (5,),
     "worker.gossip.mixing": (9,),
@@ -123,7 +126,8 @@ def cases() -> list[Case]:
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
                 is_other = (
-                    job in (*EXCHANGING, *SOLE_COPIES, "Pipelines", "Coded") and num_passed > 0
+                    job in (*EXCHANGING, *SOLE_COPIES, *WITH_PHASES, "Pipelines", "Coded")
+                    and num_passed > 0
                 )
                 worker = "worker-2" if is_other else "worker-0"
                 process = worker if failpoint.startswith("worker.") else "coordinator"

@@ -130,6 +130,8 @@ class Progress:
     """2-norm of the latest step's gradient before clipping; 0 where none is known."""
     num_skipped_steps: int = 0
     """Steps of the open segment that were not finite and changed nothing."""
+    training_phase: str = ""
+    """Under phase training: FULL, PREDICT or CORRECT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,7 @@ def progress(message: pb.RunProgress) -> Progress:
         strategy_phase=message.strategy_phase,
         grad_norm=message.grad_norm,
         num_skipped_steps=message.num_skipped_steps,
+        training_phase=message.training_phase,
     )
 
 

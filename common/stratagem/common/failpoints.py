@@ -40,6 +40,7 @@ FAILPOINTS: Final = (
     "worker.step.before_backward",
     "worker.step.before_apply",
     "worker.step.after_apply",
+    "worker.phases.predicted",
     "worker.client_round.after_training",
     "worker.execute.accepted",
     "worker.blob.committed",

@@ -463,6 +463,7 @@ class RunProgress(_message.Message):
     STRATEGY_PHASE_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
+    TRAINING_PHASE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -477,6 +478,8 @@ class RunProgress(_message.Message):
     """2-norm of the latest step's gradient before clipping; 0 where none is known."""
     num_skipped_steps: _builtins.int
     """Steps of the open segment that were skipped because they were not finite."""
+    training_phase: _builtins.str
+    """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
     def __init__(
         self,
         *,
@@ -491,10 +494,11 @@ class RunProgress(_message.Message):
         strategy_phase: _builtins.str = ...,
         grad_norm: _builtins.float = ...,
         num_skipped_steps: _builtins.int = ...,
+        training_phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

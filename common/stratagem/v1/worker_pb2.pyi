@@ -485,6 +485,7 @@ class Progress(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     to_step: _builtins.int
     loss: _builtins.float
@@ -499,6 +500,10 @@ class Progress(_message.Message):
     """2-norm of the whole gradient of the latest step that was applied, before clipping."""
     num_skipped_steps: _builtins.int
     """Steps of the segment so far whose loss or gradient was not finite, and that changed nothing."""
+    phase: _builtins.str
+    """Under phase training that of the latest step: FULL, PREDICT or CORRECT. A predicted step repeats
+    the loss of the last exact one.
+    """
     def __init__(
         self,
         *,
@@ -509,10 +514,11 @@ class Progress(_message.Message):
         engine: _builtins.str = ...,
         grad_norm: _builtins.float = ...,
         num_skipped_steps: _builtins.int = ...,
+        phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "num_skipped_steps", b"num_skipped_steps", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,7 +718,8 @@ class TrainResult(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What there is to say of the segment beside the loss; equal on all members. "grad_norm" and
         "max_grad_norm": 2-norm of the whole gradient before clipping, of the last applied step and the
-        largest; "skipped_steps" where steps may be skipped; "consensus_distance" and others.
+        largest; "skipped_steps" where steps may be skipped; "consensus_distance" and others;
+        and of phase training what it has saved, where speed-ups are as this member's clock saw them.
         """
 
     @_builtins.property

@@ -33,6 +33,8 @@ class Progress:
     """2-norm of the latest step's gradient before clipping."""
     num_skipped_steps: int = 0
     """In the segment, because they were not finite."""
+    training_phase: str = ""
+    """Of phase training."""
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
 from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.party import give_up, join
+from stratagem.worker.phases import Phase
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work
@@ -130,7 +131,8 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
     tally = work.holding.tally
     tally.add(report)
     segment.num_rows += report.num_rows
-    if work.holding.is_offering:
+    if work.holding.is_offering and report.phase != Phase.PREDICT:
+        # An exact step was done together, so nobody is behind any more.
         work.holding.is_offering = False
         work.post(work.states.drop_live)
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
@@ -147,6 +149,7 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
         engine=segment.engine,
         grad_norm=tally.grad_norm,
         num_skipped_steps=tally.num_skipped,
+        phase=report.phase,
     )
     work.post(work.outbox.progress, progress)
 
@@ -179,6 +182,12 @@ def _conclude(
     tally, summary = work.holding.tally, segment.summary
     may_skip = work.job.window.may_skip
     own_loss = tally.loss_sum / tally.weight if tally.weight else 0.0
+    metrics = tally.metrics(may_skip=may_skip) if summary is None else dict(summary.metrics)
+    phases = trainer.phases if isinstance(trainer, Trainer) else None
+    if phases is not None:
+        metrics |= phases.metrics
+        if not tally.weight:  # a segment of predicted steps only
+            own_loss = phases.last_loss
     return pb.TrainResult(
         step=trainer.step,
         loss=own_loss if summary is None else summary.loss,
@@ -188,7 +197,7 @@ def _conclude(
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
-        metrics=tally.metrics(may_skip=may_skip) if summary is None else summary.metrics,
+        metrics=metrics,
         traffic=_traffic(trainer),
     )
 

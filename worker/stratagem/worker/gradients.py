@@ -54,10 +54,10 @@ class GradientPort:
     # ---- what the coordinator asks ----
 
     async def outgoing(self, membership: int) -> AsyncGenerator[pb.GetGradientsResponse, None]:
-        """The partial sums of the step after the applied ones, bucket by bucket."""
+        """The partial sums of the next step that is exchanged, bucket by bucket."""
         transport = await self._at(membership)
-        step = self._applied + 1
         try:
+            step = await transport.step_after(self._applied)
             entries, layout = await transport.header(step), await transport.layout(step)
             manifest = _manifest(entries, transport.codec if layout else "")
             yield pb.GetGradientsResponse(

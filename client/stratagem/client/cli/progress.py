@@ -105,6 +105,8 @@ def _amounts(latest: Progress) -> Iterator[str]:
         yield f"step {latest.step}/{latest.num_steps}"
     if latest.strategy_phase not in ("", "TRAINING"):
         yield latest.strategy_phase.lower()
+    if latest.training_phase:
+        yield latest.training_phase.lower()
     if latest.loss:
         yield f"loss {latest.loss:.4f}"
     if latest.num_skipped_steps:

@@ -116,6 +116,7 @@ def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
                 progress.engine,
                 progress.grad_norm,
                 progress.num_skipped_steps,
+                progress.phase,
             )
             env.feed.set_progress(effect.run_id, latest)
 

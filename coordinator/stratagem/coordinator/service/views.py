@@ -95,6 +95,7 @@ def progress(
         strategy_phase=outlook.strategy_phase,
         grad_norm=item.grad_norm,
         num_skipped_steps=item.num_skipped_steps,
+        training_phase=item.training_phase,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import split_rows
@@ -25,7 +25,7 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
 from stratagem.worker.engine.execution import Execution
-from stratagem.worker.engine.finite import inspect, not_finite
+from stratagem.worker.engine.finite import Finding, inspect, norms_of, not_finite, total_norm
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
@@ -34,6 +34,7 @@ from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.losses import LossFunction, counts_rows
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
 
 _FIXED: Final = 3
 """How many extras come before those of the parameters; see `_extras`."""
@@ -53,6 +54,8 @@ class StepReport:
     """2-norm of the whole gradient before clipping; of several nodes, the largest."""
     num_skipped: int = 0
     """1 when loss or gradient was not finite and the step changed nothing; of nodes, how many."""
+    phase: str = ""
+    """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,13 @@ class Trainer:
         self._buffers = Buffers(self.model, setup.gather.device)
         self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
-        self.num_extras = _FIXED + len(self.params) + self._buffers.num_elements
+        self.phases: PhaseTraining | None = None
+        if job.phases is not None:
+            self.phases = PhaseTraining(job.phases, self.params)
+        self._timer = PassTimer(setup.gather.device, must_measure=job.phases is not None)
+        self._checksum = 0
+        num_fixed = _FIXED + int(self.phases is not None)
+        self.num_extras = num_fixed + len(self.params) + self._buffers.num_elements
         self.compressor = compressor_of(job, self.params, self.num_extras)
         self.step = 0
         self._is_training = False
@@ -112,7 +121,14 @@ class Trainer:
         *,
         stop: bool = False,
     ) -> StepReport:
-        """One optimizer step over the next global batch, cut into `num_shards` shards."""
+        """One optimizer step over the next global batch, cut into `num_shards` shards.
+
+        In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
+        """
+        self._timer.begin_step()
+        if self.phases is not None and not self.phases.phase.is_exact:
+            return self._predicted_step(self.phases)
+        self._checksum = self._checksum_to_compare()
         _, indices = self._order.batch(self.step)
         live = [rows for rows in split_rows(len(indices), num_shards) if rows]
         if not self._is_training:  # walks all modules
@@ -130,9 +146,11 @@ class Trainer:
                 if shard > owned.start:
                     self._buffers.restore()
                 rows = indices[live[shard].start : live[shard].stop]
-                own_extras = self._run_shard(exchange, shard, rows, starts)
+                counted = self._run_shard(exchange, shard, rows, starts)
                 changes = self._buffers.contribution(shard, len(live))
-                exchange.end_shard(shard, _extras(own_extras, stop, exchange.reached(), changes))
+                if self.phases is not None:
+                    changes = torch.cat([changes, changes.new_tensor([self._checksum])])
+                exchange.end_shard(shard, _extras(counted, stop, exchange.reached(), changes))
             totals = exchange.finish()
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
@@ -146,6 +164,7 @@ class Trainer:
         if self._execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
+        self._timer.end_exact_step(self.phases, report.phase)
         return report
 
     def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
@@ -160,6 +179,9 @@ class Trainer:
         """(live tensors by name, metadata). Valid until the next step."""
         tensors, numbers = state.optimizer_state(self.optimizer, self.params)
         numbers |= self._execution.scale.metadata()
+        if self.phases is not None:
+            saved, texts = self.phases.state()
+            tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
         metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
         return {**state.model_state(self.model), **tensors}, metadata
 
@@ -188,6 +210,8 @@ class Trainer:
         state.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
+        if self.phases is not None:
+            self.phases.load(tensors, metadata)
         self._execution.scale.load(metadata)
         self.step = int(metadata["step"])
 
@@ -221,6 +245,7 @@ class Trainer:
                 starts.pop(0)()
 
         def before_backward(weight: float) -> None:
+            self._timer.begin_backward()
             start()
             failpoint("worker.step.before_backward")
             if self.job.window.must_divide:
@@ -231,19 +256,31 @@ class Trainer:
         window = Window(
             cuts,
             key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),
-            before=lambda micro_batch: exchange.next_micro_batch() if micro_batch else None,
+            before=lambda micro_batch: self._next_micro_batch(exchange) if micro_batch else None,
             before_backward=before_backward,
         )
         what = Rows(self._data["train"], rows, f"training step {self.step + 1}")
-        return self._passes.add_sums(what, window)
+        self._timer.begin_passes()
+        counted = self._passes.add_sums(what, window)
+        self._timer.end_passes()
+        return counted
+
+    @property
+    def _buffer_places(self) -> slice:
+        first = _FIXED + len(self.params)
+        return slice(first, first + self._buffers.num_elements)
+
+    def _next_micro_batch(self, exchange: Exchange | AloneExchange) -> None:
+        self._timer.begin_forward()
+        exchange.next_micro_batch()
 
     def _apply(
         self, exchange: Exchange | AloneExchange, totals: Tensor, num_live: int, num_rows: int
     ) -> StepReport:
         """Turns the sums into one update, or leaves everything as it is and says so."""
-        first_buffer = _FIXED + len(self.params)
-        weight, loss_sum, wishes, *reached = totals[:first_buffer].tolist()
+        weight, loss_sum, wishes, *reached = totals[: self._buffer_places.start].tolist()
         loss = loss_sum / weight if weight else math.nan
+        self._check_replicas(exchange, totals, num_live)
         if self.job.window.must_divide and self._divisor(num_rows) is None:
             exchange.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
@@ -252,22 +289,18 @@ class Trainer:
             if count == 0:
                 param.grad = None
         grads = [param.grad for _, param in self.params if param.grad is not None]
-        spec, activity = self.job.optimizer, f"training step {self.step + 1}"
-        found = inspect(
-            loss, weight, grads, is_clipped=spec.clip_norm is not None, norms=exchange.norms()
-        )
+        found = inspect(loss, weight, grads, is_clipped=self._is_clipped, norms=exchange.norms())
+        phase = "" if self.phases is None else self.phases.phase
         if found.what:
             exchange.discard()
             self._buffers.restore()
             if not (self._execution.scale.absorbs(found.what) or self.job.window.may_skip):
-                raise not_finite(found.what, activity, self.step + 1)
+                raise self._not_finite(found)
         else:
             self._execution.scale.keep()
-            self._buffers.apply(totals[first_buffer:], num_live)
-            set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
-            clip([param for _, param in self.params], spec.clip_norm, found.norm)
-            with user_code(activity):
-                self.optimizer.step()
+            self._buffers.apply(totals[self._buffer_places], num_live)
+            norm = found.norm if self.phases is None else self._take(self.phases, loss, found.norm)
+            self._update(norm)
             if self.compressor is not None:
                 self.compressor.applied()
         self.step += 1
@@ -279,11 +312,89 @@ class Trainer:
             stop=wishes > 0,
             grad_norm=found.norm.item(),
             num_skipped=int(bool(found.what)),
+            phase=phase,
         )
+
+    @property
+    def _is_clipped(self) -> bool:
+        return self.job.optimizer.clip_norm is not None
+
+    def _update(self, norm: Tensor) -> None:
+        """Clips the gradients in `.grad`, whose norm is given, and makes one optimizer step."""
+        spec = self.job.optimizer
+        set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
+        clip([param for _, param in self.params], spec.clip_norm, norm)
+        with user_code(f"training step {self.step + 1}"):
+            self.optimizer.step()
+
+    def _not_finite(self, found: Finding) -> UserCodeError:
+        return not_finite(found.what, f"training step {self.step + 1}", self.step + 1)
+
+    # ---- phase training ----
+
+    def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:
+        """Shows an exact gradient to the phases; its norm, which a correction changes."""
+        is_correction = phases.phase is Phase.CORRECT
+        grads = [param.grad for _, param in self.params]
+        phases.take(grads, loss)
+        if not is_correction:
+            return norm
+        return total_norm(norms_of([grad for grad in grads if grad is not None]))
+
+    def _predicted_step(self, phases: PhaseTraining) -> StepReport:
+        """An update with a gradient that every member predicts for itself, from the same history to
+        the same bits."""
+        phase, gradients = phases.phase, phases.predict()
+        for (_, param), gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+        grads = [gradient for gradient in gradients if gradient is not None]
+        found = inspect(phases.last_loss, 1.0, grads, is_clipped=self._is_clipped)
+        if not found.what:
+            self._update(found.norm)
+        elif not self.job.window.may_skip:
+            raise self._not_finite(found)
+        self.step += 1
+        phases.end_predicted()
+        self._timer.end_predicted_step(phases)
+        failpoint("worker.phases.predicted")
+        return StepReport(
+            step=self.step,
+            loss=phases.last_loss,
+            weight=0.0,
+            num_rows=0,
+            stop=False,
+            grad_norm=found.norm.item(),
+            num_skipped=int(bool(found.what)),
+            phase=phase,
+        )
+
+    def _checksum_to_compare(self) -> int:
+        """Of the state before the first exact step after predicted ones; nobody has compared what
+        those have made. 0 for other steps."""
+        if self.phases is None or not self.phases.is_check_due:
+            return 0
+        return state.checksum(*self.state())
+
+    def _check_replicas(
+        self, exchange: Exchange | AloneExchange, totals: Tensor, num_live: int
+    ) -> None:
+        """Raises unless all members began the step with the same state: each shard has added the
+        checksum of its member, and if not all are equal some member differs from their mean."""
+        if self.phases is None or totals[-1].item() == float(self._checksum) * num_live:
+            return
+        exchange.discard()
+        self._buffers.restore()
+        message = (
+            f"the replicas differ before step {self.step + 1}, after predicted steps: the members' "
+            "checksums of parameters, optimizer and predictor are unequal"
+        )
+        activity = f"training step {self.step + 1}"
+        raise UserCodeError("ReplicasDiffer", message, activity=activity)
 
 
 def _extras(counted: Counted, stop: bool, reached: list[bool], changes: Tensor) -> Tensor:
-    """[weight, sum of the loss, wish to stop, one per parameter, buffers], float64."""
+    """[weight, sum of the loss, wish to stop, one per parameter, buffers, and with phases the
+    state's checksum], float64."""
     first = [counted.weight, counted.loss_sum, float(stop), *reached]
     values = torch.tensor(first, dtype=torch.float64)
     return torch.cat([values, changes]) if len(changes) else values

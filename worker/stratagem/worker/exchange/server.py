@@ -118,6 +118,19 @@ class ServerTransport:
 
     # The event loop.
 
+    async def step_after(self, applied: int) -> int:
+        """The first step under way beyond these; waits for one. Steps without exchange are passed
+        over, so its number need not be the next."""
+        while True:
+            with self._changed:
+                if self._error:
+                    raise ExchangeError(self._error)
+                opened = self._open
+                if opened is not None and opened.number > applied and not opened.is_committed:
+                    return opened.number
+                waiter = self._waiter()
+            await self._wait(waiter)
+
     async def header(self, step: int) -> tuple[Entry, ...]:
         """What this member will send in the step, in order. Waits for the step to begin."""
         return (await self._until(step, lambda _: True)).freight.entries()
@@ -183,7 +196,6 @@ class ServerTransport:
     async def _until(self, step: int, is_ready: Callable[[_Open], bool]) -> _Open:
         """Waits until the step has begun and is_ready. Raises ExchangeError when cut, or when a
         later step is under way."""
-        loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 if self._error:
@@ -193,13 +205,22 @@ class ServerTransport:
                     raise ExchangeError(f"step {step} is over, step {opened.number} is under way")
                 if opened is not None and opened.number == step and is_ready(opened):
                     return opened
-                waiter: asyncio.Future[None] = loop.create_future()
-                self._waiters[waiter] = loop
-            try:
-                await waiter
-            finally:
-                with self._changed:
-                    self._waiters.pop(waiter, None)
+                waiter = self._waiter()
+            await self._wait(waiter)
+
+    def _waiter(self) -> asyncio.Future[None]:
+        """Done at the next change; _changed is held."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters[waiter] = loop
+        return waiter
+
+    async def _wait(self, waiter: asyncio.Future[None]) -> None:
+        try:
+            await waiter
+        finally:
+            with self._changed:
+                self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
         """Wakes both sides; _changed is held."""
