@@ -34,7 +34,9 @@ def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchang
         group = form_shared(listener, rank, size, by_rank, TIMEOUT_S)
         trainer = trainers[rank]
         buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-        return mesh_exchange(buckets, group, num_shards, deadline_s=TIMEOUT_S)
+        return mesh_exchange(
+            buckets, group, num_shards, deadline_s=TIMEOUT_S, compressor=trainer.compressor
+        )
 
     made = together([lambda rank=rank: form(rank) for rank in range(size)])
     try:

@@ -11,6 +11,7 @@ from stratagem.worker.engine import StepReport, Trainer, build_trainer
 from stratagem.worker.phases import PhaseError
 from stratagem.worker.reference import sharded_loop
 from stratagem.worker.reference_phases import phases_loop
+from tests.cluster.jobs import data_parallel
 from tests.engine.support import ALLOWED, assert_same_bits, model_of, solo, trainer_of
 from tests.engine.support import job as job_of
 from tests.phases.members import exchanges, together, train_together
@@ -52,10 +53,11 @@ def train(trainer: Trainer, num_shards: int, to_step: int = STEPS) -> list[StepR
         job(SMOOTH),
         job(NOISY, optimizer=ADAM, batch_size=16),
         job(NOISY, execution={"precision": "Full"}, batch_size=16),
+        job(SMOOTH, accumulation={"micro_batch_size": 4}),
         job({**SMOOTH, "correction_weight": 0.0}, optimizer=SGD),
         job({**SMOOTH, "warmup_steps": 7}, batch_size=7),
     ],
-    ids=["smooth", "noisy", "float64", "fallbacks", "refused"],
+    ids=["smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused"],
 )
 def test_equals_the_reference_to_the_bit(spec: JobSpec, num_members: int) -> None:
     expected = phases_loop(spec, ALLOWED, 3, STEPS)
@@ -193,6 +195,43 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
     train(trainer, 2)
     train(other, 2)
     assert trainer.fingerprint() == other.fingerprint()
+
+
+def test_what_a_codec_makes_of_gradients_is_what_is_predicted_from() -> None:
+    lenient = {**NOISY, "adaptive": {"enabled": False}}
+    spec = job(lenient, compression="ternary", strategy=data_parallel(2))
+    alone = [trainer_of(spec) for _ in range(2)]
+    reports = train_together(alone, 2, 20)
+    assert {"F", "P", "C"} == set(letters(reports[0]))
+    assert [each.loss for each in reports[0]] == [each.loss for each in reports[1]]
+    assert alone[0].fingerprint() == alone[1].fingerprint()
+
+
+def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
+    spec = job(SMOOTH, accumulation={"non_finite": "skip_step"})
+    trainer, other = trainer_of(spec), trainer_of(spec)
+    train(trainer, 2, 5)
+    train(other, 2, 5)
+    assert trainer.phases is not None
+    exchange = solo(trainer, 2)
+    finish = exchange.finish
+
+    def broken() -> torch.Tensor:
+        totals = finish()
+        totals[1] = torch.inf  # the sum of the loss
+        return totals
+
+    exchange.finish = broken  # type: ignore[method-assign]
+    before = trainer.phases.state()[1]
+    report = trainer.train_step(exchange, range(2), 2)
+    assert (report.phase, report.num_skipped, report.step) == ("CORRECT", 1, 6)
+    assert trainer.phases.state()[1] == before
+    assert trainer.phases.phase == "CORRECT"
+    assert train(trainer, 2, 7)[0].phase == "CORRECT"
+    # The whole data is in each batch, so the other one has made the same steps, in another order.
+    train(other, 2, 6)
+    for name, tensor in model_of(other).items():
+        torch.testing.assert_close(model_of(trainer)[name], tensor)
 
 
 def test_states_of_others_are_checked() -> None:

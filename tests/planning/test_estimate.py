@@ -85,6 +85,12 @@ def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
     assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
 
 
+def test_phases_keep_gradients() -> None:
+    plain, held = estimate(job("mlp")), estimate(job("mlp", phases={"predictor": {"history": 5}}))
+    assert held.gradients - plain.gradients == 4 * plain.num_parameters * 8
+    assert held.activations == plain.activations
+
+
 def test_inference_holds_the_weights_and_one_layer() -> None:
     found = estimate(job("mlp"), inference=True)
     assert (found.gradients, found.optimizer) == (0, 0)

@@ -23,7 +23,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference import Result
+from stratagem.worker.reference import Result, cut_rows
 
 _CPU = torch.device("cpu")
 
@@ -204,15 +204,17 @@ class _Loop:
         for shard, rows in enumerate(split_rows(len(batch), self._num_shards)):
             if not rows:
                 continue
-            indices = batch[rows.start : rows.stop]
-            self._randomness.begin(self._job.seed, step, shard, 0)
-            x, y = self._gather(self._data, indices, "reference")
-            value = self._loss(self._model(x), y, len(indices))
             for param in self._params:
                 param.grad = None
-            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
-            weight = torch.tensor(float(value.weight), dtype=torch.float64)
-            loss = value.mean.detach().double() * weight
+            weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
+            micro_batches = cut_rows(self._job, batch[rows.start : rows.stop], None)
+            for micro_batch, indices in enumerate(micro_batches):
+                self._randomness.begin(self._job.seed, step, shard, micro_batch)
+                x, y = self._gather(self._data, indices, "reference")
+                value = self._loss(self._model(x), y, len(indices))
+                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                weight += value.weight
+                loss += value.mean.detach().double() * value.weight
             parts.append([weight, loss, *map(_gradient_of, self._params)])
             for index, param in enumerate(self._params):
                 self._reached[index] |= param.grad is not None

@@ -123,12 +123,13 @@ def estimate_memory(
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
     execution = job.execution.with_changes(parallelism="None", profiling=False)
     check_supported(execution)
-    # Codecs work on values, which a played step does not have.
-    played = job.model_copy(update={"execution": execution, "compression": None})
+    # Codecs and predictions work on values, which a played step does not have.
+    played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
     if inference:
         reading = play_forward(played, site, job.batch_size)
         return _estimate(reading, site, job.batch_size, ())
     estimate = _with_codec(job, _training(played, site, job.strategy, num_workers), num_workers)
+    estimate = _with_phases(job, estimate)
     return _calibrated(played, site, estimate) if measure else estimate
 
 
@@ -178,6 +179,18 @@ def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None)
     return replace(
         estimate, gradients=estimate.gradients + residuals, notes=(*estimate.notes, note)
     )
+
+
+def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
+    """With the gradients that phase training keeps: its history, the forecast of the back-test, and
+    those of a predicted step, flat and by parameter."""
+    if job.phases is None:
+        return estimate
+    predictor = job.phases.predictor
+    kept = (predictor.history if predictor.kind == "wls" else 2) + 3
+    size = 8 if job.execution.precision == "Full" else 4
+    held = size * estimate.num_parameters * kept
+    return replace(estimate, gradients=estimate.gradients + held)
 
 
 def _of_party(job: JobSpec, site: Site, party: Party) -> MemoryEstimate:
