@@ -314,6 +314,8 @@ def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
     line.update(Event(1, 0.0, "SegmentCommitted", "committed", metrics, Phase.RUNNING))
     line.update(progress())
     assert str(line) == "mine  step 120/600  loss 0.2500  12,345 rows/s  test.accuracy 0.9712"
+    line.update(progress(training_phase="PREDICT", rows_per_s=0.0))
+    assert str(line) == "mine  step 120/600  predict  loss 0.2500  test.accuracy 0.9712"
     line.update(progress(num_clients=4, num_clients_done=2, loss=0.0, strategy_phase="AGGREGATING"))
     assert str(line) == (
         "mine  round 3/40  2 of 4 clients  aggregating  12,345 rows/s  test.accuracy 0.9712"
