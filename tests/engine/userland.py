@@ -156,6 +156,12 @@ def tall() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(NUM_FEATURES, NUM_CLASSES))
 
 
+def heavy() -> nn.Module:
+    """Eight layers of 4 MiB each."""
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 1024), *layers, nn.Linear(1024, NUM_CLASSES))
+
+
 class Overwrite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2.0)

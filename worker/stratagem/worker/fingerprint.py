@@ -7,10 +7,18 @@ because thread counts belong to the thread. Must not know runs or jobs.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
+import subprocess
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 import torch
+
+_COMPILERS: Final = ("g++", "gcc", "clang++")
+"""What inductor looks for where CXX is not set."""
 
 
 def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
@@ -25,6 +33,7 @@ def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
         _blas(),
         f"threads {torch.get_num_threads()}",
         f"matmul precision {torch.get_float32_matmul_precision()}",
+        _compiler(),
     ]
     description = ", ".join(parts)
     return hashlib.sha256(description.encode()).hexdigest()[:16], description
@@ -38,6 +47,26 @@ def device_name(device: torch.device) -> str:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1] if found else device.type
+
+
+@cache
+def _compiler() -> str:
+    """What compiled models (execution.mode) are made with on the CPU."""
+    path = find_compiler()
+    if path is None:
+        return "no C++ compiler"
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return f"C++ compiler {path}"
+    return f"C++ {told.stdout.partition(chr(10))[0]}"
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that inductor will use; None without one."""
+    named = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ([named] if named else _COMPILERS))
+    return next((path for path in found if path), None)
 
 
 def _blas() -> str:

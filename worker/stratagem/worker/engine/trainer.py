@@ -138,15 +138,13 @@ class Trainer:
         self._execution.begin_batch(len(indices))
         own = range(owned.start, min(owned.stop, len(live)))
         divisor = self._divisor(len(indices))
-        starts = [lambda: exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)]
         try:
-            if not (own and self._execution.frees_gradients):
-                starts.pop()()
+            exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
                 rows = indices[live[shard].start : live[shard].stop]
-                counted = self._run_shard(exchange, shard, rows, starts)
+                counted = self._run_shard(exchange, shard, rows)
                 changes = self._buffers.contribution(shard, len(live))
                 if self.phases is not None:
                     changes = torch.cat([changes, changes.new_tensor([self._checksum])])
@@ -226,33 +224,17 @@ class Trainer:
             return scale.value if scale.is_dynamic else None
         return num_rows * scale.value if counts_rows(self.job.loss) else None
 
-    def _run_shard(
-        self,
-        exchange: Exchange | AloneExchange,
-        shard: int,
-        rows: Tensor,
-        starts: list[Callable[[], None]],
-    ) -> Counted:
-        """Forward and backward of one shard.
-
-        starts: what is still to be done before the step's first backward.
-        """
+    def _run_shard(self, exchange: Exchange | AloneExchange, shard: int, rows: Tensor) -> Counted:
+        """Forward and backward of one shard."""
         cuts = self.job.window.cut(len(rows))
-        starts.append(lambda: exchange.begin_shard(shard, num_micro_batches=len(cuts)))
-
-        def start() -> None:
-            while starts:
-                starts.pop(0)()
+        exchange.begin_shard(shard, num_micro_batches=len(cuts))
 
         def before_backward(weight: float) -> None:
             self._timer.begin_backward()
-            start()
             failpoint("worker.step.before_backward")
             if self.job.window.must_divide:
                 exchange.weigh(weight * self._execution.scale.value)
 
-        if len(starts) == 1:
-            start()
         window = Window(
             cuts,
             key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),

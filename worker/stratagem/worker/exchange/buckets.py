@@ -38,6 +38,8 @@ class GradientBuckets:
         for slot in self.layout.slots:
             self._per_bucket[slot.bucket] += 1
         self._filling: list[Tensor] | None = None
+        self._filling_set = 0
+        self._is_freed = False  # some buckets may have no memory
         self._on_full: Callable[[int], None] | None = None
         self._filled = [True] * len(self._params)
         self._is_further = False  # a backward whose gradients are added to those that are here
@@ -74,10 +76,34 @@ class GradientBuckets:
         for flats in sets:
             self._add_set(list(flats))
 
+    def free(self) -> None:
+        """Gives the memory of all sets back. A bucket gets some again with its first gradient."""
+        self.discard()
+        self._is_freed = True
+        for flats in self._sets:
+            for flat in flats:
+                flat.untyped_storage().resize_(0)
+
+    def hold(self) -> None:
+        """All sets have memory again, of zeros where it was freed."""
+        for index in range(len(self._sets)):
+            self._hold_set(index)
+        self._is_freed = False
+
+    def _hold_set(self, index: int) -> None:
+        for bucket in range(len(self._sets[index])):
+            self._hold(index, bucket)
+
+    def _hold(self, index: int, bucket: int) -> None:
+        flat = self._sets[index][bucket]
+        if flat.numel() and flat.untyped_storage().size() == 0:
+            flat.untyped_storage().resize_(flat.nbytes)
+            flat.zero_()
+
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
         """From now on gradients go into this set; on_full hears of each bucket that is full."""
         self.tensors(index)
-        self._filling = self._views[index]
+        self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
         self._filled = [False] * len(self._params)
         self._is_further = False
@@ -112,6 +138,8 @@ class GradientBuckets:
 
     def end(self, index: int, extras: Tensor) -> None:
         """Slots that backward did not reach become zero. Every bucket is full now."""
+        if self._is_freed:
+            self._hold_set(index)
         for filled, view in zip(self._filled, self._views[index], strict=True):
             if not filled:
                 view.zero_()
@@ -179,6 +207,8 @@ class GradientBuckets:
             if self._filled[index]:
                 self._add_again(index, bucket, param)
                 return
+            if self._is_freed:
+                self._hold(self._filling_set, bucket)
             # Copying the first gradient into place costs less memory traffic than adding it to
             # zeros, and keeps a negative zero.
             view, grad = self._filling[index], param.grad

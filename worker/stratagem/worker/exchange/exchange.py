@@ -39,6 +39,7 @@ class Exchange:
         """compressor: what is added of each shard is what its codec leaves of it."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self._compressor = compressor
+        buckets.hold()
         self._steps: dict[int, Step] = {}
         self._step: Step | None = None
         self._num_done = 0  # own live shards
@@ -143,9 +144,7 @@ class Exchange:
     def free_gradients(self) -> None:
         """Gives the storage of gradients back, after the update; a lone member can."""
         if isinstance(self.transport, SoloTransport):
-            self.transport.forget()
-            self.buckets.discard()
-            self.buckets.lie_in(())
+            self.buckets.free()
 
     def cut(self) -> None:
         """Ends the exchange from any thread: finish raises, and soon the peers' do."""

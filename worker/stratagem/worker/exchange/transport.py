@@ -54,10 +54,6 @@ class SoloTransport:
 
     def launch(self, bucket: int) -> None: ...
 
-    def forget(self) -> None:
-        """Holds no sums any more, until the next step."""
-        self._sums = ()
-
     def finish(self) -> None:
         if self._is_cut:
             raise ExchangeError("the exchange was cut")

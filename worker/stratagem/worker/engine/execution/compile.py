@@ -9,8 +9,6 @@ own, drawn from the same seeds as in eager code. Must not know what a model is.
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import warnings
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,11 +20,10 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec
 from stratagem.worker.engine.execution.precision import Forward
 from stratagem.worker.engine.randomness import Draws, KeyedRandomness
+from stratagem.worker.fingerprint import find_compiler
 
 MAX_SHAPES: Final = 64
 """Of the inputs of one piece of code; each costs a compilation."""
-_COMPILERS: Final = ("g++", "gcc", "clang++")
-"""What inductor looks for where CXX is not set."""
 
 
 @dataclass(slots=True)
@@ -53,10 +50,7 @@ def check_compiler(mode: str, device: torch.device) -> None:
 def _missing(device: torch.device) -> str | None:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton"
-    named = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
-        return f"a C++ compiler ({named or ', '.join(_COMPILERS)})"
-    return None
+    return None if find_compiler() else "a C++ compiler (such as g++)"
 
 
 def prepare_compiler(device: torch.device) -> None:
