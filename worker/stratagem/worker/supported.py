@@ -10,7 +10,6 @@ from stratagem.common.errors import Violation
 from stratagem.common.job import ExecutionSpec
 
 _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
-    "memory": ("Standard",),
     "parallelism": ("None",),
 }
 
