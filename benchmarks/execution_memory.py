@@ -89,8 +89,8 @@ def trainer_of(execution: dict[str, Any]) -> Trainer:
     job = JobSpec.parse(
         {
             "name": "benchmark",
-            "model": {"entrypoint": "benchmarks.execution_memory:model"},
-            "data": {"entrypoint": "benchmarks.execution_memory:data"},
+            "model": {"entrypoint": "execution_memory:model"},
+            "data": {"entrypoint": "execution_memory:data"},
             "loss": "cross_entropy",
             "optimizer": {"name": "adamw", "lr": 0.001},
             "steps": 1000,
@@ -98,7 +98,7 @@ def trainer_of(execution: dict[str, Any]) -> Trainer:
             "execution": execution,
         }
     )
-    allowed = EntryPoints(["benchmarks.execution_memory:*"])
+    allowed = EntryPoints(["execution_memory:*"])
     return build_trainer(job, allowed, device=torch.device("cpu"), fresh=True)
 
 

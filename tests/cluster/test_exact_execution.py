@@ -1,4 +1,4 @@
-"""Execution settings over real processes: the bits of the reference, and what is said about them."""
+"""Execution settings over real processes: the bits of the reference, and what the log says."""
 
 from typing import Any
 
