@@ -31,8 +31,10 @@ torch.set_num_threads(1)
 DEEP = [str(i) for i in range(8)]
 
 
-def assert_exact(spec: Any, placement: Placement, num_steps: int = 5) -> None:
-    party = Party(spec, placement)
+def assert_exact(
+    spec: Any, placement: Placement, num_steps: int = 5, timeout_s: float = 20.0
+) -> None:
+    party = Party(spec, placement, timeout_s=timeout_s)
     losses = party.train(num_steps)
     size = placement.micro_batch_size or 1000
     expected = sharded_loop(spec, ALLOWED, 1, num_steps, micro_batch_size=size)
@@ -176,6 +178,23 @@ def test_execution_settings(
     parts = (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head"))
     skips = Placement(parts, (0, 1, 2), 2, schedule)
     assert_exact(job({"graph": SKIPS}, execution=execution), skips)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["Lazy", "Hybrid"])
+def test_compiled_nodes(mode: str) -> None:
+    """A cut changes no bit, so what is compiled together is a node."""
+    strategy = {
+        "type": "ModelParallel",
+        "partitions": [
+            {"node_ids": DEEP[:3], "target": {"WorkerId": "a"}},
+            {"node_ids": DEEP[3:], "target": {"WorkerId": "b"}},
+        ],
+        "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
+    }
+    spec = job(strategy=strategy, execution={"mode": mode, "precision": "Mixed"})
+    placement = Placement(cut(DEEP, 3, 5), (0, 1), 3, "1f1b")
+    assert_exact(spec, placement, timeout_s=300.0)  # a compiler on a busy machine
 
 
 @st.composite

@@ -9,6 +9,7 @@ own, drawn from the same seeds as in eager code. Must not know what a model is.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
 from dataclasses import dataclass
 from typing import Any, Final
@@ -60,7 +61,7 @@ def prepare_compiler(device: torch.device) -> None:
 
     # Where code is interrupted, dynamo looks at what passes the border.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    # The limit of 8 is followed by silently eager code, whose bits are others.
+    # Otherwise the limit is followed by silently eager code, whose bits are others.
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if device.type == "cpu":
@@ -82,7 +83,7 @@ def compiled(
         "reorder_for_peak_memory": False,
         **({} if spec.fusion else {"max_fusion_size": 1}),
     }
-    fast = torch.compile(forward, dynamic=False, options=options)
+    fast: Forward = torch.compile(forward, dynamic=False, options=options, **_isolation())
     known: list[Draws] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -96,6 +97,13 @@ def compiled(
         return result
 
     return run
+
+
+def _isolation() -> dict[str, Any]:
+    """Modules of a class share one code object; where torch can, each has a limit of its own."""
+    wanted = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def _observe(
