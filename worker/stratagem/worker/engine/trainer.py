@@ -8,7 +8,7 @@ Knows no gRPC, no members and no coordinator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
