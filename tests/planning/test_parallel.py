@@ -132,7 +132,9 @@ def test_what_does_not_fit_at_once_is_accumulated() -> None:
 
 
 def test_what_fits_nowhere_says_what_would_be_needed() -> None:
-    found = recommend(job("mlp"), SITE, 1000, 2)
+    small = {"width": 8}
+    spec = job("mlp", kwargs={**small, "depth": 1}, data=small, batch_size=2)
+    found = recommend(spec, SITE, 1000, 2)
     assert not found.fits
     assert "Nothing that the workers carry out fits" in found.reasons[-1]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from stratagem.common.job import JobSpec
+from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
 from stratagem.worker.engine.execution import make_gather, prepare
@@ -63,10 +65,20 @@ def _setup(
 ) -> Setup:
     data = load_data(job, entrypoints, sources or DataSources())
     model = build_model(job, entrypoints, device=device, fresh=fresh)
+    return make_setup(job, entrypoints, model, data, make_gather(job, device))
+
+
+def make_setup(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    model: nn.Module,
+    data: Mapping[str, Dataset],
+    gather: Gather,
+) -> Setup:
+    """What a trainer of this model is made of; the model is changed as the job's execution says."""
     loss = make_loss(job.loss, entrypoints)
-    gather = make_gather(job, device)
-    randomness = KeyedRandomness(model, device)
-    execution = prepare(model, job, device, randomness)
+    randomness = KeyedRandomness(model, gather.device)
+    execution = prepare(model, job, gather.device, randomness)
     evaluation = job.evaluation
     evaluator = Evaluator(
         model=model,

@@ -123,6 +123,8 @@ def estimate_memory(
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
     execution = job.execution.with_changes(parallelism="None", profiling=False)
     check_supported(execution)
+    # Compiled code keeps no more for backward than the same code not compiled.
+    execution = execution.with_changes(mode="Eager")
     # Codecs and predictions work on values, which a played step does not have.
     played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
     if inference:

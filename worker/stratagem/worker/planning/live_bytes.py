@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stratagem.worker.planning import rnn_workspace
+from stratagem.worker.planning import kernels
 
 CUDA_BLOCK_BYTES: Final = 512
 """torch's CUDA allocator gives out multiples of this."""
@@ -69,9 +69,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.before_backward = max(self.before_backward, self.live)
         self._is_in_backward = is_in_backward
         made = func(*args, **(kwargs or {}))
-        if func is rnn_workspace.LAYER and isinstance(args[0], FakeTensor):
-            made = rnn_workspace.with_workspace(made, args)
-        scratch = rnn_workspace.scratch_bytes(args) if func is rnn_workspace.BACKWARD else 0
+        if func is kernels.LAYER and isinstance(args[0], FakeTensor):
+            made = kernels.with_workspace(made, args)
+        scratch = kernels.scratch_bytes(func, args, made)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.device.type == self._type:
                 self._see(leaf)

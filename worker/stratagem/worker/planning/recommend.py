@@ -27,7 +27,7 @@ from stratagem.worker.planning.step import Site
 from stratagem.worker.supported import check_supported
 
 _LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}
-_INTERVALS: Final = (1, 2, 4, 8)
+_INTERVALS: Final = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)

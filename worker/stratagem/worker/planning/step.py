@@ -18,13 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import prepare as prepare_execution
-from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.engine.trainer import Setup, Trainer
+from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.direct import WINDOW
@@ -32,7 +30,6 @@ from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.plan import Party, num_sets, plan_step
 from stratagem.worker.exchange.schedule import cut_pieces, prepare
 from stratagem.worker.exchange.transport import SoloTransport
-from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, build_shapes, float_dtype
 from stratagem.worker.planning.live_bytes import LiveBytes
 
@@ -41,6 +38,8 @@ CUBLAS_BYTES: Final = 8_519_680
 HOPPER: Final = (9, 0)
 NUM_STEPS: Final = 2
 """The first step makes the optimizer's state; the second holds it from the start."""
+MAX_STEPS: Final = 32
+"""Enough for a scale of the loss to come down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
-        trainer = _trainer(job, site, model, data, gather)
+        trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
         parameters = live.size_of(trainer.model.parameters())
         buffers = live.live - parameters
         buckets = _buckets(trainer, party)
@@ -173,26 +172,22 @@ def _steps(
     job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: Party
 ) -> tuple[Trainer, GradientBuckets]:
     model = build_model(job, site.entrypoints, device=site.device, fresh=True)
-    trainer = _trainer(job, site, model, data, gather)
+    trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
     buckets = _buckets(trainer, party)
     received = _received(buckets, party)
     exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
-    for _ in range(NUM_STEPS):
+    for step in range(1, MAX_STEPS + 1):
+        is_whole = bool(trainer.optimizer.state) or not _skips(job)
         trainer.train_step(exchange, party.owned, party.num_shards)
+        if step >= NUM_STEPS and is_whole:
+            break
     del received
     return trainer, buckets
 
 
-def _trainer(
-    job: JobSpec, site: Site, model: nn.Module, data: dict[str, Dataset], gather: Gather
-) -> Trainer:
-    loss = make_loss(job.loss, site.entrypoints)
-    randomness = KeyedRandomness(model, site.device)
-    evaluator = Evaluator(model, randomness, gather, loss, {}, 1)
-    # Compiled code holds what eager code does, or less; fake tensors have nothing to compile for.
-    eager = with_fields(job, {"execution.mode": "Eager"})
-    execution = prepare_execution(model, eager, site.device, randomness)
-    return Trainer(Setup(job, model, data, loss, gather, evaluator, randomness, execution))
+def _skips(job: JobSpec) -> bool:
+    """Whether first steps may change nothing, because the loss is still scaled too far."""
+    return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
 
 
 def _buckets(trainer: Trainer, party: Party) -> GradientBuckets:
