@@ -22,6 +22,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.build import make_setup
+from stratagem.worker.engine.execution import make_gather
 from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange.buckets import GradientBuckets
@@ -78,6 +79,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
         model = build_shapes(job, site.entrypoints, device=site.device)
         trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
         parameters = live.size_of(trainer.model.parameters())
+        cached = _cached(job, data, gather)
         buffers = live.live - parameters
         buckets = _buckets(trainer, party)
         received = _received(buckets, party)
@@ -88,7 +90,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
             trainer.train_step(exchange, party.owned, party.num_shards)
         optimizer = live.size_of(_optimizer_state(trainer))
         state = live.size_of([*_tensors_of(trainer.model), *_optimizer_state(trainer)])
-        del received
+        del received, cached
     return Reading(
         parameters=parameters,
         buffers=buffers,
@@ -131,7 +133,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
 def measure_training(job: JobSpec, site: Site, party: Party) -> int:
     """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
     data = load_data(job, site.entrypoints, site.sources)
-    gather = Gather(float_dtype(job), site.device)
+    gather = make_gather(job, site.device)
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)
         before = torch.cuda.memory_allocated(site.device)
@@ -227,6 +229,18 @@ class _ShapesOnly(Gather):
             return torch.empty((len(indices), *row.shape[1:]), dtype=dtype, device=self.device)
 
         return map_tensors(self.x, rows), map_tensors(self.y, rows)
+
+
+def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
+    """The data sets that lie on the device, if the job wants that. Rows as those of training."""
+    if job.execution.memory != "Cached":
+        return None
+    used = {"train", *([job.evaluation.split] if job.evaluation is not None else [])}
+    return [
+        gather(dataset, torch.arange(len(dataset)), "caching data sets")
+        for split, dataset in data.items()
+        if split in used
+    ]
 
 
 def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Gather:
