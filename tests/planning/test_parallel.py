@@ -131,6 +131,22 @@ def test_what_does_not_fit_at_once_is_accumulated() -> None:
     assert any("so each share takes 7 micro-batches" in reason for reason in found.reasons)
 
 
+def test_a_parallelism_that_is_asked_for_stays() -> None:
+    small = {"width": 8}
+    spec = job(
+        "mlp",
+        kwargs=small,
+        data=small,
+        execution={"parallelism": {"DataParallel": 3}},
+    )
+    found = recommend(spec, SITE, GB, 2)
+    assert isinstance(found.job.strategy, DataParallel)
+    assert found.job.strategy.num_replicas == 3
+    assert found.reasons[0] == "DataParallel over 3 workers, as asked for."
+    with pytest.raises(InvalidInputError, match=r"execution\.parallelism"):
+        estimate_memory(spec, SITE)  # not resolved
+
+
 def test_what_fits_nowhere_says_what_would_be_needed() -> None:
     small = {"width": 8}
     spec = job("mlp", kwargs={**small, "depth": 1}, data=small, batch_size=2)

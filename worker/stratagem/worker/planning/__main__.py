@@ -33,14 +33,18 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    num_workers = request.get("num_workers")
+    fleet = Fleet.of_equals(num_workers or job.execution.num_workers, site.device.type)
+    resolved, reason = resolve(job, site, fleet)
     found = estimate_memory(
-        job,
+        resolved,
         site,
-        num_workers=request.get("num_workers"),
+        num_workers=num_workers,
         inference=bool(request.get("inference")),
         measure=bool(request.get("measure")),
     )
-    return {**found.document(), "text": str(found)}
+    notes = [*found.notes, *([reason] if reason else [])]
+    return {**found.document(), "notes": notes, "text": str(found)}
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:

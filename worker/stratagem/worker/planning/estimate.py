@@ -116,15 +116,16 @@ def estimate_memory(
 
     num_workers: that share the job; by default as many as its strategy has room for. inference:
     only run the model, over the batch of one step. measure: do the step for real, here, too.
+    execution.parallelism must be a strategy by now: see `resolve`.
+
     Raises InvalidInputError for a job that workers refuse, UserCodeError for what the user's code
     raises.
     """
     if num_workers is not None and num_workers < 1:
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
-    execution = job.execution.with_changes(parallelism="None", profiling=False)
-    check_supported(execution)
+    check_supported(job.execution)
     # Compiled code keeps no more for backward than the same code not compiled.
-    execution = execution.with_changes(mode="Eager")
+    execution = job.execution.with_changes(mode="Eager", profiling=False)
     # Codecs and predictions work on values, which a played step does not have.
     played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
     if inference:

@@ -75,6 +75,13 @@ class Fleet:
         """What each worker may use: the least, where several share the memory of their host."""
         return min((self._own(each) for each in self.members), default=0)
 
+    @classmethod
+    def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
+        """So many workers with a host each; without memory, theirs is not known."""
+        numbers = range(number)
+        members = (Member(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers)
+        return cls(tuple(members))
+
     @property
     def has_one_host(self) -> bool:
         return len({each.host for each in self.members}) == 1

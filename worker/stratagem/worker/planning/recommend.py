@@ -22,7 +22,7 @@ from stratagem.worker.planning.estimate import (
     rows_of_share,
     text_of,
 )
-from stratagem.worker.planning.parallel import SAFETY_MARGIN, Choice, Fleet, Member, choose
+from stratagem.worker.planning.parallel import SAFETY_MARGIN, Choice, Fleet, choose
 from stratagem.worker.planning.step import Site
 from stratagem.worker.supported import check_supported
 
@@ -107,15 +107,11 @@ def _recommended(attempt: _Attempt, choice: Choice, budget: int, *, fits: bool) 
 
 def _parallelism(job: JobSpec, site: Site, memory_bytes: int, num_workers: int) -> Choice:
     """What the job says, or, where it leaves that open, what suits so many equal workers."""
+    fleet = Fleet.of_equals(num_workers, site.device.type, memory_bytes)
+    if job.execution.parallelism not in ("None", "Automatic"):
+        return choose(job, site, fleet)
     if not isinstance(job.strategy, Local) or num_workers == 1:
         return Choice(job.strategy, f"The strategy is {describe(job.strategy)}")
-    device = site.device.type
-    fleet = Fleet(
-        tuple(
-            Member(f"worker-{number}", f"host-{number}", device, memory_bytes)
-            for number in range(num_workers)
-        )
-    )
     automatic = job.execution.with_changes(parallelism="Automatic")
     try:
         return choose(job.model_copy(update={"execution": automatic}), site, fleet)
