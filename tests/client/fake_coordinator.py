@@ -182,7 +182,13 @@ class FakeCoordinator(CoordinatorServiceServicer):
             for event in run.events[index:]:
                 index = event.index + 1
                 yield pb.WatchRunResponse(event=event)
-                progress = pb.RunProgress(step=index, num_steps=20, loss=0.5, rows_per_s=1000)
+                progress = pb.RunProgress(
+                    step=index,
+                    num_steps=20,
+                    loss=0.5,
+                    rows_per_s=1000,
+                    metrics={"train.neighbour_distance": 0.25},
+                )
                 yield pb.WatchRunResponse(progress=progress)
                 if event.index in run.cuts:
                     run.cuts.remove(event.index)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,9 @@ def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
     assert str(line) == "mine  step 120/600  loss 0.2500  12,345 rows/s  test.accuracy 0.9712"
     line.update(progress(training_phase="PREDICT", rows_per_s=0.0))
     assert str(line) == "mine  step 120/600  predict  loss 0.2500  test.accuracy 0.9712"
+    live = replace(progress(), metrics={"train.neighbour_distance": 0.125})
+    line.update(live)
+    assert str(line).endswith("test.accuracy 0.9712  train.neighbour_distance 0.125")
     line.update(progress(num_clients=4, num_clients_done=2, loss=0.0, strategy_phase="AGGREGATING"))
     assert str(line) == (
         "mine  round 3/40  2 of 4 clients  aggregating  12,345 rows/s  test.accuracy 0.9712"

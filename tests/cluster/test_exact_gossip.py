@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
+from stratagem.client.views import Progress
 from stratagem.common.errors import InvalidInputError
 from stratagem.worker.reference import sharded_loop
 from stratagem.worker.reference_gossip import GossipResult, gossip_loop
@@ -156,7 +157,10 @@ def test_complete_graph_without_momentum_is_plain_averaging_up_to_rounding(clien
         "data": user("classes", num_rows=48),
         "execution": {"precision": "Full"},
     }
-    outcome = train(client, job(**sections, strategy=gossip(4, "complete")))
+    run = client.submit(job(**sections, strategy=gossip(4, "complete")))
+    live = [item.metrics for item in run.watch() if isinstance(item, Progress)]
+    assert any(metrics.get("train.neighbour_distance", 0.0) > 0 for metrics in live)
+    outcome = outcome_of(run)
     expected = sharded_loop(job(**sections, strategy=data_parallel(4)), ALLOWED, 4)
     for name, tensor in outcome.state.items():
         torch.testing.assert_close(tensor, expected.state[name], rtol=0, atol=1e-14)

@@ -1,5 +1,6 @@
 """The nodes of one member against the reference loop: bits, state, failures."""
 
+import math
 from typing import Any
 
 import pytest
@@ -51,9 +52,12 @@ def test_equals_the_gossip_loop_to_the_bit(
     execution = {"precision": precision}
     spec = gossip_job(model, num_nodes, optimizer=optimizer, data=data, execution=execution)
     made, exchange = trainer(spec)
-    losses = [made.train_step(exchange, num_nodes).loss for _ in range(10)]
+    reports = [made.train_step(exchange, num_nodes) for _ in range(10)]
+    losses = [report.loss for report in reports]
     expected = gossip_loop(spec, ALLOWED)
     assert losses == expected.losses
+    apart = [report.metrics["neighbour_distance"] for report in reports]
+    assert apart == pytest.approx(expected.apart, rel=1e-9, abs=1e-12)
     summary = made.end_segment(exchange)
     assert_same_bits(made.model.state_dict(), dict(expected.mean))
     assert summary.metrics["consensus_distance"] == pytest.approx(expected.distance, abs=1e-12)
@@ -61,6 +65,21 @@ def test_equals_the_gossip_loop_to_the_bit(
         sum(a * b for a, b in zip(losses, expected.weights, strict=True)) / sum(expected.weights)
     )
     assert (summary.metrics["mixing_distance"] > 0) == (num_nodes > 1)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star", "complete", "exponential", "random:1"])
+@pytest.mark.parametrize("num_nodes", [2, 5, 7])
+def test_neighbour_distance_bounds_the_distance_to_the_mean(topology: str, num_nodes: int) -> None:
+    """By the eigenvalues of the mixing matrix; of a complete graph they are equal."""
+    expected = gossip_loop(gossip_job("mlp", num_nodes, topology), ALLOWED, 4)
+    rows = metropolis_hastings(graph_of(topology, num_nodes, 0))
+    matrix = torch.tensor([[row.get(j, 0.0) for j in range(num_nodes)] for row in rows]).double()
+    *others, _one = torch.linalg.eigvalsh(matrix).tolist()
+    low, high = (math.sqrt(1 - value) for value in (max(others), min(others)))
+    for apart, spread in zip(expected.apart, expected.spreads, strict=True):
+        assert spread * low * (1 - 1e-6) <= apart <= spread * high * (1 + 1e-6)
+        if topology == "complete":
+            assert apart == pytest.approx(spread, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [7, 1, 2])

@@ -156,14 +156,20 @@ def test_one_member_alone_has_the_same_bits(num_nodes: int) -> None:
     exchange = case.exchange(None, 0, 1)
     own = {node: case.tensors(node) for node in range(num_nodes)}
     start = {node: [tensor.clone() for tensor in tensors] for node, tensors in own.items()}
-    moved = exchange.mix(own)
+    distances = exchange.mix(own)
     for node, tensors in enumerate(case.mixed(1)):
         assert [raw(tensor) for tensor in own[node]] == [raw(tensor) for tensor in tensors]
         away = sum(
             float((a.double() - b.double()).square().sum())
             for a, b in zip(own[node], start[node], strict=True)
         )
-        assert moved[node] == pytest.approx(away, rel=1e-5, abs=1e-12)
+        assert distances[node].moved == pytest.approx(away, rel=1e-5, abs=1e-12)
+        apart = sum(
+            weight * float((a.double() - b.double()).square().sum())
+            for j, weight in case.weights[node].items()
+            for a, b in zip(start[node], start[j], strict=True)
+        )
+        assert distances[node].apart == pytest.approx(apart, rel=1e-9, abs=1e-12)
     exchange.cut()
     with pytest.raises(ExchangeError, match="was cut"):
         exchange.mix(own)

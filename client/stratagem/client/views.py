@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -132,6 +132,8 @@ class Progress:
     """Steps of the open segment that were not finite and changed nothing."""
     training_phase: str = ""
     """Under phase training: FULL, PREDICT or CORRECT."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the latest step, as its first member sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ def progress(message: pb.RunProgress) -> Progress:
         grad_norm=message.grad_norm,
         num_skipped_steps=message.num_skipped_steps,
         training_phase=message.training_phase,
+        metrics=dict(message.metrics),
     )
 
 

@@ -452,6 +452,26 @@ class RunProgress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -464,6 +484,7 @@ class RunProgress(_message.Message):
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     TRAINING_PHASE_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -480,6 +501,10 @@ class RunProgress(_message.Message):
     """Steps of the open segment that were skipped because they were not finite."""
     training_phase: _builtins.str
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of the latest step as its first member sees it, keyed "train.<metric>"."""
+
     def __init__(
         self,
         *,
@@ -495,10 +520,11 @@ class RunProgress(_message.Message):
         grad_norm: _builtins.float = ...,
         num_skipped_steps: _builtins.int = ...,
         training_phase: _builtins.str = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

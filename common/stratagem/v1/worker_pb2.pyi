@@ -478,6 +478,26 @@ class Progress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     TO_STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -486,6 +506,7 @@ class Progress(_message.Message):
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     to_step: _builtins.int
     loss: _builtins.float
@@ -504,6 +525,10 @@ class Progress(_message.Message):
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT. A predicted step repeats
     the loss of the last exact one.
     """
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What else there is to say of the latest step, such as "neighbour_distance": this member's own."""
+
     def __init__(
         self,
         *,
@@ -515,10 +540,11 @@ class Progress(_message.Message):
         grad_norm: _builtins.float = ...,
         num_skipped_steps: _builtins.int = ...,
         phase: _builtins.str = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ watcher can leave and come back by index; progress is a latest value without one
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from stratagem.common.ids import RunId
@@ -35,6 +35,8 @@ class Progress:
     """In the segment, because they were not finite."""
     training_phase: str = ""
     """Of phase training."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of that step, by metric."""
 
 
 @dataclass(slots=True)

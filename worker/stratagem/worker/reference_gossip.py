@@ -44,6 +44,10 @@ class GossipResult:
     """What each step's loss counts for: its rows, or tokens."""
     distance: float
     """sqrt((1/N) Σ ‖x_i - mean‖²) over the trainable parameters."""
+    apart: list[float]
+    """Before each step's mixing sqrt((1/2N) Σ_ij w_ij ‖x_i - x_j‖²)."""
+    spreads: list[float]
+    """`distance`, but before each step's mixing."""
 
 
 def gossip_loop(
@@ -71,6 +75,8 @@ def gossip_loop(
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     coded = CodedMixing(job, models) if job.compression is not None else None
     losses: list[float] = []
+    apart: list[float] = []
+    spreads: list[float] = []
     step_weights: list[float] = []
     for step in range(total_steps if num_steps is None else num_steps):
         epoch, position = divmod(step, steps_per_epoch)
@@ -103,12 +109,15 @@ def gossip_loop(
             weight_sum += weight
         losses.append(loss_sum / weight_sum if weight_sum else math.nan)
         step_weights.append(weight_sum)
+        apart.append(_apart(params, weights))
+        spreads.append(_spread(params))
         if coded is None:
             _mix(params, weights)
         else:
             coded.mix(step + 1, params, weights)
     states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
-    return GossipResult(_mean(states), states, losses, step_weights, _spread(params))
+    distance = _spread(params)
+    return GossipResult(_mean(states), states, losses, step_weights, distance, apart, spreads)
 
 
 def _slice(rows: range) -> slice:
@@ -136,6 +145,17 @@ def _mean(states: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
                 total = total + other[name].double()
             mean[name] = (total / len(states)).to(first.dtype)
     return mean
+
+
+@torch.no_grad()
+def _apart(params: list[list[nn.Parameter]], weights: tuple[dict[int, float], ...]) -> float:
+    square = sum(
+        weight * (own.double() - other.double()).square().sum().item()
+        for node, row in enumerate(weights)
+        for neighbour, weight in row.items()
+        for own, other in zip(params[node], params[neighbour], strict=True)
+    )
+    return math.sqrt(square / (2 * len(params)))
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ class ProgressLine:
     def __str__(self) -> str:
         parts = [self.name]
         if self.phase is Phase.RUNNING and self.latest is not None:
-            parts += [*_amounts(self.latest), metrics_text(self.metrics)]
+            metrics = {**self.metrics, **self.latest.metrics}
+            parts += [*_amounts(self.latest), metrics_text(metrics)]
         else:
             parts += [self.phase, self.sentence]
         return "  ".join(part for part in parts if part)

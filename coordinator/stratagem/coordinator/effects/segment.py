@@ -6,6 +6,7 @@ the next one gives the survivors their new view: what they compute goes on untou
 """
 
 import asyncio
+from collections.abc import Mapping
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
@@ -117,10 +118,15 @@ def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
                 progress.grad_norm,
                 progress.num_skipped_steps,
                 progress.phase,
+                _of_training(progress.metrics),
             )
             env.feed.set_progress(effect.run_id, latest)
 
     return show
+
+
+def _of_training(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
 
 
 async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
@@ -141,7 +147,7 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics={
-            **{f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(first.metrics.items())},
+            **_of_training(first.metrics),
             **fold_parts(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),

@@ -96,6 +96,7 @@ def progress(
         grad_norm=item.grad_norm,
         num_skipped_steps=item.num_skipped_steps,
         training_phase=item.training_phase,
+        metrics=item.metrics,
     )
 
 

@@ -27,6 +27,7 @@ from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, StepReport
+from stratagem.worker.exchange.distances import neighbour_distance
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.exchange.public import PublicCopies
@@ -119,8 +120,8 @@ class GossipTrainer:
     def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
         """A local step of each own node, then one round of mixing.
 
-        The loss is the own nodes'. After an error the nodes are at different steps, and the
-        trainer is of no more use.
+        Loss and neighbour distance are the own nodes'. After an error the nodes are at different
+        steps, and the trainer is of no more use.
         """
         _, indices = self._order.batch(self.step)
         shards = split_rows(len(indices), num_nodes)
@@ -139,8 +140,8 @@ class GossipTrainer:
             distances = exchange.mix(tensors)
         else:
             distances = exchange.mix_coded(self.step + 1, tensors, self.public)
-        for number, moved in distances.items():
-            self._nodes[number].sums.moved += moved
+        for number, distance in distances.items():
+            self._nodes[number].sums.moved += distance.moved
         self.step += 1
         self._num_segment_steps += 1
         failpoint("worker.gossip.after_mix")
@@ -152,6 +153,7 @@ class GossipTrainer:
             stop=False,
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
+            metrics={"neighbour_distance": neighbour_distance([*distances.values()])},
         )
 
     def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:

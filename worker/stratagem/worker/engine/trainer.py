@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -56,6 +56,8 @@ class StepReport:
     """1 when loss or gradient was not finite and the step changed nothing; of nodes, how many."""
     phase: str = ""
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else there is to say of the step, beside the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.failpoints import failpoint
+from stratagem.worker.exchange.distances import Distances
 from stratagem.worker.exchange.flat import Bucket, flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.payloads import ON_DEVICE
 from stratagem.worker.exchange.public import PublicCopies
@@ -24,7 +25,7 @@ from stratagem.worker.mesh.link import ExchangeError, Link, Work
 
 WINDOW: Final = 3
 """Buckets under way at once."""
-SLICE_ELEMENTS: Final = 1 << 17
+SLICE_ELEMENTS: Final = 1 << 15
 """Mixed at once, so that the float64 sums stay in the cache."""
 MAX_TAG: Final = 2**31 - 1
 
@@ -84,12 +85,12 @@ class GossipExchange:
     def num_nodes(self) -> int:
         return len(self._weights)
 
-    def mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, float]:
+    def mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
         """One round: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
-        often, with tensors of the same shapes. Returns for each own node the squared distance
-        that it moved. Raises ExchangeError when a neighbour is lost or silent, or after cut.
+        often, with tensors of the same shapes. Returns the distances of each own node. Raises
+        ExchangeError when a neighbour is lost or silent, or after cut.
         """
         try:
             return self._mix(tensors)
@@ -100,7 +101,7 @@ class GossipExchange:
 
     def mix_coded(
         self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
-    ) -> dict[int, float]:
+    ) -> dict[int, Distances]:
         """One round over public copies, in place, for the own nodes' tensors; otherwise as mix."""
         try:
             return self._mix_coded(step, tensors, public)
@@ -110,7 +111,7 @@ class GossipExchange:
 
     def _mix_coded(
         self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
-    ) -> dict[int, float]:
+    ) -> dict[int, Distances]:
         first_tag = self._tags(self.num_nodes)
         device = next(iter(tensors.values()))[0].device
         device = device if self.name in ON_DEVICE else torch.device("cpu")
@@ -123,14 +124,16 @@ class GossipExchange:
         public.count(len(sends))
         for node, payload in payloads.items():
             public.advance(node, step, payload)
-        moved = {node: public.mix(node, self._weights[node], tensors[node]) for node in self._own}
+        distances = {
+            node: public.mix(node, self._weights[node], tensors[node]) for node in self._own
+        }
         self._wait(sends)
-        return moved
+        return distances
 
-    def _mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, float]:
+    def _mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
         buckets = plan_buckets(tensors[self._own[0]])
         first_tag = self._tags(len(buckets) * self.num_nodes)
-        moved = dict.fromkeys(self._own, 0.0)
+        distances = {node: Distances() for node in self._own}
         under_way: list[_Transit] = []
         for index, bucket in enumerate(buckets):
             while len(under_way) < min(index + WINDOW, len(buckets)):
@@ -139,11 +142,10 @@ class GossipExchange:
             transit = under_way[index]
             self._wait(transit.receives)
             for node in self._own:
-                mixed, distance = self._mixed(node, bucket, transit.flats)
+                mixed = self._mixed(node, bucket, transit.flats, distances[node])
                 unflatten(bucket, mixed, tensors[node])
-                moved[node] += distance
             self._wait(transit.sends)
-        return moved
+        return distances
 
     def sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
         """For each index the sum of term(node, index) over all nodes, in order of node; float64.
@@ -242,26 +244,28 @@ class GossipExchange:
         return receives, sends
 
     def _mixed(
-        self, node: int, bucket: Bucket, flats: Mapping[int, Tensor]
-    ) -> tuple[Tensor, float]:
-        """The node's new values, rounded to the bucket's dtype, and the squared distance to the
-        old ones."""
-        own = flats[node]
-        mixed = self._flat(-1, 0, bucket, own.device)
-        total, other = (self._buffer(i, own.device) for i in range(2))
-        distance = 0.0
+        self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
+    ) -> Tensor:
+        """The node's new values, rounded to the bucket's dtype; adds to its distances."""
+        device = flats[node].device
+        mixed = self._flat(-1, 0, bucket, device)
+        buffers = [self._buffer(i, device) for i in range(4)]
         for part in _slices(bucket.numel):
-            acc, value = total[: part.stop - part.start], other[: part.stop - part.start]
+            acc, value, own, away = (each[: part.stop - part.start] for each in buffers)
+            own.copy_(flats[node][part])
             for place, (j, weight) in enumerate(self._weights[node].items()):
                 # Product and sum apart, so that none of them is fused: the bits must not depend
                 # on where in a vector an element stands.
                 target = value if place else acc
-                target.copy_(flats[j][part]).mul_(weight)
+                target.copy_(flats[j][part])
+                if j != node:
+                    distances.apart += weight * _square(torch.sub(target, own, out=away))
+                target.mul_(weight)
                 if place:
                     acc.add_(value)
             mixed[part].copy_(acc)
-            distance += float(value.copy_(own[part]).sub_(acc).square_().sum())
-        return mixed, distance
+            distances.moved += _square(torch.sub(acc, own, out=away))
+        return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:
         """Storage for a bucket of a node; the next buckets but WINDOW use it again."""
@@ -315,6 +319,11 @@ def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, fl
         out={peer: needed(peer, rank) for peer in peers},
         back={peer: needed(rank, peer) for peer in peers},
     )
+
+
+def _square(flat: Tensor) -> float:
+    """‖flat‖²."""
+    return float(torch.dot(flat, flat))
 
 
 def _slices(numel: int) -> Iterator[slice]:

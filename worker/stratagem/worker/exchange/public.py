@@ -27,6 +27,7 @@ from stratagem.common.compression import (
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.exchange.compressor import Traffic
+from stratagem.worker.exchange.distances import Distances
 
 PUBLIC: Final = "public/"
 _MODEL: Final = "model/"
@@ -83,23 +84,25 @@ class PublicCopies:
         copies = self._copies[node]
         self._copies[node] = [c + move for c, move in zip(copies, decoded, strict=True)]
 
-    def mix(self, node: int, weights: Mapping[int, float], tensors: Sequence[Tensor]) -> float:
-        """x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; the squared distance moved.
+    def mix(self, node: int, weights: Mapping[int, float], tensors: Sequence[Tensor]) -> Distances:
+        """x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; distances are of the copies.
 
         Products and sums are float64, in order of j, rounded once.
         """
-        square = 0.0
+        distances = Distances()
         for place, tensor in enumerate(tensors):
             mine = self._copies[node][place].astype(np.float64)
             pull = np.zeros_like(mine)
             for j, weight in weights.items():
                 if j != node:
-                    pull += weight * (self._copies[j][place] - mine)
+                    away = self._copies[j][place] - mine
+                    distances.apart += weight * float(np.add.reduce(away * away))
+                    pull += weight * away
             pull *= self.step_size
-            square += float(np.add.reduce(pull * pull))
+            distances.moved += float(np.add.reduce(pull * pull))
             moved = (_flat(tensor).astype(np.float64) + pull).astype(np.float32)
             tensor.copy_(torch.from_numpy(moved).view(tensor.shape))
-        return square
+        return distances
 
     def state(self, node: int) -> dict[str, Tensor]:
         """What is kept of an own node, by `public/<parameter>` and the codec's own names."""
