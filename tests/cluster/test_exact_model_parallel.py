@@ -1,5 +1,6 @@
 """ModelParallel over real processes has the bits of one process, whatever the cut."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         model_parallel(SEQUENTIAL, protocol="DataStore"),
         5,
     ),
-    "1f1b": ({"model": "batch_norm_mlp", "data": UNEVEN}, pipeline(SEQUENTIAL, 4), 4),
+    "auto": ({"model": "batch_norm_mlp", "data": UNEVEN}, pipeline(SEQUENTIAL, 4), 4),
     "eager": ({"model": "dropout_mlp", "optimizer": ADAMW}, pipeline(SEQUENTIAL, 3, "eager"), 3),
     "gpipe": ({"model": "dropout_mlp"}, pipeline(SEQUENTIAL, 3, "gpipe"), 3),
     "zero bubble": ({"model": "dropout_mlp"}, pipeline(SEQUENTIAL, 3, "zero_bubble"), 3),
@@ -109,6 +110,8 @@ def test_every_cut_has_the_bits_of_one_process(client: Client, case: str) -> Non
     assert_same_bits(outcome.state, expected.state)
     assert len(outcome.digests) == 5
     assert outcome.status.reproducible
+    schedule = {"auto": r"(1f1b|eager) \(auto\)", "eager": "eager"}.get(case)
+    assert schedule is None or re.fullmatch(f"pipeline/grpc {schedule}", outcome.status.engine)
 
 
 DEEP = anywhere("0 1 2", "3 4 5 6 7")

@@ -259,7 +259,7 @@ def test_models_that_cannot_be_cut_so(model: str, partitions: list[str], reason:
 def test_placements_are_checked() -> None:
     with pytest.raises(InvalidInputError, match=r"ranks: .* one of 0, 1, … per partition"):
         Placement((("a",), ("b",)), (0, 2))
-    with pytest.raises(InvalidInputError, match="schedule: 'dual' is not one of 1f1b"):
+    with pytest.raises(InvalidInputError, match="schedule: 'dual' is not one of auto, 1f1b"):
         Placement((("a",),), (0,), schedule="dual")
 
 

@@ -56,6 +56,7 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
             report = runner.train_step(
                 shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
             )
+            segment.engine = held.engine  # the schedule may have been chosen anew
             account(work, plan, segment, report)
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step, and those that stay return to the last commit.

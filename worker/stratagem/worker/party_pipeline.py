@@ -96,9 +96,8 @@ def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
         runner = _runner(work, plan, where, spec, lines)
         _load_base(work, plan.base, runner)
         reduce = _reduce(work, plan, where, runner, lines)
-        holding.stages = HeldStages(
-            view.membership, runner, reduce, lines, where.replica, _engine(work, where, spec, lines)
-        )
+        names = _carrier(work, where, spec), _columns(where, lines)
+        holding.stages = HeldStages(view.membership, runner, reduce, lines, where.replica, *names)
     except BaseException:
         work.control.let_go()
         lines.cut()
@@ -234,7 +233,7 @@ def _reduce(
     return SumOverReplicas(runner, exchange)
 
 
-def _engine(work: Work, where: _Where, spec: ModelParallel, lines: Lines) -> str:
+def _carrier(work: Work, where: _Where, spec: ModelParallel) -> str:
     communication = spec.communication
     kind = {"DataStore": "data store"}.get(type(communication).__name__)
     kind = kind or type(communication).__name__.lower()
@@ -242,8 +241,10 @@ def _engine(work: Work, where: _Where, spec: ModelParallel, lines: Lines) -> str
     if where.width > 1:
         is_store = isinstance(communication, DataStore)
         carrier = work.host.activations.name if is_store else "grpc"
-    schedule = f" {spec.options.schedule}" if isinstance(communication, Pipeline) else ""
-    replicas = ""
-    if lines.column is not None:
-        replicas = f", {where.num_replicas} replicas over {lines.column.name}"
-    return f"{kind}/{carrier}{schedule}{replicas}"
+    return f"{kind}/{carrier}"
+
+
+def _columns(where: _Where, lines: Lines) -> str:
+    if lines.column is None:
+        return ""
+    return f", {where.num_replicas} replicas over {lines.column.name}"

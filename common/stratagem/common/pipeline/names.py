@@ -5,4 +5,6 @@ Interleaving is no name: it follows where a worker owns several stages.
 
 from typing import Final
 
-SCHEDULE_NAMES: Final = ("1f1b", "eager", "gpipe", "zero_bubble")
+AUTO: Final = "auto"
+"""1f1b, or eager where hops are slow; see `schedules.suited`."""
+SCHEDULE_NAMES: Final = (AUTO, "1f1b", "eager", "gpipe", "zero_bubble")

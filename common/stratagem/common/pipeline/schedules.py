@@ -219,6 +219,29 @@ SCHEDULES: Final[Mapping[str, Callable[[int, int], Schedule]]] = {
 per rank, all but zero_bubble mean the interleaved one."""
 
 
+EAGER_FROM: Final = 0.01
+"""Hop, as a share of what a stage computes for a micro-batch, from which on `suited` says eager.
+
+A hop between idle ranks, as it is measured, is the least that one can cost: beside computation one
+takes two to three times as long, so that 1F1B is some 3 % slower from here on."""
+
+
+def suited(hop_s: float, compute_s: float) -> str:
+    """The schedule that "auto" stands for.
+
+    hop_s: one way between two stages. compute_s: forward and backward of one micro-batch on one
+    stage, mean over stages. Under 1F1B with equal stages each pair of forward and backward waits
+    for one hop, so a step takes up to hop_s / compute_s longer; under eager none, at the price of
+    almost twice the activations. Up to the share `EAGER_FROM` memory is worth more.
+    """
+    return "eager" if hop_s > EAGER_FROM * compute_s else "1f1b"
+
+
+def has_eager(rank_of: Sequence[int]) -> bool:
+    """Whether 1f1b and eager are two schedules: with one stage on each of several ranks."""
+    return len(set(rank_of)) == len(rank_of) > 1
+
+
 def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
     """Evaluation: every rank passes the micro-batches through its stages, in order."""
     num_ranks = max(rank_of) + 1

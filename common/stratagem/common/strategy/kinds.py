@@ -21,7 +21,7 @@ from stratagem.common.field_rules import (
     must,
 )
 from stratagem.common.json_text import JSON, check_json
-from stratagem.common.pipeline.names import SCHEDULE_NAMES
+from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
 from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
@@ -101,7 +101,7 @@ class DataParallel:
 class ModelParallelOptions:
     """schedule: in which order the stages work on micro-batches; of Pipeline only."""
 
-    schedule: str = field(default="1f1b", metadata=must(_IS_SCHEDULE))
+    schedule: str = field(default=AUTO, metadata=must(_IS_SCHEDULE))
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,7 +8,7 @@ import torch
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.pipeline.schedules import SCHEDULES
+from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
 from stratagem.common.pipeline.tiling import plan_stages
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
@@ -42,20 +42,20 @@ class Placement:
     """Which nodes go where, and in what portions they work.
 
     partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
-    micro_batch_size: rows; None = the whole batch at once. schedule: a name of `SCHEDULES`.
+    micro_batch_size: rows; None = the whole batch at once. schedule: one of `SCHEDULE_NAMES`.
     """
 
     partitions: tuple[tuple[str, ...], ...]
     ranks: tuple[int, ...]
     micro_batch_size: int | None = None
-    schedule: str = "1f1b"
+    schedule: str = AUTO
 
     def __post_init__(self) -> None:
         size = len(set(self.ranks))
         if len(self.ranks) != len(self.partitions) or set(self.ranks) != set(range(size)):
             raise InvalidInputError.at("ranks", f"{self.ranks}: one of 0, 1, … per partition")
-        if self.schedule not in SCHEDULES:
-            allowed = ", ".join(SCHEDULES)
+        if self.schedule not in SCHEDULE_NAMES:
+            allowed = ", ".join(SCHEDULE_NAMES)
             raise InvalidInputError.at("schedule", f"{self.schedule!r} is not one of {allowed}")
 
 

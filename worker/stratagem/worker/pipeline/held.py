@@ -56,8 +56,16 @@ class HeldStages:
     """None where there is one shard."""
     lines: Lines
     replica: int
-    engine: str
-    """For people: what carries activations, and in which order stages work."""
+    carrier: str
+    """For people: what carries activations."""
+    columns: str = ""
+    """For people: what carries gradients between replicas; empty where there is one."""
+
+    @property
+    def engine(self) -> str:
+        """For people: what carries what, and in which order stages work."""
+        order = f" {self.runner.order_text}" if self.runner.order_text else ""
+        return f"{self.carrier}{order}{self.columns}"
 
     def cut(self) -> None:
         self.lines.cut()

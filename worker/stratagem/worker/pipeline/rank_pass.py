@@ -7,8 +7,9 @@ of the same rank. Must not know the optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,11 +74,29 @@ class Work:
     lose: Callable[[Any, Any, int, int], Tensor | None]
 
 
+class Gauge(Protocol):
+    """Looks on at a pass."""
+
+    def time(self, kind: Kind) -> AbstractContextManager[None]:
+        """Around what is computed for one micro-batch, without waiting and sending."""
+
+    def sent(self, rank: int, message: Message) -> None:
+        """A message goes to another rank."""
+
+
 class RankPass:
     """The state of one pass: `step` is its number, `count` how many micro-batches it has."""
 
-    def __init__(self, lane: Lane, parts: Mapping[int, StagePart], step: int, count: int) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        parts: Mapping[int, StagePart],
+        step: int,
+        count: int,
+        gauge: Gauge | None = None,
+    ) -> None:
         self._lane, self._parts, self._step, self._count = lane, parts, step, count
+        self._gauge = gauge
         self._kept: dict[tuple[int, int], Kept] = {}
         self._local: dict[Address, Message] = {}
 
@@ -110,7 +129,7 @@ class RankPass:
                 if kept.left[boundary.number]
             }
             failpoint("worker.stages.before_backward")
-            with user_code(work.activity):
+            with self._timed(action.kind), user_code(work.activity):
                 sent = (part.backward if is_whole else part.backward_input)(kept, received)
             for boundary in part.before:
                 if boundary.number in sent:
@@ -141,18 +160,22 @@ class RankPass:
             boundary.number: self._recv(boundary, micro_batch, backward=False)
             for boundary in part.before
         }
-        work.begin(micro_batch)
-        x, y, num_rows = None, None, 0
-        if part.reads_input or part.is_last:
-            x, y, num_rows = work.load(micro_batch)
-        with user_code(work.activity):
-            kept, sent = part.forward(x, received)
-            if part.is_last:
-                kept.loss = work.lose(kept.output, y, num_rows, micro_batch)
-                kept.output = None
+        with self._timed(Kind.FORWARD):
+            work.begin(micro_batch)
+            x, y, num_rows = None, None, 0
+            if part.reads_input or part.is_last:
+                x, y, num_rows = work.load(micro_batch)
+            with user_code(work.activity):
+                kept, sent = part.forward(x, received)
+                if part.is_last:
+                    kept.loss = work.lose(kept.output, y, num_rows, micro_batch)
+                    kept.output = None
         for boundary in part.after:
             self._send(boundary, micro_batch, sent[boundary.number], backward=False)
         return kept
+
+    def _timed(self, kind: Kind) -> AbstractContextManager[None]:
+        return nullcontext() if self._gauge is None else self._gauge.time(kind)
 
     def _address(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Address:
         return self._lane.address(self._step, boundary, self._count, micro_batch, backward=backward)
@@ -164,6 +187,8 @@ class RankPass:
         if address.source == address.target:
             self._local[address] = message
         else:
+            if self._gauge is not None:
+                self._gauge.sent(address.target, message)
             self._lane.transport.send(address, message)
 
     def _recv(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Message:

@@ -13,13 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import structlog
 import torch
 from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
-from stratagem.common.pipeline.schedules import Schedule, choose, forward_only
+from stratagem.common.pipeline.names import AUTO
+from stratagem.common.pipeline.schedules import (
+    Schedule,
+    choose,
+    forward_only,
+    has_eager,
+    suited,
+)
 from stratagem.common.pipeline.simulation import check
 from stratagem.common.shards import split_rows
 from stratagem.worker.data.datasets import Dataset
@@ -34,6 +42,7 @@ from stratagem.worker.entrypoints import user_code
 from stratagem.worker.models.nodes import Trained
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
+from stratagem.worker.pipeline.hops import Meter, measure_hops
 from stratagem.worker.pipeline.rank_pass import Lane, RankPass, Work
 from stratagem.worker.pipeline.stage import StagePart
 
@@ -41,6 +50,8 @@ from stratagem.worker.pipeline.stage import StagePart
 # one per parameter, buffers].
 WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
 _WINDOW_PER_STAGE: Final = 2
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,11 @@ class StageRunner:
         self.num_extras = FIXED + len(self._own) + self._buffers.num_elements
         self._order = BatchOrder(len(setup.data["train"]), self._job.batch_size, self._job.seed)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
+        self.order = "1f1b" if setup.schedule == AUTO else setup.schedule
+        """The name of the schedule that is in use."""
+        is_open = setup.schedule == AUTO and has_eager(lane.rank_of)
+        self._meter = Meter(gather.device) if is_open else None
+        """While it is not decided what "auto" stands for."""
         self._schedules: dict[int, Schedule] = {}
         self._num_passes = 0
         self.step = 0
@@ -114,11 +130,18 @@ class StageRunner:
         """Rows per split."""
         return {split: len(dataset) for split, dataset in self._setup.data.items()}
 
+    @property
+    def order_text(self) -> str:
+        """The schedule in use, for people; empty where a batch passes the stages as a whole."""
+        if self._setup.micro_batch_size is None:
+            return ""
+        return f"{self.order} (auto)" if self._setup.schedule == AUTO else self.order
+
     def schedule(self, num_micro_batches: int) -> Schedule:
         """The action lists of all ranks for a step of so many micro-batches, proven to end."""
         if num_micro_batches not in self._schedules:
             lane = self._lane
-            made = choose(self._setup.schedule, lane.rank_of, num_micro_batches)
+            made = choose(self.order, lane.rank_of, num_micro_batches)
             check(made, lane.rank_of, num_micro_batches, lane.plan.dependencies())
             self._schedules[num_micro_batches] = made
         return self._schedules[num_micro_batches]
@@ -145,6 +168,7 @@ class StageRunner:
         self._buffers.snapshot()
         self._setup.execution.begin_batch(len(indices))
         try:
+            self._settle_order()
             computed = self._compute_all(
                 range(shards.start, min(shards.stop, len(live))), live, stop
             )
@@ -279,7 +303,7 @@ class StageRunner:
             return self._setup.execution.scale.up(value.mean * value.weight)
 
         lane, count = self._lane, len(micro_batches)
-        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count)
+        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count, self._meter)
         self._agreement.begin(self._num_passes, count)
         self._num_passes += 1
         lane.transport.begin(
@@ -301,6 +325,22 @@ class StageRunner:
             for name, param in self.params
         }
         return StageGradients(gradients, extras)
+
+    def _settle_order(self) -> None:
+        """What "auto" stands for, once a step of more than one micro-batch was measured."""
+        meter = self._meter
+        if meter is None or meter.num_micro_batches < 2:
+            return
+        hops = measure_hops(self._lane, self._num_passes, meter)
+        self._num_passes += 1
+        self._meter, self.order = None, suited(hops.hop_s, hops.compute_s)
+        self._schedules.clear()
+        log.info(
+            "schedule chosen",
+            schedule=self.order,
+            hop_ms=round(1e3 * hops.hop_s, 3),
+            compute_ms=round(1e3 * hops.compute_s, 3),
+        )
 
     def _take(self, total: StageGradients) -> Tensor:
         """Makes the sum the gradient of each parameter that any shard reached; its extras."""
