@@ -29,6 +29,7 @@ from stratagem.common.job.every import Every
 from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.search_space import SearchSpace
 from stratagem.common.strategy import Strategy, choices, kinds
+from stratagem.common.strategy.json_form import REFUSE
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import decide
 from stratagem.coordinator.core.state import CoordinatorState
@@ -209,6 +210,8 @@ def _object_rows(kind: Any, prefix: str = "", owner: str = "") -> Iterator[tuple
         default = (
             "**required**" if field.default is dataclasses.MISSING else value_text(field.default)
         )
+        if field.name == "late_updates":
+            default = value_text(REFUSE)
         text = allowed.text if isinstance(allowed, Rule) else names
         yield (f"`{owner or kind.__name__}`", f"`{prefix}{field.name}`", sort, default, text)
 
@@ -218,6 +221,8 @@ def _sort(hint: Any) -> tuple[str, str]:
     if set(get_args(Strategy)) <= set(get_args(hint)):
         return "strategy", "any that can be nested"
     arms = [each for each in get_args(hint) or (hint,) if each not in (type(None), Ellipsis)]
+    if arms == [choices.Discount]:
+        return "text or mapping", f"`{REFUSE}`, or `{{discount: d}}` with d in (0, 1]"
     if all(dataclasses.is_dataclass(each) for each in arms):
         return "mapping", "`method`: " + ", ".join(f"`{each.__name__}`" for each in arms)
     if any(get_origin(each) is dict for each in arms):

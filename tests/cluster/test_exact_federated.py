@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.common.ids import WorkerId
-from stratagem.common.strategy import Federated
+from stratagem.common.strategy import Federated, Random
 from stratagem.coordinator.core.facts import ClientBinding
 from stratagem.coordinator.strategies.selection import select
 from stratagem.worker.reference import federated_loop
@@ -186,6 +187,61 @@ def test_over_selection_takes_the_first_and_ends_the_others(client: Client, gate
     assert not outcome.status.reproducible
     expected = federated_loop(spec, ALLOWED, lambda round_num: accepted[round_num - 1])
     assert_same_bits(outcome.state, expected.state)
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_late_update_enters_the_next_round_though_the_coordinator_is_killed(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, is_killed: bool
+) -> None:
+    """Two of four clients are drawn, the first suffices; round 2 has the other two."""
+    sections: dict[str, Any] = {
+        "model": "batch_norm_mlp",
+        "rounds": 3,
+        "batch_size": 64,
+        "data": user("gated_clients", folder=str(gates.folder)),
+        "selection": {"method": "Random", "fraction": 0.25},
+        "options": {
+            "over_select": 1,
+            "late_updates": {"discount": 0.5},
+            "server_optimizer": {"name": "fedavgm", "momentum": 0.5},
+        },
+    }
+    seed = next(each for each in range(99) if not set(drawn(each, 1)) & set(drawn(each, 2)))
+    (first, late), (second, other) = drawn(seed, 1), drawn(seed, 2)
+    spec = federated(**sections, seed=seed)
+    held = [f"client{each}-1" for each in (late, second, other)]
+    gates.close(*held)
+    run = client.submit(spec)
+    wait_for(run, "ClientsSelected", 2)
+    gates.wait_reached(*held)
+    if is_killed:
+        exact_cluster.kill("coordinator")
+    gates.open(held[0])
+    arrived = wait_for(run, "UpdateReceived", 2)[1].payload
+    assert (arrived["round_num"], arrived["client"]) == (1, late)
+    gates.open()
+    outcome = outcome_of(run)
+    closed = [event.payload["accepted"] for event in outcome.of("RoundClosed")]
+    assert [each["client"] for each in closed[0]] == [first]
+    assert {each["client"]: each["staleness"] for each in closed[1]}[late] == 1
+    assert not outcome.status.reproducible
+    expected = federated_loop(
+        spec,
+        ALLOWED,
+        lambda number: [each["client"] for each in closed[number - 1] if not each["staleness"]],
+        late_of=lambda number: {
+            each["client"]: number - each["staleness"]
+            for each in closed[number - 1]
+            if each["staleness"]
+        },
+    )
+    assert_same_bits(outcome.state, expected.state)
+
+
+def drawn(seed: int, round_num: int) -> tuple[int, ...]:
+    """One of four clients and one more."""
+    roster = [ClientBinding(client=n, worker_id=WorkerId("any"), tags=()) for n in range(4)]
+    return select(Random(0.25), roster, seed, round_num, 1)
 
 
 def test_round_without_its_quorum_fails_the_run(client: Client, gates: Gates) -> None:

@@ -55,7 +55,7 @@ def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tens
             job = client_job(spec, client, round_num)
             num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
             trained = sharded_loop(job, ALLOWED, num_shards, **of_pipeline)
-            updates.append((num_rows, dict(trained.state)))
+            updates.append(reference.Update(num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
     return world

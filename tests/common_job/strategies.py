@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from stratagem.common import strategy as s
@@ -59,16 +61,22 @@ def _federated(draw: st.DrawFn) -> s.Federated:
         | st.builds(s.FedYogi, _below_1, _below_1, _positive)
     )
     quorum = draw(st.none() | _shares | st.integers(1, num_clients))
-    options = s.FederatedOptions(
-        local_epochs=draw(_counts),
-        quorum=quorum,
-        round_deadline_s=None if quorum is None else draw(st.none() | _positive),
-        server_learning_rate=draw(_positive) if isinstance(aggregation, s.FedYogi) else 0.01,
-    )
+    deadline_s = None if quorum is None else draw(st.none() | _positive)
     selection = draw(
         st.just(s.All())
         | st.builds(s.Random, _shares)
         | st.builds(s.ByCapability, st.lists(_texts, max_size=3).map(tuple))
+    )
+    late: dict[str, Any] = {}
+    if deadline_s is not None and isinstance(selection, s.Random) and draw(st.booleans()):
+        discount = draw(st.builds(s.Discount, _shares))
+        late = {"late_updates": discount, "max_staleness": draw(_counts)}
+    options = s.FederatedOptions(
+        local_epochs=draw(_counts),
+        quorum=quorum,
+        round_deadline_s=deadline_s,
+        **late,
+        server_learning_rate=draw(_positive) if isinstance(aggregation, s.FedYogi) else 0.01,
     )
     return s.Federated(num_clients, draw(_counts), aggregation, selection, options)
 

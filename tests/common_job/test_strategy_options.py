@@ -11,6 +11,7 @@ from stratagem.common.strategy import dump_strategy, parse_strategy
 from tests.common_job.test_strategy_json import DATA_PARALLEL, FEDERATED, wrong
 
 pytestmark = pytest.mark.core
+RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,35 @@ pytestmark = pytest.mark.core
             {"server_learning_rate": 0.1},
             "strategy.options.server_learning_rate: FedAvg has no server optimizer",
         ),
+        (
+            RANDOM,
+            {"late_updates": "drop"},
+            "strategy.options.late_updates: must be 'refuse' or {discount: d} with d in (0, 1]",
+        ),
+        (RANDOM, {"late_updates": None}, "strategy.options.late_updates: must be 'refuse' or {dis"),
+        (RANDOM, {"late_updates": {}}, "strategy.options.late_updates: must be 'refuse' or {dis"),
+        (
+            RANDOM,
+            {"late_updates": {"discount": 0}},
+            "strategy.options.late_updates.discount: 0.0 is not allowed; must be in (0, 1]",
+        ),
+        (
+            RANDOM,
+            {"late_updates": {"discount": 0.5, "rounds": 2}},
+            "strategy.options.late_updates: must be 'refuse' or {discount: d}",
+        ),
+        (
+            RANDOM,
+            {"late_updates": {"discount": 0.5}},
+            "strategy.options.late_updates: no client is ever late without round_deadline_s",
+        ),
+        (RANDOM, {"max_staleness": 2}, 'strategy.options.max_staleness: late_updates is "refuse"'),
+        (RANDOM, {"max_staleness": 0}, "strategy.options.max_staleness: 0 is not allowed"),
+        (
+            FEDERATED | {"client_selection": {"method": "All"}},
+            {"late_updates": {"discount": 0.5}, "quorum": 1, "round_deadline_s": 5},
+            "strategy.options.late_updates: All selects the same clients in every round",
+        ),
     ],
 )
 def test_options_are_strict(document: dict[str, Any], options: object, expected: str) -> None:
@@ -58,3 +88,18 @@ def test_options_are_written_only_when_they_say_something() -> None:
     assert dump_strategy(kept)["options"] == {"quorum": 1.0}
     assert isinstance(kept, s.Federated)
     assert isinstance(kept.options.quorum, float)  # a share of one, not a count of one
+
+
+def test_late_updates_are_a_word_or_a_discount() -> None:
+    options = {"late_updates": {"discount": 0.5}, "max_staleness": 2, "over_select": 1}
+    kept = parse_strategy(RANDOM | {"options": options})
+    assert isinstance(kept, s.Federated)
+    assert kept.options.late_updates == s.Discount(0.5)
+    assert dump_strategy(kept)["options"] == {
+        "over_select": 1,
+        "late_updates": {"discount": 0.5},
+        "max_staleness": 2,
+    }
+    refused = parse_strategy(RANDOM | {"options": {"late_updates": "refuse"}})
+    assert refused == parse_strategy(RANDOM)
+    assert "options" not in dump_strategy(refused)

@@ -17,7 +17,7 @@ from stratagem.coordinator.core.effects import (
     ExchangeMethod,
     RunSegment,
 )
-from stratagem.coordinator.core.facts import Member, RunReleased
+from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
 from stratagem.coordinator.core.gangs import Request, grant
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.feed import Event, Feed, Progress
@@ -297,6 +297,8 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
         await watching
     indices = [item.index for item in seen if isinstance(item, Event)]
     assert indices == [1, 2, 3]
+    assert feed.newest(RUN, lambda each: isinstance(each, RunReleased)) == fact
+    assert feed.newest(RUN, lambda each: isinstance(each, RunFailed)) is None
     assert progress in seen
 
 

@@ -81,6 +81,8 @@ def test_entries_come_in_client_order_and_go_with_their_round(tmp_path: Path, sp
     writer.commit(MANIFEST, 1)
     assert list(spool.entries(RUN, ROOT, 1)) == [0, 2, 10]
     assert list(spool.entries(RUN, other.party, 1)) == [5]
+    spool.delete_updates([key(2), key(7)])
+    assert list(spool.entries(RUN, ROOT, 1)) == [0, 10]
     spool.delete_round(RUN, ROOT, 1)
     assert spool.entries(RUN, ROOT, 1) == {}
     assert list(spool.entries(RUN, other.party, 1)) == [5]

@@ -44,7 +44,7 @@ from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool import Spool, SpoolKey
 from stratagem.coordinator.supervisor import Supervisor
 
 BLOB_GRACE_S = 600.0
@@ -158,8 +158,7 @@ class App:
             case SegmentFinished() | RoundClosed():
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():
-                party, number = fact.party, fact.segment
-                self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, number)))
+                self._empty_spool(run_id, fact)
                 self._do(self._collect_blobs())
             case RunCompleted():
                 self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
@@ -171,6 +170,23 @@ class App:
                 self._do(self._collect_blobs())
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
+
+    def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
+        """Drop the updates that made a round, and rounds that no late update can come for."""
+        party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
+        self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, oldest)))
+        if not fact.max_staleness:
+            return
+        # The committed state no longer says what made it; the newest closing of the round does.
+        closed = self.feed.newest(
+            run_id,
+            lambda each: (
+                isinstance(each, RoundClosed) and (each.party, each.round_num) == (party, number)
+            ),
+        )
+        accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
+        folded = [SpoolKey(run_id, party, number - a.staleness, a.client) for a in accepted]
+        self._do(self._in_thread(lambda: self.spool.delete_updates(folded)))
 
     async def _collect_blobs(self) -> None:
         live = live_blobs(self.loop.state)

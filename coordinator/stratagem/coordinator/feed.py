@@ -5,7 +5,7 @@ watcher can leave and come back by index; progress is a latest value without one
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from stratagem.common.ids import RunId
@@ -81,6 +81,12 @@ class Feed:
         """When the newest event happened; 0 before the first."""
         run = self._runs.get(run_id)
         return run.events[-1].wall_s if run and run.events else 0.0
+
+    def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
+        """The newest fact of a run that is wanted."""
+        run = self._runs.get(run_id)
+        events = reversed(run.events) if run else ()
+        return next((event.fact for event in events if is_wanted(event.fact)), None)
 
     def forget(self, run_id: RunId) -> None:
         """Drop a deleted run; its watchers end."""

@@ -1,8 +1,9 @@
 """The weighted mean of a round's updates, window by window.
 
 For each element: the sum over clients, in the order given, of samples × value in float64, divided
-by all samples and rounded once to the element's type. Integers and bools come from the client with
-most samples (the first of equals), which is also what all clients say where they agree; where they
+by all samples and rounded once to the element's type. Updates of earlier rounds weigh less and are
+rebased first (rebasing.py). Integers and bools come from the client of this round with most samples
+(the first of equals), which is also what all clients say where they agree; where they
 do not, it is logged. Memory is some windows, whatever the size of the model and the number of
 clients, and the order of arrival cannot matter. A server optimizer, where there is one, takes the
 mean from here in float64. Made to run in a thread; knows nothing of rounds.
@@ -10,6 +11,7 @@ mean from here in float64. Made to run in a thread; knows nothing of rounds.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +31,8 @@ from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.blobs import BlobWriter
 from stratagem.coordinator.blobs.durable import open_regular
-from stratagem.coordinator.floats import Raw, narrow, storage, widen
+from stratagem.coordinator.floats import Raw, is_finite, narrow, storage, widen
+from stratagem.coordinator.rebasing import Rebasing
 from stratagem.coordinator.server_step import ServerStep
 from stratagem.coordinator.upload import SpoolEntry
 
@@ -57,34 +60,38 @@ class _Window:
     size_bytes: int
     is_optimized: bool
     """A server optimizer makes the result of the mean."""
+    is_rebased: bool
+    """Late updates count by what they have changed."""
 
 
 def fold_weighted_mean(
     entries: Sequence[SpoolEntry],
-    weights: Sequence[int],
+    weights: Sequence[float],
     manifest: Manifest,
     out: BlobWriter,
     *,
     should_stop: Callable[[], bool] = lambda: False,
     server: ServerStep | None = None,
+    rebasing: Rebasing | None = None,
 ) -> tuple[Digest, tuple[Digest, ...]]:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
 
     With a server optimizer, what it makes of the mean; then also what its slots are called, which
     are durable before the state is.
 
-    `entries` and their `weights` (samples) stand in client order. Raises IntegrityError when the
+    `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
+    stand in client order. Raises IntegrityError when the
     disk has damaged an update, FoldStoppedError, UnavailableError when the disk is full; `out` is
     aborted then.
     """
     try:
         _check_arguments(entries, weights, manifest)
-        folder = _Folder(entries, weights, server)
+        folder = _Folder(entries, weights, server, rebasing)
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            for index, window in enumerate(_windows(manifest, server)):
+            for index, window in enumerate(_windows(manifest, server, rebasing)):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
                 if len(written) > 1:  # the buffer that comes next is in use until then
@@ -102,10 +109,13 @@ def fold_weighted_mean(
         if server is not None:
             server.abort()
         raise
+    finally:
+        if rebasing is not None:
+            rebasing.close()
 
 
 def _check_arguments(
-    entries: Sequence[SpoolEntry], weights: Sequence[int], manifest: Manifest
+    entries: Sequence[SpoolEntry], weights: Sequence[float], manifest: Manifest
 ) -> None:
     if len(entries) != len(weights) or min(weights, default=0) < 0 or not sum(weights):
         raise InvalidInputError.at(
@@ -118,32 +128,42 @@ def _check_arguments(
             )
 
 
-def _windows(manifest: Manifest, server: ServerStep | None) -> Iterator[_Window]:
+def _windows(
+    manifest: Manifest, server: ServerStep | None, rebasing: Rebasing | None
+) -> Iterator[_Window]:
     """All data in order, cut where the type or treatment changes, and else into windows."""
 
-    def kind(spec: TensorSpec) -> tuple[str, str, bool]:
+    def kind(spec: TensorSpec) -> tuple[str, str, bool, bool]:
         name = "" if dtype_named(spec.dtype).is_floating else spec.name
-        return spec.dtype, name, server is not None and server.is_optimized(spec)
+        is_optimized = server is not None and server.is_optimized(spec)
+        return spec.dtype, name, is_optimized, rebasing is not None and rebasing.is_rebased(spec)
 
-    for (dtype, name, is_optimized), group in groupby(manifest.stored(), kind):
+    for (dtype, name, *treatment), group in groupby(manifest.stored(), kind):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
         step = WINDOW_ELEMENTS * dtype_named(dtype).item_bytes
         for offset in range(specs[0].offset, end, step):
-            yield _Window(dtype, name, offset, min(step, end - offset), is_optimized)
+            yield _Window(dtype, name, offset, min(step, end - offset), *treatment)
 
 
 class _Folder:
     """The buffers, the readers, and the names of tensors that clients do not agree on."""
 
     def __init__(
-        self, entries: Sequence[SpoolEntry], weights: Sequence[int], server: ServerStep | None
+        self,
+        entries: Sequence[SpoolEntry],
+        weights: Sequence[float],
+        server: ServerStep | None,
+        rebasing: Rebasing | None,
     ) -> None:
-        self._server = server
+        self._server, self._rebasing = server, rebasing
         self._sources = [_Source(entry) for entry in entries]
         self._weights = [float(weight) for weight in weights]
-        self._total_weight = float(sum(weights))
-        self._largest = max(range(len(weights)), key=lambda i: (weights[i], -i))
+        self._total_weight = math.fsum(weights)
+        self._voters = [
+            i for i in range(len(weights)) if rebasing is None or not rebasing.is_late(i)
+        ]
+        self._largest = max(self._voters, key=lambda i: (weights[i], -i))
         num_bytes = WINDOW_ELEMENTS * 8
         self._raw = np.empty(num_bytes, np.uint8)
         self._results = (np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
@@ -181,6 +201,9 @@ class _Folder:
                 source.read(window, raw)
                 target = term if index else total
                 widen(window.dtype, raw, target)
+                if window.is_rebased:
+                    assert self._rebasing is not None
+                    self._rebasing.apply(index, window.dtype, window.offset, target)
                 target *= self._weights[index]
                 if index:
                     total += term
@@ -191,13 +214,15 @@ class _Folder:
         if window.dtype == "float64" and not np.isfinite(total).all():  # others cannot overflow
             raise LimitError("the sum of the updates is beyond the range of float64")
         narrow(window.dtype, total, result)
+        if window.is_rebased and not is_finite(window.dtype, result):
+            raise LimitError(f"late updates lead beyond the range of {window.dtype}")
 
     def _choose(self, window: _Window, raw: Raw, result: Raw) -> None:
         self._sources[self._largest].read(window, result)
         for index, source in enumerate(self._sources):
             if index != self._largest:
                 source.read(window, raw)
-                if not np.array_equal(raw, result):
+                if index in self._voters and not np.array_equal(raw, result):
                     self._disputed[window.name] = None
 
 

@@ -7,26 +7,21 @@ client ever gets them. Knows nothing of rounds; memory is some windows.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import BinaryIO, Final
 
 import numpy as np
 
-from stratagem.common.errors import IntegrityError, LimitError
+from stratagem.common.errors import LimitError
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
 from stratagem.common.tensors.safefile import header_bytes, read_header
 from stratagem.coordinator.blobs import BlobStore, BlobWriter
-from stratagem.coordinator.floats import Wide, narrow, storage, widen
+from stratagem.coordinator.floats import Wide, narrow, storage
 from stratagem.coordinator.server_optimizers import ServerOptimizer
-
-AVERAGED_KEY: Final = "averaged"
-"""Metadata of a state: the JSON list of floating tensors that no optimizer may touch."""
+from stratagem.coordinator.state_reader import StateReader, averaged_names
 
 
 def slot_dtype(dtype: str) -> str:
@@ -50,9 +45,11 @@ class ServerStep:
         self._optimizer = optimizer
         self._averaged = averaged_names(manifest)
         with ExitStack() as files:
-            self._x = _Reader(files.enter_context(store.open(base)), start)
+            self._x = StateReader(files.enter_context(store.open(base)), start)
             self._slots = [
-                _Reader(files.enter_context(store.open(digest)), read_header(store.path(digest))[1])
+                StateReader(
+                    files.enter_context(store.open(digest)), read_header(store.path(digest))[1]
+                )
                 for digest in slots
             ]
             self._files = files.pop_all()
@@ -107,31 +104,3 @@ class ServerStep:
             writers.append(store.writer(len(header) + layout.total_bytes))
             writers[-1].write(header)
         return writers
-
-
-def averaged_names(manifest: Manifest) -> Collection[str]:
-    """The tensors of a state that are averaged under every server optimizer."""
-    return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
-
-
-class _Reader:
-    """Windows of a verified blob."""
-
-    def __init__(self, file: BinaryIO, data_start: int) -> None:
-        self._file = file
-        self._data_start = data_start
-
-    def read(self, dtype: str, offset: int, num: int) -> Wide:
-        """num elements from a byte offset on, in float64."""
-        raw = np.empty(num, storage(dtype))
-        view = raw.view(np.uint8).data
-        done = 0
-        while done < len(view):
-            at = self._data_start + offset + done
-            got = os.preadv(self._file.fileno(), [view[done:]], at)
-            if got == 0:
-                raise IntegrityError("a stored state ends too early")
-            done += got
-        values = np.empty(num)
-        widen(dtype, raw, values)
-        return values

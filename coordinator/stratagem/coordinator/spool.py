@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -116,6 +116,16 @@ class Spool:
     def delete_round(self, run_id: RunId, party: Party, round_num: int) -> None:
         """Forget a round: accepted updates and unfinished uploads."""
         self._delete(self._round_folder(run_id, party, round_num))
+
+    def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
+        """Forget some accepted updates, entry first."""
+        for key in keys:
+            folder = self._round_folder(key.run_id, key.party, key.round_num)
+            path = folder / f"{key.client}{_ENTRY}"
+            entry = SpoolEntry.read(path)
+            if entry is not None:
+                path.unlink(missing_ok=True)
+                self._remove(entry.path)
 
     def delete_run(self, run_id: RunId) -> None:
         """Forget all rounds of a run."""

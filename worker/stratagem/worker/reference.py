@@ -152,10 +152,12 @@ def federated_loop(
     entrypoints: EntryPoints,
     clients_of: Callable[[int], list[int]] | None = None,
     num_rounds: int | None = None,
+    late_of: Callable[[int], Mapping[int, int]] = lambda _: {},
 ) -> Result:
     """Each round: local epochs per client, the mean over rows, the server's step.
 
     `clients_of(round)` names the clients of a round; all of them by default. Rounds count from 1.
+    `late_of(round)` names those whose update comes late, with the round that they trained for.
     """
     strategy = job.strategy
     assert isinstance(strategy, Federated)
@@ -167,26 +169,61 @@ def federated_loop(
     trained = {name for name, tensor in live.items() if tensor.requires_grad}  # tied names as well
     slots: dict[str, Slots] = {name: {} for name in world}
     losses: list[float] = []
+    before: dict[int, dict[str, Tensor]] = {}  # by round
     for round_num in range(1, (num_rounds or strategy.rounds) + 1):
+        before[round_num] = world
         chosen = clients_of(round_num) if clients_of else list(range(strategy.num_clients))
-        updates = []
-        loss_sum = 0.0
-        for client in sorted(chosen):
-            model.load_state_dict(world)
+        trained_for = dict.fromkeys(chosen, round_num) | dict(late_of(round_num))
+        updates: list[Update] = []
+        losses_by_rows: list[tuple[int, float]] = []
+        for client, of_round in sorted(trained_for.items()):
+            base = before[of_round]
+            model.load_state_dict(base)
             rows, loss = _train_client(
-                job, entrypoints, (model, execution, randomness), client, round_num
+                job, entrypoints, (model, execution, randomness), client, of_round
             )
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             if job.compression is not None:
-                state |= received(job, model, world, round_num, client)
-            updates.append((rows, state))
-            loss_sum += rows * loss
+                state |= received(job, model, base, of_round, client)
+            if of_round == round_num:
+                losses_by_rows.append((rows, loss))
+                updates.append(Update(rows, state))
+            else:
+                changed = {name: (state[name], base[name], world[name]) for name in trained}
+                updates.append(_late(strategy, rows, round_num - of_round, state, changed))
         means = {name: _mean_of(name, updates) for name in world}
         for name in trained & means.keys():
             means[name] = server_step(strategy, world[name], means[name], slots[name])
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
-        losses.append(loss_sum / sum(rows for rows, _ in updates))
+        loss_sum = sum(rows * loss for rows, loss in losses_by_rows)
+        losses.append(loss_sum / sum(rows for rows, _ in losses_by_rows))
     return Result(world, losses)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a client adds to the mean."""
+
+    weight: float
+    state: dict[str, Tensor]
+    staleness: int = 0
+
+
+def _late(
+    strategy: Federated,
+    rows: int,
+    staleness: int,
+    state: dict[str, Tensor],
+    changed: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+) -> Update:
+    """What a late client has changed on its base, made to the present state; it weighs less."""
+    assert strategy.options.late_updates is not None
+    rebased = {
+        name: value.double() - base.double() + world.double()
+        for name, (value, base, world) in changed.items()
+    }
+    weight = rows * strategy.options.late_updates.discount**staleness
+    return Update(weight, {**state, **rebased}, staleness)
 
 
 def _train_client(
@@ -279,15 +316,17 @@ def is_skipped(job: JobSpec, loss: float, params: list[nn.Parameter], scale: Los
     return scale.absorbs("gradient" if has_loss else "loss") or job.window.may_skip
 
 
-def _mean_of(name: str, updates: list[tuple[int, dict[str, Tensor]]]) -> Tensor:
-    """Σ n·w / Σ n as float64, in order of client; integers from the client with most rows."""
-    first = updates[0][1][name]
+def _mean_of(name: str, updates: list[Update]) -> Tensor:
+    """Σ n·w / Σ n as float64, in order of client; integers from the client of this round with most
+    rows."""
+    first = updates[0].state[name]
     if not first.is_floating_point():
-        return max(updates, key=lambda update: update[0])[1][name]
+        on_time = [each for each in updates if not each.staleness]
+        return max(on_time, key=lambda each: each.weight).state[name]
     total = torch.zeros(first.shape, dtype=torch.float64)
-    for rows, state in updates:
-        total += state[name].double() * rows
-    return total / sum(rows for rows, _ in updates)
+    for each in updates:
+        total += each.state[name].double() * each.weight
+    return total / math.fsum(each.weight for each in updates)
 
 
 Take = Callable[[Tensor], tuple[Any, Any]]

@@ -152,6 +152,19 @@ class FedYogi:
 FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
 
 
+# What becomes of an update that comes when its round is closed; in the options.
+
+
+@dataclass(frozen=True, slots=True)
+class Discount:
+    """It enters a later round with weight n · discount^staleness (arXiv:1903.03934, 2106.06639)."""
+
+    discount: float = field(metadata=must(FRACTION))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 # Server optimizers that the shared form has no name for; they stand in the options.
 
 

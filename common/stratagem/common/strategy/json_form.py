@@ -52,8 +52,29 @@ def dumps_strategy(strategy: Strategy) -> str:
     return dump_json(dump_strategy(strategy))
 
 
+REFUSE: Final = "refuse"
+
+
 def _quorum(value: object, path: str) -> int | float | None:
     return value if value is None or type(value) is int else read_real(value, path)
+
+
+def _read_late_updates(value: object, path: str) -> choices.Discount | None:
+    if value == REFUSE:
+        return None
+    if not isinstance(value, dict) or value.keys() != {"discount"}:
+        text = f"must be {REFUSE!r} or {{discount: d}} with d in (0, 1]; is {value!r}"
+        raise InvalidInputError.at(path, text)
+    discount = read_real(value["discount"], join(path, "discount"))
+    try:
+        return choices.Discount(discount)
+    except InvalidInputError as error:
+        message = error.violations[0].message
+        raise InvalidInputError.at(join(path, "discount"), message) from None
+
+
+def _write_late_updates(value: choices.Discount | None) -> JSON:
+    return REFUSE if value is None else {"discount": value.discount}
 
 
 def _optional(form: Form) -> Form:
@@ -156,6 +177,8 @@ _FEDERATED_OPTIONS: Final = Shape(
         "server_learning_rate": REAL,
         "server_optimizer": _optional(_SERVER_OPTIMIZER),
         "over_select": UNSIGNED,
+        "late_updates": Form(_read_late_updates, _write_late_updates),
+        "max_staleness": UNSIGNED,
         "inner": _INNER,
     },
     is_extras=True,

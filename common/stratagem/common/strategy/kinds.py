@@ -26,6 +26,7 @@ from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
     CommunicationProtocol,
+    Discount,
     ExploitStrategy,
     ExploreStrategy,
     FederatedAggregation,
@@ -47,6 +48,7 @@ _IS_SCHEDULE: Final = Rule(
 _POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
 
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
+DEFAULT_MAX_STALENESS: Final = 4
 DIRECT_ALL_REDUCE: Final = "direct"
 _IS_ALL_REDUCE: Final = Rule(
     lambda value: value in (DIRECT_ALL_REDUCE, "ring", "native"), "must be direct, ring or native"
@@ -131,8 +133,9 @@ class FederatedOptions:
     None = all of them, however long it takes. round_deadline_s: when to settle for the quorum.
     server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
     mean is it. over_select: how many clients more than needed are drawn; the round closes with the
-    first that suffice. inner: how a client trains when it is several workers, a silo; one worker
-    unless given.
+    first that suffice. late_updates: None refuses an update whose round has closed. max_staleness:
+    how many rounds late an update may be, where they are not refused. inner: how a client trains
+    when it is several workers, a silo; one worker unless given.
     """
 
     local_epochs: int = field(default=1, metadata=must(AT_LEAST_1))
@@ -143,6 +146,8 @@ class FederatedOptions:
     )
     server_optimizer: ServerOptimizer | None = None
     over_select: int = field(default=0, metadata=must(NOT_NEGATIVE))
+    late_updates: Discount | None = None
+    max_staleness: int = field(default=DEFAULT_MAX_STALENESS, metadata=must(AT_LEAST_1))
     inner: Strategy | None = None
 
     def __post_init__(self) -> None:
@@ -151,6 +156,12 @@ class FederatedOptions:
             raise InvalidInputError.at(
                 "quorum", "missing; round_deadline_s says when to settle for it"
             )
+        if self.late_updates is None and self.max_staleness != DEFAULT_MAX_STALENESS:
+            text = 'late_updates is "refuse", so no update is stale; give it a discount'
+            raise InvalidInputError.at("max_staleness", text)
+        if self.late_updates and self.round_deadline_s is None and not self.over_select:
+            text = "no client is ever late without round_deadline_s or over_select; set one"
+            raise InvalidInputError.at("late_updates", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +193,10 @@ class Federated:
             name = type(self.client_selection).__name__
             text = f"{name} leaves no clients to draw more from; Random does"
             violations.append(Violation("options.over_select", text))
+        if options.late_updates and not isinstance(self.client_selection, Random):
+            name = type(self.client_selection).__name__
+            text = f"{name} selects the same clients in every round, so no late one is left over"
+            violations.append(Violation("options.late_updates", f"{text}; Random does not"))
         if violations:
             raise InvalidInputError(violations=violations)
 

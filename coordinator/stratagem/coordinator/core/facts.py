@@ -181,6 +181,8 @@ class SegmentCommitted(Value):
     metrics: Mapping[str, float]
     server_state: tuple[Digest, ...] = ()
     """Of a federated round: what its server optimizer keeps, one blob per slot."""
+    max_staleness: int = 0
+    """Of a federated round: how many later rounds may still take updates of its clients."""
 
 
 class Evaluated(Value):
@@ -264,6 +266,10 @@ class Accepted(Value):
     client: int
     digest: Digest
     num_samples: int
+    staleness: int = 0
+    """How many rounds before this one the client trained for."""
+    base: Digest = Digest("")
+    """The state that a stale update was trained from; empty for one of this round."""
 
 
 class RoundClosed(Value):

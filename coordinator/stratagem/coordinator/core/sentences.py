@@ -33,7 +33,7 @@ def _finished(fact: f.SegmentFinished) -> str:
 def _assigned(fact: f.ClientsAssigned) -> str:
     by_worker: dict[str, list[str]] = {}
     for assignment in fact.assignments:
-        name = assignment.member.worker_id if assignment.member else "nobody yet"
+        name = assignment.member.worker_id if assignment.member else "nobody"
         by_worker.setdefault(name, []).append(str(assignment.client))
     parts = [f"{name} trains {', '.join(clients)}" for name, clients in sorted(by_worker.items())]
     return f"round {fact.round_num}: clients assigned: {'; '.join(parts)}"

@@ -12,9 +12,13 @@ from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.fold import fold_weighted_mean
+from stratagem.coordinator.rebasing import Rebasing
 from stratagem.coordinator.server_optimizers import server_optimizer
-from stratagem.coordinator.server_step import AVERAGED_KEY, ServerStep
+from stratagem.coordinator.server_step import ServerStep
+from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.state_reader import AVERAGED_KEY
 from stratagem.coordinator.strategies.federated_run import spec_of
+from stratagem.coordinator.strategies.late_updates import max_staleness, weight
 from stratagem.coordinator.upload import SpoolEntry
 
 
@@ -37,6 +41,7 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
         size_bytes=manifest.total_bytes,
         metrics={},
         server_state=slots,
+        max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
     )
     await env.report(effect.run_id, fact)
 
@@ -59,12 +64,12 @@ def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
 
 def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
     """The spooled updates that the journal accepted, in client order."""
-    spooled = env.spool.entries(effect.run_id, effect.party, effect.round_num)
     entries = []
     for accepted in effect.accepted:
-        entry = spooled.get(accepted.client)
+        round_num = effect.round_num - accepted.staleness
+        entry = env.spool.entry(SpoolKey(effect.run_id, effect.party, round_num, accepted.client))
         if entry is None or entry.digest != accepted.digest:
-            where = f"round {effect.round_num}, client {accepted.client}"
+            where = f"round {round_num}, client {accepted.client}"
             raise IntegrityError(f"{where}: the accepted update is not in the spool")
         entries.append(entry)
     return entries
@@ -80,7 +85,8 @@ def _fold(
         metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
     manifest = replace(manifest, metadata=metadata)
     writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
-    optimizer = server_optimizer(spec_of(env.job_of(effect.run_id, effect.party)))
+    job = env.job_of(effect.run_id, effect.party)
+    optimizer = server_optimizer(spec_of(job))
     server = None
     if optimizer is not None:
         of_round = {"round": str(effect.round_num)}
@@ -88,10 +94,16 @@ def _fold(
         server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
     digest, slots = fold_weighted_mean(
         entries,
-        [e.num_samples for e in entries],
+        [weight(job, accepted) for accepted in effect.accepted],
         manifest,
         writer,
         should_stop=cancelled.is_set,
         server=server,
+        rebasing=_rebasing(env, effect),
     )
     return digest, slots, manifest
+
+
+def _rebasing(env: Env, effect: AggregateRound) -> Rebasing | None:
+    bases = {index: each.base for index, each in enumerate(effect.accepted) if each.base}
+    return Rebasing(env.blobs, effect.base.digest, bases) if bases else None

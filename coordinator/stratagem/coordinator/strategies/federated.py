@@ -10,7 +10,7 @@ its kin hand the mean to an optimizer on the coordinator. One round:
 
 Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
 for, where its rows lie on one worker). Only a deadline with a quorum, or over-selection, leaves
-anybody out.
+anybody out; `late_updates.py` has what becomes of those.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +29,7 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.facts import (
     ClientEvaluated,
+    ClientsSelected,
     Evaluated,
     Fact,
     Member,
@@ -36,12 +37,14 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     ProcessDied,
     RosterFormed,
+    RoundClosed,
     RunResumed,
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.strategies import late_updates
 from stratagem.coordinator.strategies.contract import PartyView, Standing
 from stratagem.coordinator.strategies.federated_outlook import outlook as outlook
 from stratagem.coordinator.strategies.federated_rounds import (
@@ -109,6 +112,8 @@ def decide_round(
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
         return complete(value)
+    if given_up := late_updates.give_up(value, workers):
+        return given_up
     if not value.selected:
         return open_round(job, value, now_s)
     if value.accepted:
@@ -119,6 +124,8 @@ def decide_round(
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
     """Fold one fact."""
     del now_s
+    if late_updates.is_late(value, fact):
+        return late_updates.with_late(value, fact)
     match fact:
         case MembersFormed():
             return with_helper(value, fact)
@@ -137,7 +144,11 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
-            return next_round(job, value, fact)
+            return late_updates.after_commit(job, next_round(job, value, fact))
+        case ClientsSelected():
+            return late_updates.after_selection(in_round(value, fact))
+        case RoundClosed():
+            return late_updates.after_close(job, value, in_round(value, fact))
         case Evaluated():
             return with_metrics(value, fact)
         case ClientEvaluated():
@@ -149,6 +160,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
                 assigned={},
                 holders=frozenset(),
                 num_unassigned=len(value.selected) - len(value.updates) - len(value.rejected),
+                late={},
                 left={},
                 deaths={},
             )
@@ -163,7 +175,7 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
         case ModelBuilt():
             return "" if value.committed is None else "the model is built already"
         case UpdateReceived() | UpdateRejected():
-            return _is_update_welcome(value, fact.round_num, fact.client)
+            return _is_update_welcome(value, fact)
         case SegmentCommitted():
             is_open = bool(value.accepted) and fact.segment == value.round_num
             return "" if is_open else f"round {value.round_num} is to be committed next"
@@ -190,6 +202,8 @@ def pending(
         effects.add(_fold(run_id, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects |= _training(run_id, job, value, value.committed)
+    if horizon is None or value.round_num <= horizon:
+        effects.update(late_updates.effects(run_id, job, value))
     for base in value.to_evaluate:
         effects.update(_evaluating(run_id, job, value, base))
     return frozenset(effects)
@@ -250,7 +264,8 @@ def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
     """The global state, and what the server optimizer keeps beside it."""
-    return frozenset({value.committed.digest, *value.server_state} if value.committed else ())
+    kept = {value.committed.digest, *value.server_state} if value.committed else set()
+    return frozenset(kept) | late_updates.blobs(value)
 
 
 def standing(value: FederatedRun) -> Standing:
@@ -284,7 +299,11 @@ def rebase(
     )
 
 
-def _is_update_welcome(value: FederatedRun, round_num: int, client: int) -> str:
+def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
+    round_num, client = fact.round_num, fact.client
+    if late_updates.is_late(value, fact):
+        answered = value.late[client].update is not None
+        return f"client {client} has answered round {round_num} already" if answered else ""
     if round_num != value.round_num or value.accepted:
         return f"round {round_num} is closed"
     if client not in value.selected:

@@ -41,6 +41,8 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "SELECTING", ""
     answered = len(value.updates) + len(value.rejected)
     count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    if value.late:
+        count += f", {len(value.late)} of earlier rounds train on"
     if lost := lacking(value, world.holds):
         names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
         return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"

@@ -25,6 +25,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
 )
 from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies import late_updates
 from stratagem.coordinator.strategies.client_metrics import combine
 from stratagem.coordinator.strategies.federated_run import (
     FederatedRun,
@@ -199,18 +200,25 @@ def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunF
     reason = count + (settled if num_answered < num_selected else "")
     if value.rejected:
         reason += f", {len(value.rejected)} rejected ({_first_rejection(value)})"
+    late = late_updates.accepted(value)
+    if late:
+        said = ", ".join(
+            f"client {a.client} of round {value.round_num - a.staleness}" for a in late
+        )
+        reason += f", {len(late)} late ({said})"
     num_needed = value.num_needed or _quorum(job, num_selected)
     if len(value.updates) < num_needed:
         return RunFailed(reason=f"{reason}; {num_needed} are needed")
+    on_time = [
+        Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
+        for client, update in value.updates.items()
+    ]
     return RoundClosed(
         party=value.party,
         round_num=value.round_num,
-        accepted=tuple(
-            Accepted(client=c, digest=u.digest, num_samples=u.num_samples)
-            for c, u in sorted(value.updates.items())
-        ),
+        accepted=tuple(sorted([*on_time, *late], key=lambda each: each.client)),
         reason=reason,
-        by_policy=num_answered < num_selected,
+        by_policy=num_answered < num_selected or bool(late),
     )
 
 

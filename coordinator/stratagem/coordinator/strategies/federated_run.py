@@ -31,6 +31,21 @@ from stratagem.coordinator.core.facts import (
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """A client that its round was closed without, and that trains on."""
+
+    round_num: int
+    """The round that it trains for."""
+    base: Base
+    """The state that it trains from."""
+    member: Member
+    membership: int
+    """Of its assignment."""
+    update: UpdateReceived | None = None
+    """Set once it has arrived: it enters the round that closes next."""
+
+
+@dataclass(frozen=True, slots=True)
 class FederatedRun:
     """The global state, the open round, and who does what in it."""
 
@@ -62,6 +77,8 @@ class FederatedRun:
     num_needed: int | None = None
     """The open round closes with so many updates; None: not before all have answered."""
     deadline_s: float | None = None
+    late: Mapping[int, Late] = field(default_factory=dict)
+    """By client; empty where late updates are refused."""
     to_evaluate: tuple[Base, ...] = ()
     evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Round -> the clients that evaluate it on their own rows; else the helper does."""

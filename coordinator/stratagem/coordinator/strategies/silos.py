@@ -55,6 +55,9 @@ def check(job: JobSpec) -> list[Violation]:
     if job.data.worker_local is not None:
         text = "lies on single workers, and a silo is several"
         violations.append(Violation("data.worker_local", text))
+    if spec.options.late_updates is not None:
+        text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
+        violations.append(Violation("strategy.options.late_updates", text))
     if job.optimizer.schedule is not None:
         text = "counts rounds under Federated, and steps inside a silo; leave it out"
         violations.append(Violation("optimizer.schedule", text))

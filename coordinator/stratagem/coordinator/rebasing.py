@@ -1,0 +1,56 @@
+"""Updates of earlier rounds beside a fold: their changes, made to the present state.
+
+    x_k <- (x_k - base_k) + x        in float64, for every trained floating parameter
+
+A whole model of an earlier round would pull the state back to where it was then; its change does
+not. Buffers (running statistics) and frozen parameters enter as they are: a sum of changes could
+leave their range, a variance below zero for one. Memory is some windows. Knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from stratagem.common.ids import Digest
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.common.tensors.safefile import read_header
+from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.floats import Wide
+from stratagem.coordinator.state_reader import StateReader, averaged_names
+
+
+class Rebasing:
+    """For one fold; states are read at the offsets of its windows."""
+
+    def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
+        """bases: of each late update, by its place among the updates."""
+        manifest, _ = read_header(store.path(state))
+        self._averaged = averaged_names(manifest)
+        with ExitStack() as files:
+            opened = {
+                digest: StateReader(
+                    files.enter_context(store.open(digest)), read_header(store.path(digest))[1]
+                )
+                for digest in {state, *bases.values()}
+            }
+            self._files = files.pop_all()
+        self._state = opened[state]
+        self._bases = {index: opened[digest] for index, digest in bases.items()}
+
+    def is_late(self, index: int) -> bool:
+        return index in self._bases
+
+    def is_rebased(self, spec: TensorSpec) -> bool:
+        """Parameters that are trained."""
+        return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
+
+    def apply(self, index: int, dtype: str, offset: int, values: Wide) -> None:
+        """In place, one window of an update; offset: of the window in the state."""
+        if index in self._bases:
+            values -= self._bases[index].read(dtype, offset, values.size)
+            values += self._state.read(dtype, offset, values.size)
+
+    def close(self) -> None:
+        self._files.close()

@@ -1,0 +1,45 @@
+"""Reading a stored state window by window, and which of its tensors are trained."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from typing import BinaryIO, Final
+
+import numpy as np
+
+from stratagem.common.errors import IntegrityError
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.floats import Wide, storage, widen
+
+AVERAGED_KEY: Final = "averaged"
+"""Metadata of a state: the JSON list of floating tensors that no optimizer may touch."""
+
+
+def averaged_names(manifest: Manifest) -> Collection[str]:
+    """The tensors of a state that are averaged under every server optimizer."""
+    return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
+
+
+class StateReader:
+    """Windows of a verified blob."""
+
+    def __init__(self, file: BinaryIO, data_start: int) -> None:
+        self._file = file
+        self._data_start = data_start
+
+    def read(self, dtype: str, offset: int, num: int) -> Wide:
+        """num elements from a byte offset on, in float64."""
+        raw = np.empty(num, storage(dtype))
+        view = raw.view(np.uint8).data
+        done = 0
+        while done < len(view):
+            at = self._data_start + offset + done
+            got = os.preadv(self._file.fileno(), [view[done:]], at)
+            if got == 0:
+                raise IntegrityError("a stored state ends too early")
+            done += got
+        values = np.empty(num)
+        widen(dtype, raw, values)
+        return values
