@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.exchange import AloneExchange
 
 WIDTH, NUM_BLOCKS, NUM_ROWS = 512, 12, 512
 NUM_ROUNDS = 9
@@ -103,8 +103,7 @@ def trainer_of(execution: dict[str, Any]) -> Trainer:
 
 
 def stepper(trainer: Trainer) -> Callable[[], object]:
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
-    exchange = solo_exchange(buckets, 1)
+    exchange = AloneExchange(trainer.params)
     return lambda: trainer.train_step(exchange, range(1), 1)
 
 

@@ -16,6 +16,7 @@ from tests.engine.support import (
     ALLOWED,
     CPU,
     assert_same_bits,
+    in_buckets,
     job,
     model_of,
     peak_bytes,
@@ -24,7 +25,7 @@ from tests.engine.support import (
     trainer_of,
 )
 
-MANY_ROWS = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 1024}}
+MANY_ROWS = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 256}}
 MEMORY = ["Pooled", "Cached", "MinimalPeak"]
 ROWS = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 42}}
 
@@ -129,19 +130,20 @@ def test_cached_data_without_one_row_per_index_are_refused() -> None:
         gather(Counted(shape=()), torch.arange(2), "a test")
 
 
-def test_gradients_have_storage_from_backward_to_update_only() -> None:
-    """Activations shrink while gradients grow; buckets of 25 MiB are what comes at once."""
+@pytest.mark.parametrize("make", [solo, in_buckets], ids=["alone", "buckets"])
+def test_gradients_have_storage_from_backward_to_update_only(make: Any) -> None:
+    """Activations of 256 rows are as large as the parameters; they shrink while gradients grow."""
 
     def peak(memory: str) -> int:
-        spec = job("heavy", batch_size=1024, data=MANY_ROWS, execution={"memory": memory})
+        spec = job("heavy", batch_size=256, data=MANY_ROWS, execution={"memory": memory})
         trainer = trainer_of(spec)
-        exchange = solo(trainer, 1)
+        exchange = make(trainer, 1)
         trainer.train_step(exchange, range(1), 1)
         held = sum(p.grad.nbytes for _, p in trainer.params if p.grad is not None)
         assert (held == 0) == (memory == "MinimalPeak")
         return held + peak_bytes(lambda: trainer.train_step(exchange, range(1), 1))
 
-    assert peak("MinimalPeak") < 0.9 * peak("Standard")
+    assert peak("MinimalPeak") < 0.95 * peak("Standard")
 
 
 def test_freed_buckets_come_back_for_several_shards_and_another_exchange() -> None:

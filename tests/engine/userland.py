@@ -157,9 +157,9 @@ def tall() -> nn.Module:
 
 
 def heavy() -> nn.Module:
-    """Eight layers of 4 MiB each."""
-    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8)]
-    return nn.Sequential(nn.Linear(NUM_FEATURES, 1024), *layers, nn.Linear(1024, NUM_CLASSES))
+    """Eight layers of 256 KiB each."""
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 256), *layers, nn.Linear(256, NUM_CLASSES))
 
 
 class Overwrite(nn.Module):
