@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sweep images cluster-test bench docs proto fmt clean
+.PHONY: help setup demo check test sweep images cluster-test kubernetes-test bench docs proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +38,10 @@ images:  ## the container images, with a Docker engine
 
 cluster-test: setup  ## the docker-compose cluster with faults, on a Docker engine
 	$(BIN)/python -m pytest -q -m docker
+
+kubernetes-test: setup  ## the Kubernetes overlays against the schemas of three versions
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[kubernetes]"
+	$(BIN)/python -m pytest -q tests/deploy/test_kubernetes.py
 
 bench: setup  ## print the benchmark tables
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done

