@@ -18,7 +18,7 @@ import pytest
 from stratagem.client import LocalCluster
 from stratagem.client.sync import Client, RunHandle
 from stratagem.common.job import JobSpec, load_job
-from tests.crash.rig import Outcome, await_event, outcome_of, until
+from tests.crash.rig import Outcome, await_event, events_of, outcome_of, until
 from tests.deploy.stack import ROOT, Stack, running_stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
@@ -126,6 +126,7 @@ def test_the_coordinator_is_frozen_beyond_its_lease(
         with stack.paused(stack.coordinator()):
             threading.Event().wait(1.5 * LEASE_TTL_S)  # it is the time that matters here
         assert outcome_of(run) == expected[LONG]
+        assert sum(event.kind == "MembersFormed" for event in events_of(run)) == 1
 
 
 def test_the_coordinator_is_killed(
