@@ -77,12 +77,14 @@ def test_the_parts_are_those_of_mixed_arithmetic() -> None:
 
 
 def test_rows_only_change_activations_and_workspace() -> None:
-    small, large = estimate(job("transformer", batch_size=4)), estimate(job("transformer"))
+    one_layer = {"kwargs": {"depth": 1}}
+    small = estimate(job("transformer", **one_layer, batch_size=4))
+    large = estimate(job("transformer", **one_layer))
     assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
     assert (large.parameters, large.gradients, large.optimizer) == (
         *(small.parameters, small.gradients, small.optimizer),
     )
-    halved = estimate(job("transformer", strategy=replicas(4)))
+    halved = estimate(job("transformer", **one_layer, strategy=replicas(4)))
     assert halved.activations == small.activations
 
 

@@ -14,6 +14,7 @@ from stratagem.worker.planning.recommend import recommend
 from tests.planning.support import SITE, job
 
 GB = 10**9
+SHALLOW = {"depth": 1}
 
 
 def fleet(number: int, *, memory_bytes: int = 64 * GB, one_host: bool = False) -> Fleet:
@@ -89,11 +90,14 @@ def test_what_cannot_be_cut_is_refused(
 def test_automatic_weighs_computing_against_exchanging() -> None:
     spec, reason = resolved("Automatic", fleet(1))
     assert (spec.strategy, reason) == (Local(), "Local: there is one worker")
-    spec, reason = resolved("Automatic", fleet(4))
+    spec, reason = resolved("Automatic", fleet(4), kwargs=SHALLOW)
     assert spec.strategy == Local()
     assert "exchanging costs more than 4 workers save" in reason
     spec, reason = resolved(
-        *("Automatic", fleet(4)), kwargs={"width": 512}, data={"width": 512}, batch_size=16384
+        *("Automatic", fleet(4)),
+        kwargs={"width": 512, **SHALLOW},
+        data={"width": 512},
+        batch_size=16384,
     )
     assert isinstance(spec.strategy, DataParallel)
     assert spec.strategy.num_replicas == 4
@@ -101,12 +105,13 @@ def test_automatic_weighs_computing_against_exchanging() -> None:
 
 
 def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
-    whole = estimate_memory(job("mlp", batch_size=4), SITE).needed
-    spec, reason = resolved("Automatic", fleet(4, memory_bytes=whole * 3 // 4), batch_size=4)
+    whole = estimate_memory(job("mlp", kwargs={"depth": 2}, batch_size=4), SITE).needed
+    workers = fleet(4, memory_bytes=whole * 4 // 5)
+    spec, reason = resolved("Automatic", workers, kwargs={"depth": 2}, batch_size=4)
     assert isinstance(spec.strategy, ModelParallel)
     assert reason.startswith("PipelineParallel over 2 workers")
     with pytest.raises(InvalidInputError, match="and a pipeline over all workers needs"):
-        resolved("Automatic", fleet(2, memory_bytes=1000), batch_size=4)
+        resolved("Automatic", fleet(2, memory_bytes=1000), kwargs=SHALLOW, batch_size=4)
     with pytest.raises(InvalidInputError, match="no pipeline can be made"):
         resolved("Automatic", fleet(2, memory_bytes=1000), "rnn", batch_size=4)
 
@@ -121,14 +126,15 @@ def test_what_fits_is_left_as_it_is() -> None:
 
 
 def test_what_does_not_fit_at_once_is_accumulated() -> None:
-    spec = job("mlp", batch_size=256)
-    memory = estimate_memory(job("mlp", batch_size=40), SITE).needed * 10 // 9 + 1
+    spec = job("mlp", kwargs=SHALLOW, batch_size=256)
+    enough = estimate_memory(job("mlp", kwargs=SHALLOW, batch_size=120), SITE).needed
+    memory = enough * 10 // 9 + 1
     found = recommend(spec, SITE, memory)
     assert found.fits
-    assert found.accumulation_steps == 7  # ceil(256 / 40)
-    assert found.job.execution.accumulation_steps == 7
-    assert found.micro_batch == 37
-    assert any("so each share takes 7 micro-batches" in reason for reason in found.reasons)
+    assert found.accumulation_steps == 3  # ceil(256 / 120)
+    assert found.job.execution.accumulation_steps == 3
+    assert found.micro_batch == 86
+    assert any("so each share takes 3 micro-batches" in reason for reason in found.reasons)
 
 
 def test_a_parallelism_that_is_asked_for_stays() -> None:
@@ -156,8 +162,8 @@ def test_what_fits_nowhere_says_what_would_be_needed() -> None:
 
 
 def test_precision_is_lowered_last_and_said() -> None:
-    spec = job("mlp", batch_size=1, execution={"precision": "Full"})
-    enough = estimate_memory(job("mlp", batch_size=1), SITE).needed
+    spec = job("mlp", kwargs=SHALLOW, batch_size=1, execution={"precision": "Full"})
+    enough = estimate_memory(job("mlp", kwargs=SHALLOW, batch_size=1), SITE).needed
     found = recommend(spec, SITE, enough * 10 // 8)
     assert found.fits
     assert found.job.execution.precision == "Single"

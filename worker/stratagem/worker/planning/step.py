@@ -74,10 +74,14 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
     """What the first steps of a member hold, by fake tensors."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = gather_shapes(job, site, data)
+    # Whole batches only: the last one of an epoch may be short.
+    num_rows = min(job.batch_size, len(data["train"]))
+    whole = job.model_copy(update={"batch_size": num_rows})
+    batches = {**data, "train": _Rows(NUM_STEPS * num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
-        trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
+        trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
         parameters = live.size_of(trainer.model.parameters())
         cached = _cached(job, data, gather)
         buffers = live.live - parameters
@@ -214,6 +218,19 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 def _optimizer_state(trainer: Trainer) -> list[Tensor]:
     values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
     return [value for value in values if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A data set of so many rows, of which nothing but the shapes is asked."""
+
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        raise NotImplementedError("rows of a played step have no values")
 
 
 @dataclass(frozen=True)
