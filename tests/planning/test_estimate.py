@@ -85,7 +85,7 @@ def test_rows_only_change_activations_and_workspace() -> None:
         *(small.parameters, small.gradients, small.optimizer),
     )
     halved = estimate(job("transformer", **one_layer, strategy=replicas(4)))
-    assert halved.activations == small.activations
+    assert halved.activations == pytest.approx(small.activations, rel=0.01)
 
 
 def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
