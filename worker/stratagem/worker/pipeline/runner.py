@@ -113,7 +113,8 @@ class StageRunner:
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
         self.order = "1f1b" if setup.schedule == AUTO else setup.schedule
         """The name of the schedule that is in use."""
-        is_open = setup.schedule == AUTO and has_eager(lane.rank_of)
+        is_pipelined = setup.micro_batch_size is not None and has_eager(lane.rank_of)
+        is_open = setup.schedule == AUTO and is_pipelined
         self._meter = Meter(gather.device) if is_open else None
         """While it is not decided what "auto" stands for."""
         self._schedules: dict[int, Schedule] = {}

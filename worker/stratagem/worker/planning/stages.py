@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.job import JobSpec
+from stratagem.common.pipeline.names import AUTO
 from stratagem.common.pipeline.program import Program
 from stratagem.common.pipeline.schedules import choose
 from stratagem.common.pipeline.simulation import peak_live
@@ -63,7 +64,10 @@ def play_stages(
     whole = play_whole(job, site, rows)
     plan = plan_stages(program, [part.node_ids for part in strategy.partitions])
     count = len(plan.stages)
-    schedule = choose(strategy.options.schedule, range(count), math.ceil(num_rows / rows))
+    name = strategy.options.schedule
+    # What auto may choose, and the larger of the two.
+    name = "eager" if name == AUTO else name
+    schedule = choose(name, range(count), math.ceil(num_rows / rows))
     live = peak_live(schedule)
     return [
         StageReading(
