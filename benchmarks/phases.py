@@ -1,6 +1,7 @@
 """What phase training saves until the same validation loss, against the same job without phases.
 
     python benchmarks/phases.py --seeds 5
+    python benchmarks/phases.py --seeds 5 --rates --only "whole data"
 
 One process and one thread trains each job alone, without phases first. The loss to reach is what
 that run ends with; the others may take half as many steps again, and "–" says that the median did
@@ -40,6 +41,7 @@ AVERAGING = {
     "predictor": {"history": 8, "damping": 0.0},
 }
 CONTROL = "lr × 1.5"
+RATES = (1.0, 1.5, 3.0, 6.0, 9.0)
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {"phases": {}},
     "averaging": {"phases": AVERAGING},
@@ -159,12 +161,43 @@ def compare(document: dict[str, Any], seed: int) -> dict[str, tuple[float, ...]]
     return ratios
 
 
+def passes_by_rate(document: dict[str, Any], seed: int) -> list[tuple[float, float]]:
+    """For each of RATES: passes (without, with) phases to the loss that the job ends with, per its
+    own; infinite where it did not get there."""
+    num_steps, every = document["steps"], max(1, document["steps"] // 100)
+    goal = list(run(document, seed, num_steps, every))[-1].loss
+    found = []
+    for factor in RATES:
+        rate = document["optimizer"]["lr"] * factor
+        faster = {**document, "optimizer": {**document["optimizer"], "lr": rate}}
+        reached = [
+            until(run({**faster, **way}, seed, num_steps * 3 // 2, every), goal)
+            for way in ({}, {"phases": {}})
+        ]
+        plain, phased = (each.passes / num_steps if each else math.inf for each in reached)
+        found.append((plain, phased))
+    return found
+
+
+def print_rates(name: str, document: dict[str, Any], num_seeds: int) -> None:
+    by_seed = [passes_by_rate(document, seed) for seed in range(num_seeds)]
+    for number, factor in enumerate(RATES):
+        plain, phased = (statistics.median(each[number][way] for each in by_seed) for way in (0, 1))
+        print(f"{name:30} lr × {factor:<4} {plain:8.2f} without {phased:8.2f} with", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="tasks whose name contains this")
+    parser.add_argument("--rates", action="store_true", help="passes at other learning rates")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.rates:
+        for name, document in TASKS.items():
+            if options.only in name:
+                print_rates(name, document, options.seeds)
+        return
     print(f"{'job':30} {'phases':10} {'steps':>8} {'passes':>8} {'seconds':>8}   with / without")
     for name, document in TASKS.items():
         if options.only not in name:

@@ -28,6 +28,7 @@ from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.finite import Finding, inspect, norms_of, not_finite, total_norm
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
+from stratagem.worker.engine.replicas import ReplicaCheck
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
@@ -98,9 +99,9 @@ class Trainer:
         if job.phases is not None:
             self.phases = PhaseTraining(job.phases, self.params)
         self._timer = PassTimer(setup.gather.device, must_measure=job.phases is not None)
-        self._checksum = 0
-        num_fixed = _FIXED + int(self.phases is not None)
-        self.num_extras = num_fixed + len(self.params) + self._buffers.num_elements
+        self._replicas = ReplicaCheck(self.phases)
+        num_extras = _FIXED + len(self.params) + self._buffers.num_elements
+        self.num_extras = num_extras + self._replicas.num_extras
         self.compressor = compressor_of(job, self.params, self.num_extras)
         self.step = 0
         self._is_training = False
@@ -130,7 +131,7 @@ class Trainer:
         self._timer.begin_step()
         if self.phases is not None and not self.phases.phase.is_exact:
             return self._predicted_step(self.phases)
-        self._checksum = self._checksum_to_compare()
+        self._replicas.begin_step(self.state)
         _, indices = self._order.batch(self.step)
         live = [rows for rows in split_rows(len(indices), num_shards) if rows]
         if not self._is_training:  # walks all modules
@@ -148,8 +149,7 @@ class Trainer:
                 rows = indices[live[shard].start : live[shard].stop]
                 counted = self._run_shard(exchange, shard, rows)
                 changes = self._buffers.contribution(shard, len(live))
-                if self.phases is not None:
-                    changes = torch.cat([changes, changes.new_tensor([self._checksum])])
+                changes = self._replicas.with_checksum(changes)
                 exchange.end_shard(shard, _extras(counted, stop, exchange.reached(), changes))
             totals = exchange.finish()
         except BaseException:
@@ -264,7 +264,12 @@ class Trainer:
         """Turns the sums into one update, or leaves everything as it is and says so."""
         weight, loss_sum, wishes, *reached = totals[: self._buffer_places.start].tolist()
         loss = loss_sum / weight if weight else math.nan
-        self._check_replicas(exchange, totals, num_live)
+        try:
+            self._replicas.compare(totals, num_live, self.step + 1)
+        except UserCodeError:
+            exchange.discard()
+            self._buffers.restore()
+            raise
         if self.job.window.must_divide and self._divisor(num_rows) is None:
             exchange.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
@@ -351,29 +356,6 @@ class Trainer:
             num_skipped=int(bool(found.what)),
             phase=phase,
         )
-
-    def _checksum_to_compare(self) -> int:
-        """Of the state before the first exact step after predicted ones; nobody has compared what
-        those have made. 0 for other steps."""
-        if self.phases is None or not self.phases.is_check_due:
-            return 0
-        return state.checksum(*self.state())
-
-    def _check_replicas(
-        self, exchange: Exchange | AloneExchange, totals: Tensor, num_live: int
-    ) -> None:
-        """Raises unless all members began the step with the same state: each shard has added the
-        checksum of its member, and if not all are equal some member differs from their mean."""
-        if self.phases is None or totals[-1].item() == float(self._checksum) * num_live:
-            return
-        exchange.discard()
-        self._buffers.restore()
-        message = (
-            f"the replicas differ before step {self.step + 1}, after predicted steps: the members' "
-            "checksums of parameters, optimizer and predictor are unequal"
-        )
-        activity = f"training step {self.step + 1}"
-        raise UserCodeError("ReplicasDiffer", message, activity=activity)
 
 
 def _extras(counted: Counted, stop: bool, reached: list[bool], changes: Tensor) -> Tensor:
