@@ -109,19 +109,62 @@ def test_gradients_that_are_not_finite_fail_the_step_by_name() -> None:
         train(trainer, 1)
 
 
+GOSSIP = {"method": "Decentralized", "topology": "ring"}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+
+
+def data_parallel(**changes: Any) -> dict[str, Any]:
+    aggregation = {"method": "AllReduce"}
+    return {"type": "DataParallel", "num_replicas": 3, "aggregation": aggregation, **changes}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("codec", "changes", "message"),
     [
-        ({"execution": {"precision": "Full"}}, "compression.codec: int8 codes float32"),
-        ({"strategy": {"type": "Local"}}, "Local exchanges neither gradients nor updates"),
+        ({}, {"execution": {"precision": "Full"}}, "compression.codec: int8 codes float32"),
+        ({}, {"strategy": {"type": "Local"}}, "Local exchanges neither gradients nor updates"),
+        (
+            {},
+            {"strategy": data_parallel(options={"all_reduce": "ring"})},
+            "ring sends sums, not what a codec makes of a shard",
+        ),
+        (
+            {},
+            {"strategy": {**FEDERATED, "options": {"inner": data_parallel()}}, "steps": None},
+            "is not possible around DataParallel/AllReduce",
+        ),
+        (
+            {"error_feedback": True},
+            {"strategy": FEDERATED, "steps": None},
+            "clients keep nothing from round to round",
+        ),
+        (
+            {"error_feedback": True},
+            {"strategy": data_parallel(aggregation=GOSSIP)},
+            "differences to public copies are one already",
+        ),
+        (
+            {"codec": "ternary", "stochastic": True},
+            {"strategy": data_parallel(aggregation=GOSSIP)},
+            "the public copies would drift away",
+        ),
+        ({"consensus_step_size": 0.5}, {"strategy": data_parallel()}, "belongs to Decentralized"),
     ],
 )
-def test_what_no_engine_honours_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_no_engine_honours_is_refused(
+    codec: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidInputError, match=message):
         job(
             "mlp",
-            compression="int8",
-            **{"strategy": compressed({"codec": "none"}).document()["strategy"], **changes},
+            compression={"codec": "int8", **codec},
+            **{"strategy": data_parallel(), **changes},
         )
 
 
