@@ -23,25 +23,24 @@ Case = tuple[str, float, Callable[[], object]]
 
 def cases(numel: int, device: torch.device) -> list[Case]:
     x = torch.randn(numel, device=device)
-    target, residual, copied = torch.zeros_like(x), torch.zeros_like(x), torch.empty_like(x)
-    narrow, indices = x.bfloat16(), torch.arange(numel, device=device)
+    target, rest, copied = torch.zeros_like(x), torch.empty_like(x), torch.empty_like(x)
     codes = kernels.quantise_deterministic(x, 1.0)
     size = 1 << max(0, (numel // 16).bit_length() - 1)
     short = kernels.sketch(x, size, 0)
     return [
         ("copy", 8, lambda: copied.copy_(x)),
-        ("uniform", 12, lambda: kernels.uniform(0, indices)),
+        ("signs", 4, lambda: kernels.signs(0, numel, device)),
+        ("sum of magnitudes", 4, lambda: kernels.sum_magnitudes(x, threshold=1.0)),
+        ("dot", 8, lambda: kernels.dot(x, copied)),
         ("quantise, threshold", 4.25, lambda: kernels.quantise_deterministic(x, 1.0)),
         (
-            "quantise, threshold, residual",
-            12.25,
-            lambda: kernels.quantise_deterministic(x, 1.0, residual=residual, scale=1.0),
+            "quantise, threshold, rest",
+            8.25,
+            lambda: kernels.quantise_deterministic(x, 1.0, rest=rest),
         ),
         ("quantise, stochastic", 4.25, lambda: kernels.quantise_stochastic(x, 1.0, 0)),
         ("unpack", 4.25, lambda: kernels.unpack(codes, numel)),
         ("unpack and add", 8.25, lambda: kernels.unpack_add(target, codes, 0.1)),
-        ("accumulate", 12, lambda: kernels.accumulate(target, x, 0.1)),
-        ("accumulate bfloat16", 10, lambda: kernels.accumulate(target, narrow, 0.1)),
         ("sketch to a 16th", 4 + 4 * size / numel, lambda: kernels.sketch(x, size, 0)),
         ("unsketch", 4 + 4 * size / numel, lambda: kernels.unsketch(short, numel, 0)),
     ]
@@ -74,7 +73,7 @@ def main() -> None:
             if number:  # the first compiles, and touches new memory
                 times_s[name].append(took_s)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    who = backend(torch.empty(0, device=device)).__name__.rsplit(".", 1)[-1]  # type: ignore[attr-defined]
+    who = backend(device).__name__.rsplit(".", 1)[-1]  # type: ignore[attr-defined]
     print(f"{who} on {where}, {args.numel} elements, {torch.get_num_threads()} threads")
     if who == "reference":
         print("the Triton programs are not measured: they need a CUDA device and triton")

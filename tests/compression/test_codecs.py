@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout
 from stratagem.common.compression.hashing import derive, hash32, lowbias32, places, uniform
+from stratagem.common.compression.sums import tree_sum
 from stratagem.common.compression.ternary import pack, quantise, unpack
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of
@@ -191,6 +192,20 @@ def test_the_ternary_scale_is_the_best_one(numbers: list[float], threshold: floa
     error = np.square(x - trits * scale).sum(dtype=np.float64)
     for other in (0.9, 1.1):
         assert error <= np.square(x - trits * scale * other).sum(dtype=np.float64) + 1e-6
+
+
+@pytest.mark.parametrize(("numbers", "total"), [([], 0), ([-0.0], 0), ([1e16, 1, 1], 1e16 + 1)])
+def test_sums_go_over_the_tree_of_neighbours(numbers: list[float], total: float) -> None:
+    values = np.array(numbers)
+    assert (tree_sum(values), math.copysign(1, tree_sum(values))) == (total, 1)
+    # 1e16 + 1 is 1e16; so the order shows: (1e16 + 1) + (1 + 1) is not the sum from the left.
+    assert tree_sum(np.array([1e16, 1, 1, 1])) == 1e16 + 2
+
+
+def test_a_bundle_that_overflows_is_refused() -> None:
+    codec = codec_of(CODECS["vsa"], (TensorLayout("w", (4096,)),))
+    with pytest.raises(NonFiniteError, match="the bundle of all tensors has values"):
+        codec.encode([np.full(4096, 3e38, np.float32)], codec.initial_state(), 0)
 
 
 def test_gradients_of_other_size_do_not_share_a_scale() -> None:

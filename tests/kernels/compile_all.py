@@ -19,20 +19,18 @@ assert not torch.cuda.is_initialized()
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)]
 BLOCK = {"BLOCK": fused.BLOCK}
 TREE = BLOCK | {"NUM_LEVELS": fused.NUM_LEVELS}
-QUANTISE = "*fp32 *fp32 *u8 fp32 fp32 i32 i64"
+QUANTISE = "*fp32 *u8 *fp32 fp32 fp32 i32 i64"
 PROGRAMS: list[tuple[Any, str, dict[str, int]]] = [
-    (programs.hash_program, "*i64 *i64 i32 i32", BLOCK | {"IS_UNIFORM": False}),
-    (programs.hash_program, "*i64 *fp32 i32 i32", BLOCK | {"IS_UNIFORM": True}),
+    (programs.sign_program, "*fp32 i32 i64", BLOCK),
     *[
-        (programs.quantise_program, QUANTISE, BLOCK | {"IS_STOCHASTIC": a, "HAS_RESIDUAL": b})
-        for a in (False, True)
-        for b in (False, True)
+        (programs.quantise_program, QUANTISE, BLOCK | {"IS_STOCHASTIC": a, "HAS_REST": b})
+        for a, b in ((False, False), (False, True), (True, False))
     ],
     (programs.unpack_program, "*u8 *fp32 fp32 i64", BLOCK | {"ADDS": False}),
     (programs.unpack_program, "*u8 *fp32 fp32 i32", BLOCK | {"ADDS": True}),
-    (programs.accumulate_program, "*fp32 *fp32 *fp64 fp32 i32", TREE),
-    (programs.accumulate_program, "*fp32 *bf16 *fp64 fp32 i64", TREE),
-    (programs.accumulate_program, "*fp32 *fp16 *fp64 fp32 i32", TREE),
+    (programs.magnitude_program, "*fp32 *fp64 *fp32 fp32 i32", TREE),
+    (programs.magnitude_program, "*fp32 *fp64 *fp32 fp32 i64", TREE),
+    (programs.dot_program, "*fp32 *fp32 *fp64 i64", TREE),
     (programs.tree_program, "*fp64 *fp64 i32", TREE),
     (programs.sketch_program, "*fp32 *fp32 i32 i32 i32 i32", BLOCK),
     (programs.sketch_program, "*fp32 *fp32 i32 i64 i32 i32", BLOCK),

@@ -10,19 +10,10 @@ from numpy.typing import NDArray
 from stratagem.common.compression import hashing, ternary, vsa
 
 Floats = NDArray[np.float32]
-Indices = NDArray[np.int64]
 
 
-def hash32(seed: int, indices: Indices) -> NDArray[np.int64]:
-    return hashing.hash32(seed, _words(indices)).astype(np.int64)
-
-
-def uniform(seed: int, indices: Indices) -> Floats:
-    return hashing.uniform(seed, _words(indices))
-
-
-def _words(indices: Indices) -> NDArray[np.uint32]:
-    return (indices & 0xFFFFFFFF).astype(np.uint32)
+def signs(seed: int, numel: int) -> Floats:
+    return vsa.signs_of(seed, hashing.places(numel))
 
 
 def deterministic(x: Floats, threshold: float) -> Floats:
@@ -31,7 +22,7 @@ def deterministic(x: Floats, threshold: float) -> Floats:
 
 
 def stochastic(x: Floats, scale: float, seed: int) -> Floats:
-    noise = uniform(seed, np.arange(x.size)) * np.float32(scale)
+    noise = hashing.uniform(seed, hashing.places(x.size)) * np.float32(scale)
     return np.sign(x) * (noise < np.abs(x)) + np.float32(0)
 
 
@@ -39,10 +30,11 @@ def pack(trits: Floats) -> NDArray[np.uint8]:
     return ternary.pack(trits.astype(np.int8))
 
 
-def tree_sum(squares: list[float]) -> float:
-    if len(squares) <= 1:
-        return squares[0] if squares else 0.0
-    pairs = zip(squares[0::2], [*squares[1::2], 0.0], strict=False)
+def tree_sum(numbers: list[float]) -> float:
+    """By its definition, in Python's own floats."""
+    if len(numbers) <= 1:
+        return numbers[0] if numbers else 0.0
+    pairs = zip(numbers[0::2], [*numbers[1::2], 0.0], strict=False)
     return tree_sum([left + right for left, right in pairs])
 
 

@@ -23,7 +23,9 @@ def test_programs_compile(tmp_path: Path) -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {line[0] for line in lines} == {
         f"{name}_program"
-        for name in ("hash", "quantise", "unpack", "accumulate", "tree", "sketch", "unsketch")
+        for name in (
+            *("sign", "quantise", "unpack", "magnitude", "dot", "tree", "sketch", "unsketch"),
+        )
     }
     # No atomic operation, whose order is the device's, and no contracted product and sum.
     assert [line for line in lines if len(line) > 3] == []

@@ -3,7 +3,7 @@
 Without a GPU the programs run under triton's interpreter, see conftest.
 """
 
-from collections.abc import Sequence
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stratagem.common.compression import ternary
+from stratagem.common.compression.sums import tree_sum
 from stratagem.worker import kernels
 from stratagem.worker.kernels import reference
 from stratagem.worker.kernels.ops import Backend, backend
@@ -21,7 +21,6 @@ from tests.kernels import oracle
 BLOCK = 1024  # of the programs
 SIZES = (0, 1, 3, 4, 5, 7, 513, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
 SEEDS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def vector(n: int, seed: int = 0) -> Tensor:
@@ -43,61 +42,30 @@ def assert_same(left: Tensor, right: Tensor) -> None:
     assert torch.equal(left, right)
 
 
-def on(device: torch.device, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if each is None else each.to(device, copy=True) for each in tensors]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-def test_hash_and_uniform(fused: Backend, device: torch.device, seed: int) -> None:
-    edges = [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5]
-    indices = torch.cat([torch.arange(BLOCK + 3), torch.tensor(edges)])
-    for name in ("hash32", "uniform"):
-        expected = getattr(oracle, name)(seed, indices.numpy())
-        plain = getattr(reference, name)(seed, indices)
-        assert np.array_equal(plain.numpy(), expected)
-        assert_same(getattr(fused, name)(seed, indices.to(device)), plain)
-
-
-def test_hash_is_the_published_one() -> None:
-    # hash32 with seed 0 is lowbias32 twice; computed with Python's own integers.
-    def lowbias32(x: int) -> int:
-        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-        return x ^ x >> 16
-
-    indices = [0, 1, 2, 12345, 2**32 - 1]
-    expected = [lowbias32(lowbias32(i) ^ 42) for i in indices]
-    assert kernels.hash32(42, torch.tensor(indices)).tolist() == expected
-
-
-def test_uniform_is_uniform() -> None:
-    drawn = kernels.uniform(3, torch.arange(100_000))
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    assert abs(drawn.mean() - 0.5) < 0.005
-    assert abs(drawn.var() - 1 / 12) < 0.002
+def test_signs(fused: Backend, device: torch.device, seed: int) -> None:
+    for n in (0, 1, 7, BLOCK + 3):
+        plain = reference.signs(seed, n, torch.device("cpu"))
+        assert_same(plain, torch.from_numpy(oracle.signs(seed, n)))
+        assert_same(fused.signs(seed, n, device), plain)
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("feeds_back", [False, True])
-def test_quantise(fused: Backend, device: torch.device, n: int, feeds_back: bool) -> None:
-    x, residual = vector(n), 0.1 * vector(n, 1) if feeds_back else None
-    value = x.numpy() if residual is None else (x + residual).numpy()
-    cases = [
-        ("quantise_deterministic", (0.5,), (0.7,), oracle.deterministic(value, 0.5)),
-        ("quantise_stochastic", (0.7, 9), (), oracle.stochastic(value, 0.7, 9)),
-    ]
-    for name, head, tail, signs in cases:
-        results = []
-        for which, place in ((reference, torch.device("cpu")), (fused, device)):
-            there, left = on(place, (x, residual))
-            results.append((getattr(which, name)(there, *head, left, *tail), left))
-        (codes, left), (fused_codes, fused_left) = results
-        assert codes.numpy().tobytes() == oracle.pack(signs).tobytes()
-        assert_same(fused_codes, codes)
-        if left is not None and fused_left is not None:
-            assert_same(left, torch.from_numpy(value - signs * np.float32(0.7)))
-            assert_same(fused_left, left)
+def test_quantise(fused: Backend, device: torch.device, n: int) -> None:
+    x, scale = vector(n), float(np.float32(0.7))
+    signs = oracle.deterministic(x.numpy(), 0.5)
+    codes, rest = reference.quantise_deterministic(x, 0.5, scale, None), torch.empty_like(x)
+    assert codes.numpy().tobytes() == oracle.pack(signs).tobytes()
+    assert_same(reference.quantise_deterministic(x, 0.5, scale, rest), codes)
+    assert_same(rest, torch.from_numpy(x.numpy() - signs * np.float32(0.7)))
+    there = x.to(device, copy=True)
+    assert_same(fused.quantise_deterministic(there, 0.5, scale, None), codes)
+    assert_same(there, x)
+    assert_same(fused.quantise_deterministic(there, 0.5, scale, there), codes)
+    assert_same(there, rest)
+    drawn = reference.quantise_stochastic(x, scale, 9)
+    assert drawn.numpy().tobytes() == oracle.pack(oracle.stochastic(x.numpy(), 0.7, 9)).tobytes()
+    assert_same(fused.quantise_stochastic(x.to(device), scale, 9), drawn)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -117,39 +85,36 @@ def test_unpack(fused: Backend, device: torch.device, n: int, scale: float) -> N
     assert_same(there, target)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", NARROW)
-def test_accumulate(fused: Backend, device: torch.device, n: int, dtype: torch.dtype) -> None:
-    weight = float(np.float32(1 / 3))
-    target, source = vector(n, 4), vector(n, 5).clamp(-1e3, 1e3).to(dtype)
-    expected = target.numpy() + source.to(torch.float32).numpy() * np.float32(weight)
-    there = target.to(device, copy=True)
-    total = reference.accumulate(target, source, weight)
-    assert_same(target, torch.from_numpy(expected))
-    assert total.item() == oracle.tree_sum((expected.astype(np.float64) ** 2).tolist())
-    assert_same(fused.accumulate(there, source.to(device), weight), total)
-    assert_same(there, target)
-
-
-def test_accumulate_folds_many_blocks(fused: Backend, device: torch.device) -> None:
-    n = 3 * BLOCK + 1
-    target = torch.arange(float(n)) + 0.1
-    squares = target.double() ** 2
-    total = fused.accumulate(target.to(device), torch.zeros(n, device=device), 1.0)
-    assert_same(total, reference.tree_sum(squares))
-    assert total.item() == pytest.approx(squares.sum().item(), rel=1e-14)
+@pytest.mark.parametrize("n", [*SIZES, 33 * BLOCK + 1])
+def test_sums(fused: Backend, device: torch.device, n: int) -> None:
+    x, y = vector(n, 4), vector(n, 5)
+    products = (x.double() * y.double()).numpy()
+    plain = reference.dot(x, y)
+    assert plain.item() == oracle.tree_sum(products.tolist()) == tree_sum(products)
+    assert_same(fused.dot(x.to(device), y.to(device)), plain)
+    for threshold in (-1.0, 0.5):
+        magnitude = np.abs(x.numpy()).astype(np.float64)
+        kept = np.where(magnitude > threshold, magnitude, 0.0)
+        counted = reference.sum_magnitudes(x, threshold)
+        assert counted.tolist() == [tree_sum(kept), (magnitude > threshold).sum()]
+        assert_same(fused.sum_magnitudes(x.to(device), threshold), counted)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_accumulate_tells_what_is_not_finite(bad: float) -> None:
-    target, source = torch.ones(7), torch.zeros(7)
-    target[5] = bad
-    total, is_finite = kernels.accumulate(target, source)
-    assert is_finite.item() is (bad == 3e38)
-    assert total.dtype == torch.float64
-    # A sum of two finite numbers may overflow.
-    target, source = torch.full((2,), 3e38), torch.full((2,), 3e38)
-    assert kernels.accumulate(target, source)[1].item() is False
+def test_a_sum_tells_what_is_not_finite(fused: Backend, device: torch.device, bad: float) -> None:
+    x = torch.full((7,), 3e38)
+    x[5] = bad
+    for total in (reference.sum_magnitudes(x, -1.0), fused.sum_magnitudes(x.to(device), -1.0)):
+        assert torch.isfinite(total[0]).item() is (bad == 3e38)
+        assert total[1].item() == 7
+
+
+def test_a_sum_is_never_a_negative_zero(fused: Backend, device: torch.device) -> None:
+    for n in (0, 1, 2, 3):
+        x, y = torch.full((n,), -0.0), torch.ones(n)
+        for total in (reference.dot(x, y), fused.dot(x.to(device), y.to(device))):
+            assert math.copysign(1.0, total.item()) == 1.0
+        assert math.copysign(1.0, tree_sum(x.numpy())) == 1.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 512, 2 * BLOCK])
@@ -189,29 +154,13 @@ def test_quantised_and_back(values: list[float], scale: float, seed: int) -> Non
     signs = oracle.deterministic(x.numpy(), scale)
     codes = kernels.quantise_deterministic(x, scale)
     assert kernels.unpack(codes, x.numel()).tolist() == signs.tolist()
-    residual = torch.zeros_like(x)
-    codes = kernels.quantise_stochastic(x, scale, seed, residual=residual)
-    sent = kernels.unpack(codes, x.numel(), scale)
-    assert torch.equal(residual, x - sent)
+    rest = x.clone()
+    assert torch.equal(kernels.quantise_deterministic(rest, scale, scale=scale, rest=rest), codes)
+    assert torch.equal(rest, x - kernels.unpack(codes, x.numel(), scale))
+    codes = kernels.quantise_stochastic(x, scale, seed)
     assert kernels.unpack(codes, x.numel()).tolist() == (
         oracle.stochastic(x.numpy(), scale, seed).tolist()
     )
-
-
-@pytest.mark.parametrize("n", [0, 1, 7, 1000])
-def test_payloads_of_the_ternary_codec(n: int) -> None:
-    x = vector(n, 8).clamp(-9, 9)
-    for is_stochastic in (False, True):
-        codec = ternary.Ternary(n, threshold_fraction=0.7, stochastic=is_stochastic)
-        payload = codec.encode(x.numpy(), seed=5)
-        scale = float(payload[:4].view("<f4")[0])
-        if is_stochastic:
-            codes = kernels.quantise_stochastic(x, scale, 5)
-        else:
-            threshold = np.float32(0.7) * ternary.mean(np.abs(x.numpy()))
-            codes = kernels.quantise_deterministic(x, float(threshold))
-        assert codes.numpy().tobytes() == payload[4:].tobytes()
-        assert_same(kernels.unpack(codes, n, scale), torch.from_numpy(codec.decode(payload)))
 
 
 def test_stochastic_is_unbiased() -> None:
@@ -221,9 +170,16 @@ def test_stochastic_is_unbiased() -> None:
 
 
 def test_dispatch() -> None:
-    assert backend(torch.zeros(1)) is reference
+    assert backend(torch.device("cpu")) is reference
     if torch.cuda.is_available():
-        assert backend(torch.zeros(1, device="cuda:0")) is not reference
+        assert backend(torch.device("cuda:0")) is not reference
+
+
+def test_the_interpreter_takes_tensors_of_the_cpu(
+    fused: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend(torch.device("cpu")) is fused
 
 
 @pytest.mark.parametrize(
@@ -236,14 +192,13 @@ def test_dispatch() -> None:
         (lambda x: kernels.quantise_deterministic(x, -1.0), "threshold: -1.0; must be at least 0"),
         (lambda x: kernels.quantise_stochastic(x, 1e39, 0), "scale: 1e[+]39; must be a finite"),
         (
-            lambda x: kernels.quantise_stochastic(x, 1.0, 0, residual=x[1:]),
-            "residual: 7 elements; must be 8",
+            lambda x: kernels.quantise_deterministic(x, 1.0, rest=x[1:]),
+            "rest: 7 elements; must be 8",
         ),
         (lambda x: kernels.unpack(x.byte(), 8), "codes: 8 bytes; must be 2 for 8 elements"),
         (lambda x: kernels.unpack(x.byte(), -1), "numel: -1"),
-        (lambda x: kernels.accumulate(x, x[1:]), "source: 7 elements, but target has 8"),
-        (lambda x: kernels.accumulate(x, x, float("nan")), "weight: nan; must be a finite"),
-        (lambda x: kernels.uniform(0, x), "indices: .*contiguous vector of int64"),
+        (lambda x: kernels.dot(x, x[1:]), "y: 7 elements; must be 8"),
+        (lambda x: kernels.signs(0, -1, x.device), "numel: -1; must be at least 0"),
     ],
 )
 def test_bad_arguments_are_refused(call: object, message: str) -> None:

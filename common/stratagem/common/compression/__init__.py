@@ -5,6 +5,7 @@ These functions define the bits, on every device; numpy only, because the coordi
     make_codec     the codec of a job's `compression` for a layout
     codec.py       what a codec is; one file per codec beside it
     feedback.py    the residual that makes a biased codec exact over time
+    sums.py        sums in an order that every device can keep
     hashing.py     random numbers that are a function of (seed, place)
 """
 

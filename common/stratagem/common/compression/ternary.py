@@ -2,6 +2,8 @@
 
 Deterministic: sign(x) where |x| > t = threshold_fraction · mean|x|, and the scale that fits best,
 which is the mean |x| of what is kept (Ternary Weight Networks, https://arxiv.org/abs/1605.04711).
+Means are sums in float64 over the tree of `sums`, nothing for what is not kept, divided, and
+rounded to float32 once; so a device that holds the gradient gives the same bits.
 It is biased and wants error feedback (https://arxiv.org/abs/1901.09847).
 Stochastic: sign(x) with probability |x| / max|x|, scale max|x|; unbiased (TernGrad,
 https://arxiv.org/abs/1705.07878).
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
 from stratagem.common.compression.hashing import places, uniform
+from stratagem.common.compression.sums import tree_sum
 
 Trits = NDArray[np.int8]
 
@@ -42,10 +45,16 @@ class Ternary:
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
     """(trits, scale). x: (n,) float32, not modified; all zeros give scale 0."""
     magnitude = np.abs(x)
-    threshold = np.float32(threshold_fraction) * mean(magnitude)
-    kept = magnitude > threshold
+    kept = magnitude > threshold_of(threshold_fraction, tree_sum(magnitude), x.size)
     trits = np.sign(x).astype(np.int8) * kept
-    return trits, mean(magnitude[kept])
+    return trits, mean(
+        tree_sum(np.where(kept, magnitude, np.float32(0.0))), int(np.count_nonzero(kept))
+    )
+
+
+def threshold_of(fraction: float, total: float, num: int) -> np.float32:
+    """Above which a value is kept, of so many whose magnitudes add up to the total."""
+    return np.float32(fraction) * mean(total, num)
 
 
 def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
@@ -56,9 +65,9 @@ def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
     return np.sign(x).astype(np.int8) * kept, scale
 
 
-def mean(values: FloatArray) -> np.float32:
-    """Added in float64, rounded once; 0 of nothing."""
-    return np.float32(np.add.reduce(values, dtype=np.float64) / max(1, values.size))
+def mean(total: float, num: int) -> np.float32:
+    """Rounded once; 0 of nothing."""
+    return np.float32(total / max(1, num))
 
 
 def pack(trits: Trits) -> ByteArray:

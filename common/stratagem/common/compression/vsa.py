@@ -23,6 +23,7 @@ from stratagem.common.compression.codec import (
     ByteArray,
     FloatArray,
     Layout,
+    NonFiniteError,
     Plain,
     State,
     TensorCodec,
@@ -41,10 +42,13 @@ from stratagem.common.compression.hashing import (
     places,
 )
 from stratagem.common.compression.int8 import Int8
+from stratagem.common.compression.sums import tree_sum
 from stratagem.common.compression.ternary import Ternary
 
 MIN_DIMENSION: Final = 64
-_SKETCH_THRESHOLD_FRACTION: Final = 0.7
+BUNDLE: Final = "the bundle of all tensors"
+"""The name in an error: sums of finite numbers may overflow."""
+SKETCH_THRESHOLD_FRACTION: Final = 0.7
 _KEY_SALT: Final = 0x5BD1E995
 
 
@@ -100,7 +104,12 @@ def signs_of(seed: int, where: Words) -> FloatArray:
 
 def key_of(name: str, dimension: int) -> FloatArray:
     """The ±1 key of a tensor; follows from its name alone."""
-    return signs_of(name_seed(name) ^ _KEY_SALT, places(dimension))
+    return signs_of(key_seed(name), places(dimension))
+
+
+def key_seed(name: str) -> int:
+    """Of the hash whose lowest bits are the key."""
+    return name_seed(name) ^ _KEY_SALT
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
@@ -122,14 +131,14 @@ class Vsa:
     def __init__(self, layout: Layout, *, dimension_fraction: float, sketch_codec: str) -> None:
         self._layout = layout
         # In order of name, wherever a tensor stands: bundles of all processes are alike.
-        self._order = sorted(range(len(layout)), key=lambda place: layout[place].name)
+        self.order = sorted(range(len(layout)), key=lambda place: layout[place].name)
         numel = sum(spec.numel for spec in layout)
-        self._dimension = power_of_two_below(dimension_fraction * numel)
-        self._inner = _inner_codec(sketch_codec, self._dimension)
+        self.dimension = power_of_two_below(dimension_fraction * numel)
+        self._inner = _inner_codec(sketch_codec, self.dimension)
         self.payload_bytes = self._inner.payload_bytes + 4 * len(layout)
-        self._is_bypassed = self.payload_bytes >= 4 * numel
+        self.is_bypassed = self.payload_bytes >= 4 * numel
         self.bypassed: tuple[str, ...] = ()
-        if self._is_bypassed:
+        if self.is_bypassed:
             self.payload_bytes = 4 * numel
             self.bypassed = tuple(spec.name for spec in layout if spec.numel)
 
@@ -140,22 +149,18 @@ class Vsa:
         self, tensors: Sequence[FloatArray], state: State, key: int
     ) -> tuple[ByteArray, State]:
         check_finite(self._layout, tensors)
-        if self._is_bypassed:
+        if self.is_bypassed:
             return joined([to_bytes(tensor) for tensor in tensors]), state
-        bound = [
-            bind(
-                self._sketch(place, key).project(tensors[place]),
-                key_of(self._layout[place].name, self._dimension),
-            )
-            for place in self._order
-        ]
-        coded = self._inner.encode(bundle(bound), derive(key, len(self._layout)))
+        total = self._bundled(tensors, key)
+        if not np.isfinite(total).all():
+            raise NonFiniteError(BUNDLE)
+        coded = self._inner.encode(total, derive(key, len(self._layout)))
         guesses = self._unbound(coded, key)
         scales = [best_scale(x, y) for x, y in zip(tensors, guesses, strict=True)]
         return joined([coded, to_bytes(np.array(scales, np.float32))]), state
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
-        if self._is_bypassed:
+        if self.is_bypassed:
             parts = split(payload, [spec.raw_bytes for spec in self._layout])
             return [from_bytes(part, "<f4").astype(np.float32) for part in parts]
         coded, scales = split(payload, [self._inner.payload_bytes, 4 * len(self._layout)])
@@ -166,17 +171,30 @@ class Vsa:
             )
         ]
 
+    @np.errstate(over="ignore", invalid="ignore")  # who calls looks at the sum
+    def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:
+        return bundle(
+            [
+                bind(
+                    self.sketch(place, key).project(tensors[place]),
+                    key_of(self._layout[place].name, self.dimension),
+                )
+                for place in self.order
+            ]
+        )
+
     def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
         """Each tensor up to its scale."""
         vector = self._inner.decode(coded)
         return [
-            self._sketch(place, key).transpose(bind(vector, key_of(spec.name, self._dimension)))
+            self.sketch(place, key).transpose(bind(vector, key_of(spec.name, self.dimension)))
             for place, spec in enumerate(self._layout)
         ]
 
-    def _sketch(self, place: int, key: int) -> Sketch:
+    def sketch(self, place: int, key: int) -> Sketch:
+        """Of one tensor, by its place in the layout, in the payload that has this key."""
         spec = self._layout[place]
-        return Sketch(derive(key, name_seed(spec.name)), spec.numel, self._dimension)
+        return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 
 
 def power_of_two_below(value: float) -> int:
@@ -186,9 +204,12 @@ def power_of_two_below(value: float) -> int:
 
 def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
     """The s for which s·y is nearest to x; 0 where y is nothing."""
-    wide = y.astype(np.float64)  # squares of float32 overflow
-    square = np.add.reduce(wide * wide)
-    product = np.add.reduce(wide * x)
+    wide = y.astype(np.float64)  # squares of float32 overflow; products of two are exact
+    return scale_of(tree_sum(wide * x), tree_sum(wide * wide))
+
+
+def scale_of(product: float, square: float) -> np.float32:
+    """From the sums of x·y and of y²."""
     return np.float32(product / square if square else 0.0)
 
 
@@ -198,7 +219,7 @@ def _inner_codec(name: str, dimension: int) -> TensorCodec:
             return Int8(dimension, stochastic=False)
         case "ternary":
             return Ternary(
-                dimension, threshold_fraction=_SKETCH_THRESHOLD_FRACTION, stochastic=False
+                dimension, threshold_fraction=SKETCH_THRESHOLD_FRACTION, stochastic=False
             )
         case _:
             return Plain(dimension)

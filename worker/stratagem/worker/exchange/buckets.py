@@ -67,7 +67,7 @@ class GradientBuckets:
     def scratch(self) -> tuple[list[Tensor], list[Tensor]]:
         """(flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
         flats = self._make_flats()
-        return flats, self._views_of(flats)
+        return flats, self.views_of(flats)
 
     def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
         """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
@@ -170,9 +170,10 @@ class GradientBuckets:
 
     def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)
-        self._views.append(self._views_of(flats))
+        self._views.append(self.views_of(flats))
 
-    def _views_of(self, flats: list[Tensor]) -> list[Tensor]:
+    def views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients in flat buckets, by parameter."""
         return [
             flats[slot.bucket].narrow(0, slot.offset, slot.shape.numel()).view(slot.shape)
             for slot in self.layout.slots

@@ -13,21 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.compression import (
-    ByteArray,
-    FloatArray,
-    NonFiniteError,
-    State,
-    TensorLayout,
-    derive,
-    make_codec,
-)
+from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.worker.exchange.coder import State, coder_of
 from stratagem.worker.mesh.staging import to_host
 
 _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
@@ -65,9 +57,10 @@ class Compressor:
             TensorLayout(name, tuple(param.shape)) for name, param in params
         )
         self._codec = make_codec(spec, layout, seed)
+        device = params[0][1].device if params else torch.device("cpu")
+        self._coder = coder_of(spec, layout, self._codec, device)
         self._may_skip = may_skip
         self._seed = seed if spec.seed is None else spec.seed
-        self._shapes = [param.shape for _, param in params]
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
         self.message_bytes = self._codec.payload_bytes + 8 * num_extras
         self.bypassed = self._codec.bypassed
@@ -90,7 +83,7 @@ class Compressor:
         finite, raises UserCodeError, or makes the extras NaN, by which all members know."""
         before = self._states[shard] if self.keeps_state else {}
         try:
-            payload, after = self._encode(shard, gradients, before)
+            payload, after = self._coder.code(gradients, before, self._key(shard))
         except NonFiniteError as error:
             if self._may_skip:
                 for each in gradients:
@@ -103,15 +96,17 @@ class Compressor:
                 activity=f"training step {self._step}",
             ) from None
         self._coded[shard] = after
-        message = np.concatenate([payload, extras.numpy().view(np.uint8)])
-        self.messages[shard] = torch.from_numpy(message)
-        self._decode(shard, payload, gradients)
+        self.messages[shard] = torch.cat([payload, extras.view(torch.uint8)])
 
-    def decode(self, shard: int, message: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        """What another member's message says: the gradients, and its extras (float64)."""
-        data = message.cpu().numpy()
-        self._decode(shard, data[: self._codec.payload_bytes], gradients)
-        return torch.from_numpy(data[self._codec.payload_bytes :].copy().view(np.float64))
+    def decode(
+        self, shard: int, message: Tensor, gradients: Sequence[Tensor], *, adds: bool = False
+    ) -> Tensor:
+        """What another member's message says: the gradients, which it leaves there, or adds; and
+        its extras (float64, on the CPU), which it returns."""
+        payload = message[: self._codec.payload_bytes]
+        extras = to_host(message[self._codec.payload_bytes :])
+        self._coder.decode(payload, self._key(shard), gradients, adds=adds)
+        return extras.wait().clone().view(torch.float64)
 
     def applied(self) -> None:
         """The step has been applied: its residuals count from now on."""
@@ -131,24 +126,24 @@ class Compressor:
     def state(self) -> dict[str, Tensor]:
         """`residual/shard<k>/<parameter>` and the like, of the own shards; none before a step."""
         return {
-            _full_name(shard, name): torch.from_numpy(values)
+            _full_name(shard, name): values
             for shard, state in sorted(self._states.items())
             for name, values in state.items()
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes up what a state holds of any shards; other tensors are left alone."""
-        found: dict[int, dict[str, FloatArray]] = {}
-        initial = self._codec.initial_state()
+        found: dict[int, dict[str, Tensor]] = {}
+        initial = self._coder.initial_state()
         for full, tensor in tensors.items():
             parsed = _STATE_NAME.fullmatch(full)
             if parsed is None:
                 continue
             kind, shard, name = parsed.groups()
             expected = initial.get(f"{kind}/{name}")
-            if expected is None or tuple(tensor.shape) != expected.shape:
+            if expected is None or tensor.shape != expected.shape:
                 raise InvalidInputError.at(f"state.{full}", "does not belong to this codec")
-            values = tensor.to("cpu", torch.float32, copy=True).numpy()
+            values = tensor.to(expected.device, torch.float32, copy=True)
             found.setdefault(int(shard), {})[f"{kind}/{name}"] = values
         for shard, given in found.items():
             if given.keys() != initial.keys():
@@ -163,22 +158,8 @@ class Compressor:
             raise InvalidInputError.at("state", f"has no residuals of shards {missing}")
         self._owned = owned
         self._states = {
-            shard: self._states.get(shard) or self._codec.initial_state() for shard in owned
+            shard: self._states.get(shard) or self._coder.initial_state() for shard in owned
         }
-
-    def _decode(self, shard: int, payload: ByteArray, gradients: Sequence[Tensor]) -> None:
-        decoded = self._codec.decode(payload, self._key(shard))
-        for gradient, values, shape in zip(gradients, decoded, self._shapes, strict=True):
-            gradient.copy_(torch.from_numpy(values).view(shape))
-
-    def _encode(
-        self, shard: int, gradients: Sequence[Tensor], before: State
-    ) -> tuple[ByteArray, State]:
-        copies = [
-            to_host(_flat(each)) for each in gradients
-        ]  # all are under way before one is read
-        values = [copy.wait().numpy() for copy in copies]
-        return self._codec.encode(values, before, self._key(shard))
 
     def _key(self, shard: int) -> int:
         return derive(self._seed, self._step, shard)
@@ -194,10 +175,6 @@ def compressor_of(
     return Compressor(
         spec, params, num_extras=num_extras, seed=job.seed, may_skip=job.window.may_skip
     )
-
-
-def _flat(gradient: Tensor) -> Tensor:
-    return gradient.detach().reshape(-1).to(torch.float32)
 
 
 def _full_name(shard: int, name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, empty
+from torch import Tensor
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.compression.step import are_forwarded
@@ -116,13 +116,16 @@ class CodedFreight:
         compressor = self._compressor
         if self._are_forwarded:
             num_bytes = step.num_live * compressor.message_bytes
-            self.inbox = [empty(num_bytes, dtype=torch.uint8)]
+            self.inbox = [self._room(num_bytes, torch.uint8)]
         else:
             numel = sum(each.numel for each in compressor.layout)
             self.inbox = [
-                empty(numel, dtype=torch.float32),
-                empty(self._buckets.num_extras, dtype=torch.float64),
+                self._room(numel, torch.float32),
+                self._room(self._buckets.num_extras, torch.float64),
             ]
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return host_room((numel,), dtype, self._buckets.device)
 
     @property
     def _are_forwarded(self) -> bool:

@@ -20,6 +20,7 @@ from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.mesh import Turn
 from stratagem.worker.exchange.plan import Party, Step
 from stratagem.worker.mesh.link import Link, Work
+from stratagem.worker.mesh.staging import host_room
 
 ON_DEVICE: Final = ("nccl",)
 """Engines that send from the memory of the device only."""
@@ -56,16 +57,15 @@ class PayloadMethod:
         self.num_tags = party.num_shards
 
     def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
-        device = sets[0][0].device if self._link.name in ON_DEVICE else torch.device("cpu")
-        return _Prepared(
-            step,
-            sets,
-            {
-                shard: torch.empty(self._compressor.message_bytes, dtype=torch.uint8, device=device)
-                for shard in range(step.num_live)
-                if shard not in step.live
-            },
-        )
+        foreign = [shard for shard in range(step.num_live) if shard not in step.live]
+        return _Prepared(step, sets, {shard: self._room(sets[0][0].device) for shard in foreign})
+
+    def _room(self, device: torch.device) -> Tensor:
+        """For a message that goes to this device."""
+        num_bytes = self._compressor.message_bytes
+        if self._link.name in ON_DEVICE:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return host_room((num_bytes,), torch.uint8, device)
 
     def run(self, prepared: _Prepared, turn: Turn) -> None:
         turn.await_launch(len(self._buckets.layout.buckets) - 1)
@@ -110,8 +110,8 @@ def add_up(
     incoming: Mapping[int, Tensor],
 ) -> Sequence[Tensor]:
     """The flat buckets of the sum over all live shards, from partial sums and from messages of the
-    others. May overwrite the partial sums; decodes a shard when its turn comes, so that few are
-    held at once."""
+    others. May overwrite the partial sums; decodes a shard when its turn comes, and where it is
+    added to another at once, so that few are held."""
 
     def total(node: Node) -> Sequence[Tensor]:
         if node in partials:
@@ -120,8 +120,14 @@ def add_up(
             flats, views = buckets.scratch()
             flats[-1].copy_(compressor.decode(node.first, incoming[node.first], views))
             return flats
-        left, right = (total(half) for half in split_node(node))
-        for target, term in zip(left, right, strict=True):
+        first, second = split_node(node)
+        left = total(first)
+        if second not in partials and second.stop - second.first == 1:
+            said = incoming[second.first]
+            extras = compressor.decode(second.first, said, buckets.views_of(left), adds=True)
+            left[-1].add_(extras.to(left[-1].device))
+            return left
+        for target, term in zip(left, total(second), strict=True):
             target.add_(term)
         return left
 

@@ -6,24 +6,26 @@ gradients, members or codecs.
 """
 
 from stratagem.worker.kernels.ops import (
-    accumulate,
-    hash32,
+    dot,
     quantise_deterministic,
     quantise_stochastic,
+    runs_programs,
+    signs,
     sketch,
-    uniform,
+    sum_magnitudes,
     unpack,
     unpack_add,
     unsketch,
 )
 
 __all__ = [
-    "accumulate",
-    "hash32",
+    "dot",
     "quantise_deterministic",
     "quantise_stochastic",
+    "runs_programs",
+    "signs",
     "sketch",
-    "uniform",
+    "sum_magnitudes",
     "unpack",
     "unpack_add",
     "unsketch",

@@ -18,34 +18,42 @@ NUM_LEVELS: Final = 5
 """Of a tree of sums in one launch: as far as a program instance comes without a second barrier."""
 
 
-def hash32(seed: int, indices: Tensor) -> Tensor:
-    out = torch.empty_like(indices)
-    _launch(programs.hash_program, out.numel(), indices, out, _signed(seed), IS_UNIFORM=False)
+def signs(seed: int, numel: int, device: torch.device) -> Tensor:
+    out = torch.empty(numel, dtype=torch.float32, device=device)
+    _launch(programs.sign_program, numel, out, _signed(seed))
     return out
 
 
-def uniform(seed: int, indices: Tensor) -> Tensor:
-    out = torch.empty_like(indices, dtype=torch.float32)
-    _launch(programs.hash_program, out.numel(), indices, out, _signed(seed), IS_UNIFORM=True)
-    return out
+def sum_magnitudes(x: Tensor, threshold: float) -> Tensor:
+    sums, counts = _sums(x), _sums(x, torch.float32)
+    args = (x, sums, counts, threshold)
+    _launch(programs.magnitude_program, x.numel(), *args, NUM_LEVELS=NUM_LEVELS)
+    # Whole numbers: the order in which they are added does not matter.
+    return torch.stack([_rest_of_tree(sums), counts.sum(dtype=torch.float64)])
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    sums = _sums(x)
+    _launch(programs.dot_program, x.numel(), x, y, sums, NUM_LEVELS=NUM_LEVELS)
+    return _rest_of_tree(sums)
 
 
 def quantise_deterministic(
-    x: Tensor, threshold: float, residual: Tensor | None, scale: float
+    x: Tensor, threshold: float, scale: float, rest: Tensor | None
 ) -> Tensor:
-    return _quantise(x, residual, threshold, scale, 0, is_stochastic=False)
+    return _quantise(x, threshold, scale, 0, rest, is_stochastic=False)
 
 
-def quantise_stochastic(x: Tensor, scale: float, seed: int, residual: Tensor | None) -> Tensor:
-    return _quantise(x, residual, 0.0, scale, seed, is_stochastic=True)
+def quantise_stochastic(x: Tensor, scale: float, seed: int) -> Tensor:
+    return _quantise(x, 0.0, scale, seed, None, is_stochastic=True)
 
 
 def _quantise(
     x: Tensor,
-    residual: Tensor | None,
     threshold: float,
     scale: float,
     seed: int,
+    rest: Tensor | None,
     *,
     is_stochastic: bool,
 ) -> Tensor:
@@ -54,13 +62,13 @@ def _quantise(
         programs.quantise_program,
         x.numel(),
         x,
-        x if residual is None else residual,
         codes,
+        x if rest is None else rest,
         threshold,
         scale,
         _signed(seed),
         IS_STOCHASTIC=is_stochastic,
-        HAS_RESIDUAL=residual is not None,
+        HAS_REST=rest is not None,
     )
     return codes
 
@@ -73,23 +81,6 @@ def unpack(codes: Tensor, numel: int, scale: float) -> Tensor:
 
 def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
     _launch(programs.unpack_program, target.numel(), codes, target, scale, ADDS=True)
-
-
-def accumulate(target: Tensor, source: Tensor, weight: float) -> Tensor:
-    sums = _sums(target)
-    _launch(
-        programs.accumulate_program,
-        target.numel(),
-        target,
-        source,
-        sums,
-        weight,
-        NUM_LEVELS=NUM_LEVELS,
-    )
-    while sums.numel() > 1:
-        wider, sums = sums, _sums(sums)
-        _launch(programs.tree_program, wider.numel(), wider, sums, NUM_LEVELS=NUM_LEVELS)
-    return sums.sum()  # of one, or of none
 
 
 def sketch(x: Tensor, size: int, seed: int) -> Tensor:
@@ -108,8 +99,15 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
     return out
 
 
-def _sums(x: Tensor) -> Tensor:
-    return torch.empty(-(-x.numel() // (1 << NUM_LEVELS)), dtype=torch.float64, device=x.device)
+def _rest_of_tree(sums: Tensor) -> Tensor:
+    while sums.numel() > 1:
+        wider, sums = sums, _sums(sums)
+        _launch(programs.tree_program, wider.numel(), wider, sums, NUM_LEVELS=NUM_LEVELS)
+    return sums.sum() + 0.0  # of one, or of none; never -0
+
+
+def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.empty(-(-x.numel() // (1 << NUM_LEVELS)), dtype=dtype, device=x.device)
 
 
 def _signed(seed: int) -> int:

@@ -35,41 +35,41 @@ def _elements(BLOCK: tl.constexpr):
     return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
+@triton.jit
+def _sign(seed, i):
+    """+1 where the hash is even, else -1."""
+    return 1.0 - 2.0 * (_hash32(seed, i) & 1).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["seed"])
-def hash_program(indices, out, seed, n, IS_UNIFORM: tl.constexpr, BLOCK: tl.constexpr):
-    place = _elements(BLOCK)
-    i = tl.load(indices + place, mask=place < n, other=0)
-    if IS_UNIFORM:
-        tl.store(out + place, _uniform(seed, i), mask=place < n)
-    else:
-        tl.store(out + place, _hash32(seed, i).to(tl.int64), mask=place < n)
+def sign_program(out, seed, n, BLOCK: tl.constexpr):
+    i = _elements(BLOCK)
+    tl.store(out + i, _sign(seed, i), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def quantise_program(
     x,
-    residual,
     codes,
+    rest,
     threshold,
     scale,
     seed,
     n,
     IS_STOCHASTIC: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_REST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = _elements(BLOCK)
     value = tl.load(x + i, mask=i < n, other=0.0)
-    if HAS_RESIDUAL:
-        value = value + tl.load(residual + i, mask=i < n, other=0.0)
     if IS_STOCHASTIC:
         is_kept = _uniform(seed, i) * scale < tl.abs(value)
     else:
         is_kept = tl.abs(value) > threshold
     plus, minus = is_kept & (value > 0), is_kept & (value < 0)
-    if HAS_RESIDUAL:
+    if HAS_REST:
         sign = plus.to(tl.float32) - minus.to(tl.float32)
-        tl.store(residual + i, value - sign * scale, mask=i < n)
+        tl.store(rest + i, value - sign * scale, mask=i < n)
     code = plus.to(tl.int32) | (minus.to(tl.int32) << 1)
     low, high = tl.split(tl.reshape(code, [BLOCK // 2, 2]))
     low, high = tl.split(tl.reshape(low | (high << 2), [BLOCK // 4, 2]))
@@ -99,16 +99,21 @@ def _store_sums(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
 
 
 @triton.jit
-def accumulate_program(
-    target, source, sums, weight, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr
-):
+def magnitude_program(x, sums, counts, threshold, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
+    """counts is [ceil(n / 2^NUM_LEVELS)] float32. A NaN counts as above the threshold."""
     i = _elements(BLOCK)
-    old = tl.load(target + i, mask=i < n, other=0.0)
-    added = tl.load(source + i, mask=i < n, other=0.0).to(tl.float32) * weight
-    new = old + added
-    tl.store(target + i, new, mask=i < n)
-    wide = new.to(tl.float64)
-    _store_sums(wide * wide, sums, n, BLOCK, NUM_LEVELS)
+    magnitude = tl.abs(tl.load(x + i, mask=i < n, other=0.0))
+    is_above = (i < n) & ((magnitude > threshold) | (magnitude != magnitude))
+    _store_sums(tl.where(is_above, magnitude, 0.0).to(tl.float64), sums, n, BLOCK, NUM_LEVELS)
+    _store_sums(is_above.to(tl.float32), counts, n, BLOCK, NUM_LEVELS)
+
+
+@triton.jit
+def dot_program(x, y, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
+    i = _elements(BLOCK)
+    left = tl.load(x + i, mask=i < n, other=0.0).to(tl.float64)
+    right = tl.load(y + i, mask=i < n, other=0.0).to(tl.float64)
+    _store_sums(left * right, sums, n, BLOCK, NUM_LEVELS)
 
 
 @triton.jit
@@ -123,8 +128,7 @@ def _projection(seed, block, j, size):
     factor = _hash32(seed, block * 2) | 1
     shift = _hash32(seed, block * 2 + 1)
     place = (factor * j.to(tl.uint32) + shift) & (size - 1)
-    is_odd = _hash32(seed.to(tl.uint32) ^ 0x9E3779B9, block * size + j) & 1
-    return place, 1.0 - 2.0 * is_odd.to(tl.float32)
+    return place, _sign(seed.to(tl.uint32) ^ 0x9E3779B9, block * size + j)
 
 
 @triton.jit(do_not_specialize=["seed", "size", "num_blocks"])

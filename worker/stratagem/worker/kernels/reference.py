@@ -18,8 +18,12 @@ CHUNK: Final = 1 << 15
 """Elements whose hashes are computed at once, so that the steps between stay in the cache."""
 
 
-def hash32(seed: int, indices: Tensor) -> Tensor:
-    return _words(seed, indices).to(torch.int64) & 0xFFFFFFFF
+def signs(seed: int, numel: int, device: torch.device) -> Tensor:
+    return _signs(seed, torch.arange(numel, device=device))
+
+
+def _signs(seed: int, indices: Tensor) -> Tensor:
+    return (1 - 2 * (_words(seed, indices) & 1)).to(torch.float32)
 
 
 def _words(seed: int, indices: Tensor) -> Tensor:
@@ -39,7 +43,7 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def uniform(seed: int, indices: Tensor) -> Tensor:
+def _uniform(seed: int, indices: Tensor) -> Tensor:
     out = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
     parts, chunks = torch.split(out, CHUNK), torch.split(indices, CHUNK)
     for part, chunk in zip(parts, chunks, strict=True):
@@ -47,24 +51,42 @@ def uniform(seed: int, indices: Tensor) -> Tensor:
     return out.mul_(2.0**-24)
 
 
+def sum_magnitudes(x: Tensor, threshold: float) -> Tensor:
+    magnitude = x.abs()
+    is_above = (magnitude > threshold) | magnitude.isnan()
+    total = tree_sum(torch.where(is_above, magnitude, 0.0).to(torch.float64))
+    return torch.stack([total, is_above.sum(dtype=torch.float64)])
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    return tree_sum(x.to(torch.float64) * y.to(torch.float64))
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """0 with 1, 2 with 3, ..., until one is left; 0 for no elements: [n] -> ()."""
+    while x.numel() > 1:
+        if x.numel() % 2:
+            x = torch.nn.functional.pad(x, (0, 1))
+        x = x[0::2] + x[1::2]
+    return x.sum() + 0.0  # never -0
+
+
 def quantise_deterministic(
-    x: Tensor, threshold: float, residual: Tensor | None, scale: float
+    x: Tensor, threshold: float, scale: float, rest: Tensor | None
 ) -> Tensor:
-    value = x if residual is None else x + residual
-    return _quantise(value, value.abs() > threshold, residual, scale)
+    return _quantise(x, x.abs() > threshold, scale, rest)
 
 
-def quantise_stochastic(x: Tensor, scale: float, seed: int, residual: Tensor | None) -> Tensor:
-    value = x if residual is None else x + residual
-    noise = uniform(seed, torch.arange(x.numel(), device=x.device))
-    return _quantise(value, noise * scale < value.abs(), residual, scale)
+def quantise_stochastic(x: Tensor, scale: float, seed: int) -> Tensor:
+    noise = _uniform(seed, torch.arange(x.numel(), device=x.device))
+    return _quantise(x, noise * scale < x.abs(), scale, None)
 
 
-def _quantise(value: Tensor, is_kept: Tensor, residual: Tensor | None, scale: float) -> Tensor:
-    plus, minus = is_kept & (value > 0), is_kept & (value < 0)
-    if residual is not None:
+def _quantise(x: Tensor, is_kept: Tensor, scale: float, rest: Tensor | None) -> Tensor:
+    plus, minus = is_kept & (x > 0), is_kept & (x < 0)
+    if rest is not None:
         sign = plus.to(torch.float32) - minus.to(torch.float32)
-        torch.sub(value, sign * scale, out=residual)
+        torch.sub(x, sign * scale, out=rest)
     codes = plus.to(torch.uint8) | (minus.to(torch.uint8) << 1)
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % 4))
     return codes[0::4] | (codes[1::4] << 2) | (codes[2::4] << 4) | (codes[3::4] << 6)
@@ -79,20 +101,6 @@ def unpack(codes: Tensor, numel: int, scale: float) -> Tensor:
 
 def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
     target.add_(unpack(codes, target.numel(), scale))
-
-
-def accumulate(target: Tensor, source: Tensor, weight: float) -> Tensor:
-    target.add_(source.to(torch.float32) * weight)
-    return tree_sum(target.to(torch.float64).square_())
-
-
-def tree_sum(x: Tensor) -> Tensor:
-    """0 with 1, 2 with 3, ..., until one is left; 0 for no elements: [n] -> ()."""
-    while x.numel() > 1:
-        if x.numel() % 2:
-            x = torch.nn.functional.pad(x, (0, 1))
-        x = x[0::2] + x[1::2]
-    return x.sum()
 
 
 def sketch(x: Tensor, size: int, seed: int) -> Tensor:
@@ -116,7 +124,7 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
 
 def _projection(block: int, size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where place j of a block reads, and its sign: int64 [size], float32 [size]."""
-    factor, shift = hash32(seed, torch.tensor([2 * block, 2 * block + 1])).tolist()
+    words = _words(seed, torch.tensor([2 * block, 2 * block + 1])).to(torch.int64) & 0xFFFFFFFF
+    factor, shift = words.tolist()
     j = torch.arange(size, device=device)
-    is_odd = _words(seed ^ SIGN_SALT, block * size + j) & 1
-    return ((factor | 1) * j + shift) % size, (1 - 2 * is_odd).to(torch.float32)
+    return ((factor | 1) * j + shift) % size, _signs(seed ^ SIGN_SALT, block * size + j)
