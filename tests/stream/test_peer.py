@@ -128,6 +128,24 @@ async def test_a_tensor_is_read_when_it_has_reached_the_host(
     assert threading.get_ident() not in device.waited_in
 
 
+async def test_a_tensor_for_several_peers_is_copied_to_the_host_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, received = LateDevice(), torch.empty(7)
+    monkeypatch.setattr(mesh_grpc, "to_host", device.to_host)
+    async with party(3) as (a, *others):
+        tensor = torch.zeros(7)
+        for turn in (1, 2):
+            tensor.fill_(turn)  # allowed: nothing of it is under way
+            works = [a.send(peer, turn, tensor) for peer in (1, 2)]
+            assert device.num_begun == turn
+            for link in others:
+                await wait(link.recv(0, turn, received))
+                assert torch.equal(received, torch.full((7,), float(turn)))
+            for work in works:
+                await wait(work)
+
+
 async def test_messages_may_come_in_any_order_and_both_ways() -> None:
     async with party(3) as links:
         received = {}

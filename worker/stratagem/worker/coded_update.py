@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.engine.client_round import ClientRound
+from stratagem.worker.mesh.staging import to_host
 from stratagem.worker.state_store import Frozen
 
 
@@ -28,7 +29,8 @@ def coded_update(
         each for each in whole.stored() if each.name in done.trained and each.dtype == "float32"
     ]
     codec, names = update_codec(job, coded)
-    moves = [_flat(done.tensors[name]) - _flat(base[name]) for name in names]
+    trained, before = _flats(done.tensors, names), _flats(base, names)
+    moves = [x - y for x, y in zip(trained, before, strict=True)]
     try:
         payload, _ = codec.encode(moves, codec.initial_state(), update_key(job, round_num, client))
     except NonFiniteError:
@@ -46,6 +48,6 @@ def coded_update(
     return Frozen(replace(manifest, codec=job.compression.codec), buffers)
 
 
-def _flat(tensor: Tensor) -> FloatArray:
-    values: FloatArray = tensor.detach().cpu().reshape(-1).numpy()
-    return values
+def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArray]:
+    copies = [to_host(tensors[name].detach().reshape(-1)) for name in names]
+    return [copy.wait().numpy() for copy in copies]  # all were under way before one is read

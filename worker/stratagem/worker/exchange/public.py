@@ -28,6 +28,7 @@ from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.exchange.compressor import Traffic
 from stratagem.worker.exchange.distances import Distances
+from stratagem.worker.mesh.staging import to_host
 
 PUBLIC: Final = "public/"
 _MODEL: Final = "model/"
@@ -64,7 +65,7 @@ class PublicCopies:
 
     def encode(self, node: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
         """The payload of an own node's move in a step (uint8)."""
-        moves = [_flat(x) - copy for x, copy in zip(tensors, self._copies[node], strict=True)]
+        moves = [x - copy for x, copy in zip(_flats(tensors), self._copies[node], strict=True)]
         try:
             payload, self._states[node] = self._codec.encode(
                 moves, self._states[node], derive(self._seed, step, node)
@@ -79,7 +80,7 @@ class PublicCopies:
 
     def advance(self, node: int, step: int, payload: Tensor) -> None:
         """The node's move, which everybody makes who has a copy."""
-        data: ByteArray = payload.cpu().numpy()
+        data: ByteArray = to_host(payload).wait().numpy()
         decoded = self._codec.decode(data, derive(self._seed, step, node))
         copies = self._copies[node]
         self._copies[node] = [c + move for c, move in zip(copies, decoded, strict=True)]
@@ -90,7 +91,7 @@ class PublicCopies:
         Products and sums are float64, in order of j, rounded once.
         """
         distances = Distances()
-        for place, tensor in enumerate(tensors):
+        for place, (tensor, values) in enumerate(zip(tensors, _flats(tensors), strict=True)):
             mine = self._copies[node][place].astype(np.float64)
             pull = np.zeros_like(mine)
             for j, weight in weights.items():
@@ -100,7 +101,7 @@ class PublicCopies:
                     pull += weight * away
             pull *= self.step_size
             distances.moved += float(np.add.reduce(pull * pull))
-            moved = (_flat(tensor).astype(np.float64) + pull).astype(np.float32)
+            moved = (values.astype(np.float64) + pull).astype(np.float32)
             tensor.copy_(torch.from_numpy(moved).view(tensor.shape))
         return distances
 
@@ -138,9 +139,9 @@ class PublicCopies:
         return taken
 
 
-def _flat(tensor: Tensor) -> FloatArray:
-    values: FloatArray = tensor.detach().cpu().reshape(-1).numpy()
-    return values
+def _flats(tensors: Sequence[Tensor]) -> list[FloatArray]:
+    copies = [to_host(each.detach().reshape(-1)) for each in tensors]
+    return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
 
 
 def _array(name: str, numel: int, tensors: Mapping[str, Tensor]) -> FloatArray:

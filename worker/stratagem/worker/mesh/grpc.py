@@ -8,6 +8,7 @@ any other thread. Knows nothing of gradients.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -31,7 +32,7 @@ from stratagem.worker.mesh.link import (
     ExchangeError,
     Rendezvous,
 )
-from stratagem.worker.mesh.staging import to_host
+from stratagem.worker.mesh.staging import HostCopy, to_host
 from stratagem.worker.peer import Endpoint, Group, PeerHub
 
 LEAVE_TIMEOUT_S: Final = 5.0
@@ -108,6 +109,7 @@ class GrpcLink:
             for peer, address in enumerate(addresses)
             if peer != self.rank
         }
+        self._latest: weakref.ref[Send] | None = None
         self._is_closed = False
         self._task = hub.spawn(self._run())
 
@@ -131,9 +133,18 @@ class GrpcLink:
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
         out = self._out[peer]
-        work = Send(out, tag, tensor, step)
+        work = Send(out, tag, tensor, step, self._copy_of(tensor))
+        self._latest = weakref.ref(work)
         self._hub.call(lambda: out.queue.put_nowait(work))
         return work
+
+    def _copy_of(self, tensor: Tensor) -> HostCopy:
+        """One copy serves all peers that a tensor goes to in a row: while one send of it is under
+        way nobody may change it."""
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.tensor is tensor and not latest.is_done:
+            return latest.copy
+        return to_host(tensor)
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> Receive:
         return self._endpoint.box.post(Route(peer, 0, tag), tensor)
@@ -165,11 +176,12 @@ class GrpcLink:
 class Send:
     """One send. `is_done` is guarded by the mailbox's condition."""
 
-    __slots__ = ("_out", "copy", "is_done", "size_bytes", "step", "tag")
+    __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 
-    def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int) -> None:
+    def __init__(self, out: _Outbound, tag: int, tensor: Tensor, step: int, copy: HostCopy) -> None:
+        """copy: of the tensor."""
         self._out, self.tag, self.step = out, tag, step
-        self.copy = to_host(tensor)
+        self.tensor, self.copy = tensor, copy
         self.size_bytes = tensor.nbytes
         self.is_done = False
 
