@@ -101,6 +101,7 @@ def untied(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[
     return {name: tensor for name, tensor in expected.items() if name in found}
 
 
+@pytest.mark.sweep
 def test_four_nodes_on_four_three_two_one_workers(
     exact_cluster: LocalCluster, client: Client, lot: Gates
 ) -> None:

@@ -23,6 +23,7 @@ from tests.cluster.jobs import (
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.sweep
 def test_four_replicas_on_four_three_two_one_and_four_again(
     exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
 ) -> None:

@@ -170,7 +170,10 @@ def sum_forever(pipe: Connection, rank: int, size: int) -> None:
             exchange.close()
 
 
-@pytest.mark.parametrize("num_meetings", [1, 2, 5])
+@pytest.mark.parametrize(
+    "num_meetings",
+    [pytest.param(1, marks=pytest.mark.sweep), 2, pytest.param(5, marks=pytest.mark.sweep)],
+)
 def test_killed_members_leave_nothing_behind(num_meetings: int) -> None:
     before = names_in_memory()
     with party(sum_forever, 2) as members:

@@ -38,10 +38,8 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str) -> None:
         pipe.recv()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "branches" else pytest.param(name, marks=pytest.mark.sweep) for name in CASES],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
 def test_processes_compute_the_bits_of_one(case: str) -> None:
     spec, placement = CASES[case]
     torch.set_num_threads(1)

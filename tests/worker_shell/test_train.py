@@ -121,8 +121,8 @@ async def test_two_workers_equal_the_sharded_loop(
 @pytest.mark.parametrize(
     ("alone", "failpoint"),
     [
-        (False, "worker.step.before_backward"),
         (True, "worker.step.before_apply"),
+        pytest.param(False, "worker.step.before_backward", marks=pytest.mark.sweep),
         pytest.param(False, "worker.step.before_apply", marks=pytest.mark.sweep),
         pytest.param(True, "worker.step.before_backward", marks=pytest.mark.sweep),
     ],
