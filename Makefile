@@ -31,7 +31,7 @@ test: setup  ## all tests but the long ones
 	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
-	$(BIN)/python -m pytest -q -m sweep
+	$(BIN)/python -m pytest -q -m sweep --numprocesses 2 --dist worksteal
 
 images:  ## the container images, with a Docker engine
 	deploy/docker/build.sh
