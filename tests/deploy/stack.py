@@ -27,12 +27,13 @@ BUILD_TIMEOUT_S = 900
 
 def engine() -> docker.DockerClient:
     """The local engine; skips the test, saying how to get one, when there is none."""
-    try:
-        client = docker.from_env()
-        client.ping()
-    except docker.errors.DockerException as error:
-        pytest.skip(HOW_TO_GET_AN_ENGINE.format(reason=error))
-    return client
+    if shutil.which("docker") is None:
+        pytest.skip(HOW_TO_GET_AN_ENGINE.format(reason="there is no docker program"))
+    # Asked through the program: the SDK leaves a socket open when nobody answers.
+    asked = subprocess.run(["docker", "version"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        pytest.skip(HOW_TO_GET_AN_ENGINE.format(reason=asked.stderr.strip()))
+    return docker.from_env()
 
 
 def compose_program() -> list[str]:
