@@ -127,6 +127,7 @@ def test_four_nodes_on_four_three_two_one_workers(
     assert [len(each) for each in metrics] == [1, 1]
 
 
+@pytest.mark.sweep
 def test_killed_worker_returns_all_nodes_to_the_last_commit(
     exact_cluster: LocalCluster, client: Client, gates: Gates
 ) -> None:

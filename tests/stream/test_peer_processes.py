@@ -35,7 +35,13 @@ def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
         pipe.recv()
 
 
-@pytest.mark.parametrize(("size", "case"), [(2, Case(5, 5)), (3, Case(4, 3, dtype=torch.bfloat16))])
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (2, Case(5, 5)),
+        pytest.param(3, Case(4, 3, dtype=torch.bfloat16), marks=pytest.mark.sweep),
+    ],
+)
 def test_the_reducer_gives_the_same_bits_over_grpc(size: int, case: Case) -> None:
     with party(sum_some_steps, size, case) as members:
         introduce(members)
