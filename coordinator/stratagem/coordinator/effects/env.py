@@ -35,7 +35,7 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 T = TypeVar("T")
 
-MAX_PULLS = 3
+MAX_PULLS = 2
 """Model-sized streams that come in at once: more would not be faster, and each takes buffers."""
 
 MAX_HEADERS = 64
