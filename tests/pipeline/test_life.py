@@ -235,6 +235,21 @@ def test_what_is_not_finite_is_refused_by_all_ranks_alike(loss: str, what: str) 
     assert [runner.fingerprint() for runner in party.runners] == before
 
 
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
+    """The third batch of an epoch has 6 rows, for which the loss is infinite."""
+    loss, skip = "tests.pipeline.userland:infinite_if_short", {"non_finite": "skip_step"}
+    two = Placement(cut(DEEP, 3, 5), (0, 1))
+    party = Party(job(loss=loss, accumulation=skip), two)
+    party.train(2)
+    before = party.model()
+    reports = party.each(lambda runner: runner.train_step())
+    assert [(each.step, each.num_skipped, each.weight) for each in reports] == [(3, 1, 0.0)] * 2
+    assert_same_bits(party.model(), before)
+    reports = party.each(lambda runner: runner.train_step())
+    assert [(each.step, each.num_skipped, each.weight) for each in reports] == [(4, 0, 8.0)] * 2
+    assert any(not torch.equal(party.model()[name], before[name]) for name in before)
+
+
 def test_a_wish_to_stop_reaches_all() -> None:
     party = Party(job(), TWO)
     reports = party.each(lambda r: r.train_step(stop=r is party.runners[0]))

@@ -168,6 +168,11 @@ def infinite_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum() * torch.inf
 
 
+def infinite_if_short(output: Tensor, target: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(output, target)
+    return loss if len(target) > 6 else loss * torch.inf
+
+
 def huge_loss(output: Tensor, target: Tensor) -> Tensor:
     """Finite, but its gradient is not."""
     return (output * 0).abs().sqrt().sum()
