@@ -121,11 +121,12 @@ async def test_download_and_upload_survive_a_cut_connection() -> None:
     async with serving(store) as far, fragile_wire(far, [2_500_000] * 2) as (wire, port):
         received, _ = await download(port)
         assert wire.num_connections == 3
-        assert 0 < store.offsets[1] < store.offsets[2]
+        # What arrives together with the cut may be lost with it.
+        assert 0 < store.offsets[1] <= store.offsets[2]
         wire.budgets, store.offsets = [2_500_000] * 2, []
         digest = await upload(port, state())
         assert wire.num_connections == 6
-        assert 0 < store.offsets[1] < store.offsets[2]
+        assert 0 < store.offsets[1] <= store.offsets[2]
     assert_same(received, state())
     assert digest in store.committed
 

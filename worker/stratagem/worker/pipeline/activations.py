@@ -10,9 +10,11 @@ a slow store holds nobody up, and one that fails is named in the log.
 from __future__ import annotations
 
 import importlib
+import shutil
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -104,6 +106,10 @@ class ActivationStore:
             for each in transports:
                 each.close()
             self._delete(f"{run_id}/", lambda _: True)
+            if self._url.startswith("file://"):
+                # What a killed worker was writing is no object yet: no listing names it.
+                folder = Path(self._url.removeprefix("file://"), run_id)
+                shutil.rmtree(folder, ignore_errors=True)
 
         if transports:
             self._in_background(clear)
