@@ -17,6 +17,7 @@ from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.peer import Group
+from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.pipeline.build import Placement
 from stratagem.worker.pipeline.message import (
     Address,
@@ -235,11 +236,23 @@ def test_objects_are_deleted_after_use_and_damage_is_seen(tmp_path: Path) -> Non
         files[0].write_bytes(files[0].read_bytes()[:-70] + b"x" * 70)
         with pytest.raises(IntegrityError, match="the checksum is wrong"):
             receiver.recv(address(tag=8), 10.0)
-        sender.send(address(tag=10), Message([BASE]))
-        sender.end(10.0)
-        assert isinstance(sender, StoreTransport)
-        sender.clear()
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_end_of_a_run_leaves_nothing_of_it_and_all_of_others(tmp_path: Path) -> None:
+    store = ActivationStore(f"file://{tmp_path}")
+    mine, other = (store.transport(run, "", 1, 0) for run in ("mine", "other"))
+    for transport in (mine, other):
+        transport.send(address(), Message([BASE]))
+        transport.end(10.0)
+    # What a killed process was writing: a file that no listing of objects names.
+    (written,) = (path for path in tmp_path.rglob("boundary*") if "mine" in path.parts)
+    written.with_name(f"{written.name}-other#1").write_bytes(b"half")
+    store.clear_run("mine")
+    for thread in threading.enumerate():
+        if thread.name == "activations-sweep":
+            thread.join(10.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    other.close()
 
 
 def s3_settings(endpoint: str) -> dict[str, Any]:

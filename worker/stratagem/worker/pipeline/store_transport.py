@@ -2,7 +2,7 @@
 
 An object is called <prefix>/<step>/<boundary, micro-batch, direction>, read by polling, and deleted
 once it was read. `prefix` names run, party and membership, so that what a lost membership left
-behind is never read; `clear` deletes it. Objects carry a CRC32C of their own.
+behind is never read; `ActivationStore` deletes it. Objects carry a CRC32C of their own.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ class StoreTransport:
     def close(self) -> None:
         """Waits for what is under way."""
         self._pool.shutdown(wait=True)
-
-    def clear(self) -> None:
-        """Deletes everything under the prefix. For when no rank uses it any more."""
-        for page in obstore.list(self._store, prefix=f"{self._prefix}/"):
-            obstore.delete(self._store, [each["path"] for each in page])
 
     def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:
         try:
