@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stratagem.client import supervisor
+from stratagem.client import guard, supervisor
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.common.errors import (
     ConflictError,
@@ -172,7 +172,7 @@ signal.pause()
 
 
 def test_the_guard_refuses_to_start_without_its_parent() -> None:
-    command = [sys.executable, "-I", "-S", str(supervisor.GUARD), str(os.getpid() + 1)]
+    command = [sys.executable, "-I", "-S", str(guard.__file__), str(os.getpid() + 1)]
     ended = subprocess.run([*command, sys.executable, "-c", "print('ran')"], capture_output=True)
     assert (ended.returncode, ended.stdout) == (1, b"")
 

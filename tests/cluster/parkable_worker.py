@@ -2,10 +2,11 @@
 
 import fcntl
 import os
+import runpy
 import sys
 
 if __name__ == "__main__":
     name = sys.argv[sys.argv.index("--name") + 1]
     with open(os.path.join(os.environ["TEST_PARKING"], name), "a") as gate:
         fcntl.flock(gate, fcntl.LOCK_SH)
-    os.execv(sys.executable, [sys.executable, "-m", "stratagem.worker", *sys.argv[1:]])
+    runpy.run_module("stratagem.worker", run_name="__main__", alter_sys=True)

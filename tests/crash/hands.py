@@ -2,14 +2,15 @@
 a coordinator that stays away, two of them on one data folder, workers of a second one."""
 
 import json
+import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stratagem.client import preloaded
 from tests.crash.rig import ROOT, until
 
 READY_S = 60.0
@@ -18,7 +19,7 @@ READY_S = 60.0
 @dataclass(slots=True)
 class Process:
     name: str
-    popen: "subprocess.Popen[bytes]"
+    popen: preloaded.Process
     ready_file: Path
     log_file: Path
 
@@ -64,7 +65,7 @@ class Hands:
         log_file = self.folder / f"{name}.log"
         with log_file.open("ab") as log:
             command = [sys.executable, "-m", module, *flags, "--ready-file", str(ready_file)]
-            popen = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            popen = preloaded.start(command, os.environ, log, with_input=False)
         process = Process(name, popen, ready_file, log_file)
         self.processes.append(process)
         return process

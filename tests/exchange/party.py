@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-SPAWN = mp.get_context("spawn")
+SPAWN = mp.get_context("forkserver")
+SPAWN.set_forkserver_preload(["tests.exchange.engines"])
 TIMEOUT_S = 60.0
 
 

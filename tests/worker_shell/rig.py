@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from stratagem.client import preloaded
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb
@@ -97,7 +97,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
 @dataclass
 class Worker:
     name: str
-    process: asyncio.subprocess.Process
+    process: preloaded.Process
     address: str
     incarnation: str
     ready: Mapping[str, Any]
@@ -106,9 +106,12 @@ class Worker:
 
     async def stop(self) -> None:
         await self.channel.close()
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
+        self.process.kill()
+        await self.wait()
+
+    async def wait(self) -> int:
+        """The exit status, at the end of the process."""
+        return await asyncio.to_thread(self.process.wait)
 
 
 @dataclass
@@ -121,13 +124,15 @@ class Rig:
     async def start(self, name: str, *flags: str, **variables: str) -> Worker:
         ready = self.directory / f"{name}.ready"
         ready.unlink(missing_ok=True)
-        process = await asyncio.create_subprocess_exec(
+        command = [
             *(sys.executable, "-m", "stratagem.worker", "--coordinator", self.address),
             *("--name", name, "--threads", "1", "--ready-file", str(ready)),
             *("--allow", "tests.worker_shell.userland:*", "--import-path", str(ROOT)),
             *flags,
-            env={**os.environ, **variables},
-        )
+        ]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            environment = {**os.environ, **variables}
+            process = preloaded.start(command, environment, log, with_input=False)
         count = self.coordinator.num_registered[name]
         await self.coordinator.wait(lambda: self.coordinator.num_registered[name] > count)
         async with asyncio.timeout(10):

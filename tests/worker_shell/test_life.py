@@ -50,7 +50,7 @@ async def test_sigterm_drains(own_rig: Rig, tmp_path: Path) -> None:
     gate.open()
     await gate.leave()
     assert (await attending).result.interrupted.reason == "drained"
-    assert await worker.process.wait() == 0
+    assert await worker.wait() == 0
 
 
 async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Pa
     gate.open()
     await gate.leave()
     assert (await leaving).result.interrupted.reason == "drained"
-    assert await b.process.wait() == 0
+    assert await b.wait() == 0
     said = await attend(a, plan.request([a], 0, membership=2))
     assert (said.result.train.step, said.result.train.num_redone_steps) == (10, 0)
     assert (await staying).result.train.step == 10

@@ -141,7 +141,7 @@ async def test_a_lost_member_is_replaced_and_its_step_done_again(
     first = asyncio.create_task(attend(a, plan.request([a, b], 0), base))
     with pytest.raises(grpc.aio.AioRpcError):
         await attend(b, plan.request([a, b], 1), base)
-    assert await b.process.wait() == 137
+    assert await b.wait() == 137
     await coordinator.wait(lambda: coordinator.suspects)
     assert coordinator.suspects[0].fence.membership == 1
     if alone:

@@ -15,6 +15,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def guarded(command: "list[str]") -> "list[str]":
+    """The command line that runs a command so, for the thread that calls this."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":

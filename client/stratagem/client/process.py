@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from stratagem.client.preloaded import Process
+
 TAIL_BYTES: Final = 4000
 
 
@@ -45,7 +47,7 @@ class ProcessView:
     log_file: Path
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+def stop(processes: Sequence[Process], grace_s: float) -> None:
     """SIGTERM to all, SIGKILL to those that stay longer than grace_s."""
     for process in processes:
         process.terminate()

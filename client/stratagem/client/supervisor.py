@@ -3,8 +3,8 @@
 All are started at once. A process that needs others reads their addresses, a line each, from its
 standard input once they are ready; when it is started again they stand in its arguments. It is
 ready when its ready file names an address, and is started again when it ends; one that keeps ending
-soon waits longer each time. No child outlives this process, however that ends (see guard.py). Knows
-nothing of what the commands do.
+soon waits longer each time. No child outlives this process, however that ends (see preloaded.py).
+Knows nothing of what the commands do.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
+from stratagem.client.preloaded import Process, end_descriptor, start
 from stratagem.client.process import Command, ProcessView, read_address, stop, tail
 from stratagem.common.errors import NotFoundError, UnavailableError
 
-GUARD: Final = Path(__file__).with_name("guard.py")
 BOOT_TICK_S: Final = 0.02
 """How often the ready file of a process that is starting is looked at."""
 STABLE_S: Final = 10.0
@@ -38,8 +36,9 @@ KILLED_BY_FAILPOINT: Final = 137
 @dataclass(slots=True)
 class _Child:
     command: Command
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int | None = None
+    process: Process | None = None
+    end: int | None = None
+    """A descriptor that is readable once the process has ended."""
     is_ready: bool = False
     num_starts: int = 0
     num_quick_ends: int = 0
@@ -165,18 +164,13 @@ class Supervisor:
     def _spawn(self, child: _Child) -> None:
         command = child.command
         command.ready_file.unlink(missing_ok=True)
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
+        argv = command.argv(self._addresses)
         with command.log_file.open("ab") as log:
-            child.process = subprocess.Popen(
-                [*guard, *command.argv(self._addresses)],
-                stdin=subprocess.DEVNULL if self._has_needs(child) else subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(command.environment),
-                start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+            child.process = start(
+                argv, command.environment, log, with_input=not self._has_needs(child)
             )
         if sys.platform == "linux":
-            child.pidfd = os.pidfd_open(child.process.pid)
+            child.end = end_descriptor(child.process)
         child.num_starts += 1
         child.started_s = time.monotonic()
         self._changed.notify_all()
@@ -187,9 +181,9 @@ class Supervisor:
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.last_exit, child.process, child.is_ready = child.process.returncode, None, False
-        if child.pidfd is not None:
-            os.close(child.pidfd)
-            child.pidfd = None
+        if child.end is not None:
+            os.close(child.end)
+            child.end = None
         # A death that a test has ordered says nothing about the next start.
         is_ordered = child.last_exit == KILLED_BY_FAILPOINT
         is_quick = now_s - child.started_s < STABLE_S and not is_ordered
@@ -212,8 +206,8 @@ class Supervisor:
         poller.register(self._wake[0], select.POLLIN)
         with self._changed:
             for child in self._children.values():
-                if child.pidfd is not None:
-                    poller.register(child.pidfd, select.POLLIN)
+                if child.end is not None:
+                    poller.register(child.end, select.POLLIN)
         ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
         if any(descriptor == self._wake[0] for descriptor, _ in ready):
             os.read(self._wake[0], 4096)
