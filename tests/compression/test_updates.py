@@ -11,7 +11,7 @@ import torch
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safefile import header_bytes
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.effects.coded_update import CodedUpload
 from stratagem.coordinator.spool import Spool, SpoolEntry, SpoolKey
 from stratagem.coordinator.update_checks import UpdateRejectedError
@@ -50,7 +50,7 @@ class Place:
     """A store that holds the state, and an empty spool."""
 
     def __init__(self, folder: Path) -> None:
-        self.blobs = BlobStore(folder / "blobs")
+        self.blobs = DirectoryBlobs(folder / "blobs")
         self.spool = Spool(folder / "spool", quota_bytes=1 << 20)
         order = ("model/count", "model/weight", "model/mean")
         names = {"torch.int64": "int64", "torch.float32": "float32"}

@@ -10,15 +10,15 @@ from stratagem.common.errors import (
     NotFoundError,
 )
 from stratagem.common.ids import Digest
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from tests.store.programs import run
 from tests.store.updates import flip_bit
 
 CONTENT = bytes(range(256)) * 1000
 WRITE = """
 from stratagem.common.errors import UnavailableError
-from stratagem.coordinator.blobs import BlobStore
-store = BlobStore(Path(sys.argv[1]))
+from stratagem.coordinator.blobs import DirectoryBlobs
+store = DirectoryBlobs(Path(sys.argv[1]))
 def put(content):
     writer = store.writer(len(content))
     writer.write(content)
@@ -30,7 +30,7 @@ def digest_of(content: bytes) -> Digest:
     return Digest(hashlib.sha256(content).hexdigest())
 
 
-def put(store: BlobStore, content: bytes) -> Digest:
+def put(store: DirectoryBlobs, content: bytes) -> Digest:
     writer = store.writer(len(content))
     view = memoryview(content)
     for start in range(0, len(view), 1000):
@@ -38,7 +38,7 @@ def put(store: BlobStore, content: bytes) -> Digest:
     return writer.commit()
 
 
-def read(store: BlobStore, digest: Digest) -> bytes:
+def read(store: DirectoryBlobs, digest: Digest) -> bytes:
     with store.open(digest) as file:
         return file.read()
 
@@ -49,7 +49,7 @@ def temporary(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("content", [CONTENT, b"", b"x" * (9 << 20)])
 def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: bytes) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobs(tmp_path / "blobs")
     digest = put(store, content)
     assert digest == digest_of(content)
     path = tmp_path / "blobs" / digest[:2] / f"{digest}.safetensors"
@@ -57,13 +57,13 @@ def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: by
     assert store.exists(digest)
     assert path.stat().st_mode & 0o077 == 0
     assert read(store, digest) == content
-    assert read(BlobStore(tmp_path / "blobs"), digest) == content
+    assert read(DirectoryBlobs(tmp_path / "blobs"), digest) == content
     assert put(store, content) == digest
     assert not temporary(tmp_path / "blobs")
 
 
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
     assert not store.exists(digest_of(b""))
     for act in (store.open, store.path):
         with pytest.raises(NotFoundError, match="not in the store"):
@@ -72,7 +72,7 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 def test_a_name_that_is_no_digest_never_reaches_the_disk(tmp_path: Path, name: str) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
     for act in (store.open, store.path, store.exists):
         with pytest.raises(InvalidInputError, match="digest"):
             act(Digest(name))
@@ -80,16 +80,16 @@ def test_a_name_that_is_no_digest_never_reaches_the_disk(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("at", [0, 5000, len(CONTENT) - 1])
 def test_a_flipped_bit_is_found_at_the_first_read(tmp_path: Path, at: int) -> None:
-    digest = put(BlobStore(tmp_path), CONTENT)
-    flip_bit(BlobStore(tmp_path).path(digest), at)
+    digest = put(DirectoryBlobs(tmp_path), CONTENT)
+    flip_bit(DirectoryBlobs(tmp_path).path(digest), at)
     with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
-        BlobStore(tmp_path).open(digest)
+        DirectoryBlobs(tmp_path).open(digest)
 
 
 def test_a_later_change_of_a_verified_file_is_found_and_writing_again_heals(
     tmp_path: Path,
 ) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
     digest = put(store, CONTENT)
     read(store, digest)
     with store.path(digest).open("ab") as file:
@@ -101,7 +101,7 @@ def test_a_later_change_of_a_verified_file_is_found_and_writing_again_heals(
 
 
 def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobs(tmp_path / "blobs")
     digest = put(store, CONTENT)
     path = store.path(digest)
     secret = tmp_path / "secret"
@@ -123,7 +123,7 @@ def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
 def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
     tmp_path: Path,
 ) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
     writer = store.writer(3)
     with pytest.raises(IntegrityError, match="more than the announced 3 bytes"):
         writer.write(b"four")
@@ -143,8 +143,8 @@ def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(
     tmp_path: Path,
 ) -> None:
     now_s = 50.0
-    old = put(BlobStore(tmp_path), b"of an earlier process")
-    store = BlobStore(tmp_path, monotonic=lambda: now_s)
+    old = put(DirectoryBlobs(tmp_path), b"of an earlier process")
+    store = DirectoryBlobs(tmp_path, monotonic=lambda: now_s)
     live, fresh = put(store, b"live"), put(store, b"fresh")
     unfinished = store.writer(10)
     with store.open(old) as reader:
@@ -157,11 +157,22 @@ def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(
     assert store.exists(unfinished.commit())
 
 
+def test_what_is_about_to_be_named_is_kept_as_if_just_written(tmp_path: Path) -> None:
+    now_s = 50.0
+    old = put(DirectoryBlobs(tmp_path), b"old")
+    store = DirectoryBlobs(tmp_path, monotonic=lambda: now_s)
+    assert store.keep(old)
+    assert not store.keep(digest_of(b"never written"))
+    assert store.collect((), grace_s=60) == []
+    now_s += 61
+    assert store.collect((), grace_s=60) == [old]
+
+
 def test_a_new_store_removes_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
-    writing = BlobStore(tmp_path).writer(3)
+    writing = DirectoryBlobs(tmp_path).writer(3)
     run(WRITE + "store.writer(4).write(b'left'); os._exit(0)", tmp_path)
     assert len(temporary(tmp_path)) == 2
-    BlobStore(tmp_path)
+    DirectoryBlobs(tmp_path)
     assert len(temporary(tmp_path)) == 1
     writing.write(b"abc")
     assert writing.commit() == digest_of(b"abc")
@@ -177,7 +188,7 @@ def test_a_crash_at_the_rename_leaves_all_or_nothing(
     (tmp_path / failpoint).touch()
     root = tmp_path / "blobs"
     assert run(WRITE + "put(b'content')", root, failpoints=tmp_path)[0] == 137
-    store = BlobStore(root)
+    store = DirectoryBlobs(root)
     assert store.exists(digest_of(b"content")) == is_there
     assert not temporary(root)
     assert read(store, put(store, b"content")) == b"content"
@@ -206,7 +217,7 @@ def test_a_disk_that_takes_little_at_a_time_gets_it_all(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
     digest = put(store, CONTENT[:3000])
     assert read(store, digest) == CONTENT[:3000]
 
@@ -214,7 +225,7 @@ def test_a_disk_that_takes_little_at_a_time_gets_it_all(
 def test_a_disk_that_fails_to_sync_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = BlobStore(tmp_path)
+    store = DirectoryBlobs(tmp_path)
 
     def fail(descriptor: int) -> None:
         raise OSError(5, "input/output error")

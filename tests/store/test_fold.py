@@ -13,7 +13,7 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import blob_digest, header_bytes, read_header
 from stratagem.coordinator import fold
-from stratagem.coordinator.blobs import BlobStore, BlobWriter
+from stratagem.coordinator.blobs import BlobWriter, DirectoryBlobs
 from stratagem.coordinator.floats import narrow, storage, widen
 from stratagem.coordinator.fold import FoldStoppedError, fold_weighted_mean
 from stratagem.coordinator.spool import Spool
@@ -50,7 +50,7 @@ class Round:
     def __init__(self, root: Path, manifest: Manifest = MANIFEST) -> None:
         self.manifest = manifest
         self.spool = Spool(root / "spool", quota_bytes=1 << 30)
-        self.store = BlobStore(root / "blobs")
+        self.store = DirectoryBlobs(root / "blobs")
         self.root = root
 
     def writer(self) -> BlobWriter:

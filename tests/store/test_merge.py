@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.blobs.durable import PIECE_BYTES
 from stratagem.coordinator.merge import (
     ContradictionError,
@@ -32,7 +32,7 @@ STATE = {
 }
 
 
-def part_of(store: BlobStore, tensors: Mapping[str, Tensor], **metadata: str) -> Part:
+def part_of(store: DirectoryBlobs, tensors: Mapping[str, Tensor], **metadata: str) -> Part:
     manifest, buffers = manifest_of(tensors, Purpose.STATE, metadata=metadata)
     scratch = store.scratch()
     for buffer in buffers:
@@ -40,7 +40,7 @@ def part_of(store: BlobStore, tensors: Mapping[str, Tensor], **metadata: str) ->
     return Part(manifest, scratch)
 
 
-def merge(store: BlobStore, *parts: Part, limits: Limits = DEFAULT_LIMITS) -> Path:
+def merge(store: DirectoryBlobs, *parts: Part, limits: Limits = DEFAULT_LIMITS) -> Path:
     manifest = merged_manifest([part.manifest for part in parts], limits)
     writer = store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
     try:
@@ -69,7 +69,7 @@ def loaded(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 def test_blob_has_one_form_however_the_state_was_divided(
     tmp_path: Path, division: list[list[str]]
 ) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobs(tmp_path / "blobs")
     parts = [part_of(store, {name: STATE[name] for name in names}, step="4") for names in division]
     path = merge(store, *parts)
     tensors, metadata = loaded(path)
@@ -89,7 +89,7 @@ def test_blob_has_one_form_however_the_state_was_divided(
 
 
 def test_tied_tensors_stay_tied_to_the_first_of_their_names(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobs(tmp_path / "blobs")
     tied = torch.randn(4)
     path = merge(
         store,
@@ -127,7 +127,7 @@ def test_metadata_of_all_parts_is_there() -> None:
 
 
 def test_stopped_merge_leaves_nothing(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs")
+    store = DirectoryBlobs(tmp_path / "blobs")
     part = part_of(store, STATE)
     target = merged_manifest([part.manifest], DEFAULT_LIMITS)
     writer = store.writer(len(header_bytes(target)) + target.total_bytes)

@@ -14,7 +14,7 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes, read_header
 from stratagem.coordinator import fold
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.floats import Wide, narrow, storage, widen
 from stratagem.coordinator.fold import fold_weighted_mean
 from stratagem.coordinator.rebasing import Rebasing
@@ -73,7 +73,7 @@ def reference(weights: list[float], bases: dict[int, int], *, momentum: bool = F
     return b"".join(raw.tobytes() for raw in out)
 
 
-def stored(store: BlobStore, manifest: Manifest, data: bytes) -> Digest:
+def stored(store: DirectoryBlobs, manifest: Manifest, data: bytes) -> Digest:
     state = replace(manifest, purpose=Purpose.STATE)
     header = header_bytes(state)
     writer = store.writer(len(header) + len(data))
@@ -86,7 +86,7 @@ class Round:
     def __init__(self, root: Path, manifest: Manifest = MANIFEST) -> None:
         self.manifest = manifest
         self.spool = Spool(root / "spool", quota_bytes=1 << 30)
-        self.store = BlobStore(root / "blobs")
+        self.store = DirectoryBlobs(root / "blobs")
         self.states = {
             seed: stored(self.store, manifest, data_of(manifest, seed))
             for seed in (STATE, OLD, OLDER)

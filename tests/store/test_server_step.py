@@ -14,7 +14,7 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes, read_header
 from stratagem.coordinator import fold
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.floats import narrow, storage, widen
 from stratagem.coordinator.fold import fold_weighted_mean
 from stratagem.coordinator.server_optimizers import server_optimizer
@@ -87,7 +87,7 @@ class Server:
 
     def __init__(self, root: Path, case: str, manifest: Manifest = MANIFEST) -> None:
         self.spool = Spool(root / "spool", quota_bytes=1 << 20)
-        self.store = BlobStore(root / "blobs")
+        self.store = DirectoryBlobs(root / "blobs")
         self.manifest = manifest
         self.optimizer = optimizer_of(case)
         writer = self.writer()
@@ -190,7 +190,7 @@ def test_damaged_slots_are_found_and_nothing_is_left(tmp_path: Path) -> None:
     server = Server(tmp_path, "momentum")
     server.round(1)
     flip_bit(server.store.path(server.slots[0]), -1)
-    again = BlobStore(tmp_path / "blobs")
+    again = DirectoryBlobs(tmp_path / "blobs")
     with pytest.raises(IntegrityError, match="damaged"):
         ServerStep(server.optimizer, again, server.base, server.slots, {})
     assert not list((tmp_path / "blobs" / "tmp").iterdir())

@@ -22,6 +22,7 @@ from stratagem.common.tensors.safefile import (
     blob_digest,
     file_digest,
     from_file,
+    from_open,
     header_bytes,
     read_header,
 )
@@ -212,6 +213,14 @@ def test_file_that_shrinks_while_it_is_sent_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"12345")
     with pytest.raises(IntegrityError, match="3 bytes too early"):
         list(from_file(tmp_path / "x", 2, 6)(0))
+
+
+def test_a_source_outlives_the_file_and_its_name(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"__12345")
+    with (tmp_path / "x").open("rb") as file:
+        source = from_open(file, "x", 2, 5)
+    (tmp_path / "x").unlink()
+    assert [b"".join(source(offset)) for offset in (0, 3, 5)] == [b"12345", b"45", b""]
 
 
 def test_stock_messages_are_what_we_send() -> None:

@@ -15,7 +15,7 @@ import structlog
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.barrier import Barriers
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.decide import parties_of
@@ -61,7 +61,7 @@ class App:
         self.feed = Feed()
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
-        self.blobs = BlobStore(data / "blobs")
+        self.blobs = DirectoryBlobs(data / "blobs")
         self.spool = Spool(data / "spool", quota_bytes=settings.max_spool_bytes)
         self.links = Links(loop.term)
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
@@ -116,7 +116,7 @@ class App:
 
     def path_of(self, digest: Digest) -> str:
         """Where a blob lies, for people."""
-        return str(self.blobs.path(digest).resolve()) if self.blobs.exists(digest) else ""
+        return self.blobs.location(digest)
 
     def is_over(self, run_id: RunId) -> bool:
         """True when the run has ended or is unknown."""

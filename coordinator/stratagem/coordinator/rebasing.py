@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import TensorSpec
-from stratagem.common.tensors.safefile import read_header
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.floats import Wide
-from stratagem.coordinator.state_reader import StateReader, averaged_names
+from stratagem.coordinator.state_reader import averaged_names, open_state
 
 
 class Rebasing:
@@ -26,18 +25,14 @@ class Rebasing:
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
         """bases: of each late update, by its place among the updates."""
-        manifest, _ = read_header(store.path(state))
-        self._averaged = averaged_names(manifest)
         with ExitStack() as files:
             opened = {
-                digest: StateReader(
-                    files.enter_context(store.open(digest)), read_header(store.path(digest))[1]
-                )
-                for digest in {state, *bases.values()}
+                digest: open_state(files, store, digest) for digest in {state, *bases.values()}
             }
             self._files = files.pop_all()
-        self._state = opened[state]
-        self._bases = {index: opened[digest] for index, digest in bases.items()}
+        manifest, self._state = opened[state]
+        self._averaged = averaged_names(manifest)
+        self._bases = {index: opened[digest][1] for index, digest in bases.items()}
 
     def is_late(self, index: int) -> bool:
         return index in self._bases

@@ -17,11 +17,11 @@ from stratagem.common.errors import LimitError
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
-from stratagem.common.tensors.safefile import header_bytes, read_header
+from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.blobs import BlobStore, BlobWriter
 from stratagem.coordinator.floats import Wide, narrow, storage
 from stratagem.coordinator.server_optimizers import ServerOptimizer
-from stratagem.coordinator.state_reader import StateReader, averaged_names
+from stratagem.coordinator.state_reader import averaged_names, open_state
 
 
 def slot_dtype(dtype: str) -> str:
@@ -41,18 +41,12 @@ class ServerStep:
         metadata: dict[str, str],
     ) -> None:
         """base: the present state. slots: of the optimizer, in its order; none before round 1."""
-        manifest, start = read_header(store.path(base))
         self._optimizer = optimizer
-        self._averaged = averaged_names(manifest)
         with ExitStack() as files:
-            self._x = StateReader(files.enter_context(store.open(base)), start)
-            self._slots = [
-                StateReader(
-                    files.enter_context(store.open(digest)), read_header(store.path(digest))[1]
-                )
-                for digest in slots
-            ]
+            manifest, self._x = open_state(files, store, base)
+            self._slots = [open_state(files, store, digest)[1] for digest in slots]
             self._files = files.pop_all()
+        self._averaged = averaged_names(manifest)
         self._slot_offset = 0
         self._writers = self._open_writers(store, manifest, metadata)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import BinaryIO, Final
 
 import numpy as np
 
 from stratagem.common.errors import IntegrityError
+from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.safefile import header_of
+from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.floats import Wide, storage, widen
 
 AVERAGED_KEY: Final = "averaged"
@@ -20,6 +24,13 @@ AVERAGED_KEY: Final = "averaged"
 def averaged_names(manifest: Manifest) -> Collection[str]:
     """The tensors of a state that are averaged under every server optimizer."""
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
+
+
+def open_state(files: ExitStack, store: BlobStore, digest: Digest) -> tuple[Manifest, StateReader]:
+    """The layout and the windows of a stored state; `files` closes it."""
+    file = files.enter_context(store.open(digest))
+    manifest, data_start = header_of(file, digest)
+    return manifest, StateReader(file, data_start)
 
 
 class StateReader:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -73,16 +74,37 @@ def from_file(path: Path, data_start: int, total_bytes: int) -> Source:
 
     def pieces(offset: int) -> Iterator[bytes]:
         with path.open("rb", buffering=0) as file:
-            file.seek(data_start + offset)
-            left = total_bytes - offset
-            while left:
-                piece = file.read(min(CHUNK_BYTES, left))
-                if not piece:
-                    raise IntegrityError(f"{path.name}: ends {left} bytes too early")
-                left -= len(piece)
-                yield piece
+            yield from _pieces(file.fileno(), path.name, data_start + offset, total_bytes - offset)
 
     return pieces
+
+
+def from_open(file: BinaryIO, name: str, data_start: int, total_bytes: int) -> Source:
+    """The same of an open file, which may be closed meanwhile, and be deleted."""
+    held = _Held(file.fileno())
+
+    def pieces(offset: int) -> Iterator[bytes]:
+        return _pieces(held.descriptor, name, data_start + offset, total_bytes - offset)
+
+    return pieces
+
+
+class _Held:
+    """A descriptor of its own, open as long as someone holds it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes:
+        piece = os.pread(descriptor, min(CHUNK_BYTES, num_bytes), start)
+        if not piece:
+            raise IntegrityError(f"{name}: ends {num_bytes} bytes too early")
+        start += len(piece)
+        num_bytes -= len(piece)
+        yield piece
 
 
 def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
@@ -92,11 +114,17 @@ def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, 
     the file's length is not the one that its header implies.
     """
     with path.open("rb") as file:
-        manifest, data_start = _read_header(file, path.name, limits)
-        size = os.fstat(file.fileno()).st_size
+        return header_of(file, path.name, limits)
+
+
+def header_of(file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
+    """The same of an open file; `name` is for errors."""
+    file.seek(0)
+    manifest, data_start = _read_header(file, name, limits)
+    size = os.fstat(file.fileno()).st_size
     if size != data_start + manifest.total_bytes:
         raise IntegrityError(
-            f"{path.name}: {size} bytes long, its header says {data_start + manifest.total_bytes}"
+            f"{name}: {size} bytes long, its header says {data_start + manifest.total_bytes}"
         )
     return manifest, data_start
 

@@ -1,11 +1,15 @@
-"""The states of all runs: content-addressed files under one folder.
+"""The states of all runs: content-addressed blobs.
 
-    store.py     blobs by digest: write, open, collect
-    durable.py   files that are hashed while they are written and survive a power cut
+    store.py      what a store promises, and how a blob is written
+    directory.py  blobs as files under one folder
+    durable.py    files that are hashed while they are written and survive a power cut
+    temporary.py  files that vanish with their writer
 
 Knows bytes and digests. What a blob holds is the business of `common/tensors/safefile.py`.
 """
 
-from stratagem.coordinator.blobs.store import BlobStore, BlobWriter, Scratch
+from stratagem.coordinator.blobs.directory import DirectoryBlobs
+from stratagem.coordinator.blobs.store import BlobStore, BlobWriter
+from stratagem.coordinator.blobs.temporary import Scratch
 
-__all__ = ["BlobStore", "BlobWriter", "Scratch"]
+__all__ = ["BlobStore", "BlobWriter", "DirectoryBlobs", "Scratch"]

@@ -7,7 +7,7 @@ from stratagem.common.errors import IntegrityError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safefile import header_bytes, read_header
+from stratagem.common.tensors.safefile import header_bytes, header_of
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.env import Env
@@ -78,8 +78,8 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
 def _fold(
     env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
 ) -> tuple[Digest, tuple[Digest, ...], Manifest]:
-    env.blobs.open(effect.base.digest).close()
-    manifest, _ = read_header(env.blobs.path(effect.base.digest))
+    with env.blobs.open(effect.base.digest) as base:
+        manifest, _ = header_of(base, effect.base.digest)
     metadata = {"format": "1", "round": str(effect.round_num)}
     if AVERAGED_KEY in manifest.metadata:
         metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]

@@ -18,7 +18,7 @@ from stratagem.common.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import Sink, into
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
-from stratagem.common.tensors.safefile import read_header
+from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.spool import Spool, SpoolKey
 from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
@@ -62,8 +62,8 @@ class CodedUpload:
         manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
         writer = spool.open(self.key, manifest, source=f"decoded {source}")
         try:
-            _, data_start = read_header(blobs.path(self.base))
             with blobs.open(self.base) as base:
+                _, data_start = header_of(base, self.base)
                 for offset, piece in _pieces(expected, decoded, given, base, data_start):
                     writer.write_at(offset, piece)
             return writer.commit(expected, num_samples)

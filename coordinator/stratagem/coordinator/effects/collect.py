@@ -5,13 +5,14 @@ of any client; what the client's optimizer keeps stays behind.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import BinaryIO
 
 from stratagem.common.errors import IntegrityError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
-from stratagem.common.tensors.safefile import read_header
+from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.core.effects import CollectUpdate
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.env import Env
@@ -54,22 +55,18 @@ def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
     done, _ = env.spool.look(key)
     if done is not None:
         return done
-    expected, _ = read_header(env.blobs.path(effect.base.digest))
-    env.blobs.open(effect.digest).close()  # verified
-    path = env.blobs.path(effect.digest)
-    given, data_start = read_header(path)
+    with env.blobs.open(effect.base.digest) as base:
+        expected, _ = header_of(base, effect.base.digest)
     manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
-    writer = env.spool.open(key, manifest, source=effect.digest)
-    try:
-        with path.open("rb") as file:
+    with env.blobs.open(effect.digest) as file:
+        given, data_start = header_of(file, effect.digest)
+        with closing(env.spool.open(key, manifest, source=effect.digest)) as writer:
             for spec, found in _pairs(manifest, given):
                 begin = data_start + found.offset
                 skipped = max(0, writer.offset - spec.offset)
                 for piece in _pieces(file, begin + skipped, found.size_bytes - skipped):
                     writer.write(piece)
-        return writer.commit(expected, effect.num_samples)
-    finally:
-        writer.close()
+            return writer.commit(expected, effect.num_samples)
 
 
 def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
@@ -89,6 +86,6 @@ def _pieces(file: BinaryIO, begin: int, num_bytes: int) -> Iterator[bytes]:
     while num_bytes > 0:
         piece = file.read(min(num_bytes, WINDOW_BYTES))
         if not piece:
-            raise IntegrityError(f"{file.name} ends early")
+            raise IntegrityError("a stored state ends early")
         num_bytes -= len(piece)
         yield piece

@@ -13,7 +13,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Manifest, to_proto
-from stratagem.common.tensors.safefile import from_file, read_header
+from stratagem.common.tensors.safefile import from_open, header_of
 from stratagem.common.tensors.transfer import push_frames
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.broadcast import SharedFrames
@@ -129,7 +129,7 @@ class Env:
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
         """The manifest of a blob, which is checked against its digest, and where its data start."""
         if digest not in self.headers:
-            header = await asyncio.to_thread(self._verified, digest)
+            header = await asyncio.to_thread(self._read_header, digest)
             while len(self.headers) >= MAX_HEADERS:
                 self.headers.pop(next(iter(self.headers)))
             self.headers[digest] = header
@@ -180,11 +180,13 @@ class Env:
         failpoint("coordinator.push.begun")
         shared = self.frames.get(digest)
         if shared is None:
-            content = from_file(self.blobs.path(digest), data_start, manifest.total_bytes)
-            shared = self.frames[digest] = SharedFrames(content, manifest.total_bytes)
+            file = await asyncio.to_thread(self.blobs.open, digest)
+            with file:
+                content = from_open(file, digest, data_start, manifest.total_bytes)
+            shared = self.frames.setdefault(digest, SharedFrames(content, manifest.total_bytes))
         await push_frames(link.stub.SetState, header, manifest, shared)
         self.brought[member, run_id] = digest
 
-    def _verified(self, digest: Digest) -> tuple[Manifest, int]:
-        self.blobs.open(digest).close()
-        return read_header(self.blobs.path(digest))
+    def _read_header(self, digest: Digest) -> tuple[Manifest, int]:
+        with self.blobs.open(digest) as file:
+            return header_of(file, digest)

@@ -52,7 +52,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.SubmitRunRequest, context: Context
     ) -> pb.SubmitRunResponse:
         run_id = check_run_id(request.run_id)
-        self._check_submit(request)
+        await self._check_submit(request)
         command = SubmitRun(run_id, request.job_json, time.time())
         entries = await self._app.loop.submit(command)
         if entries and request.note:
@@ -204,7 +204,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         last_wall_s = app.feed.last_wall_s(run.run_id)
         return views.run_info(app.loop.state, run, app.path_of, last_wall_s)
 
-    def _check_submit(self, request: pb.SubmitRunRequest) -> None:
+    async def _check_submit(self, request: pb.SubmitRunRequest) -> None:
         settings = self._app.settings
         size = len(request.job_json.encode())
         if size > settings.max_job_bytes:
@@ -212,7 +212,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         active = sum(run.ended is None for run in self._app.loop.state.runs.values())
         if active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
-        streams.check_inline_data(self._app.blobs, request.job_json)
+        await streams.check_inline_data(self._app.blobs, request.job_json)
 
 
 def _member(worker_id: str, incarnation: str) -> Member:

@@ -10,7 +10,7 @@ from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Purpose, from_proto
-from stratagem.common.tensors.safefile import from_file, header_bytes, read_header
+from stratagem.common.tensors.safefile import from_open, header_bytes, header_of
 from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
@@ -44,10 +44,9 @@ async def download(
     """A blob as a tensor stream; the file is verified before its first byte leaves."""
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
-        path = blobs.path(digest)
-        manifest, data_start = await asyncio.to_thread(read_header, path)
+        manifest, data_start = await asyncio.to_thread(header_of, file, digest)
         manifest = replace(manifest, digest=digest)
-        content = from_file(path, data_start, manifest.total_bytes)
+        content = from_open(file, digest, data_start, manifest.total_bytes)
         async for response in serve_get(pb.DownloadStateResponse, manifest, content, offset):
             yield response
 
@@ -59,7 +58,7 @@ async def upload(
     header = (await receive_header(requests)).header
     limits = Limits(max_total_bytes=app.settings.max_state_bytes)
     manifest = from_proto(header.manifest, limits, Purpose.DATA)
-    if app.blobs.exists(Digest(header.digest)):
+    if await asyncio.to_thread(app.blobs.keep, Digest(header.digest)):
         yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
         yield pb.UploadDataResponse(committed=True)
         return
@@ -85,10 +84,10 @@ async def upload(
         writer.abort()
 
 
-def check_inline_data(blobs: BlobStore, job_json: str) -> None:
+async def check_inline_data(blobs: BlobStore, job_json: str) -> None:
     """A job may only name data that were uploaded before it."""
     inline = JobSpec.from_json(job_json).data.inline
-    if inline is not None and not blobs.exists(Digest(inline)):
+    if inline is not None and not await asyncio.to_thread(blobs.keep, Digest(inline)):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded")
 
 

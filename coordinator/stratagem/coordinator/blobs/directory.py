@@ -1,0 +1,152 @@
+"""Blobs as files under one folder: root/aa/<digest>.safetensors.
+
+See store.py for the rules. Knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest
+from stratagem.coordinator.blobs.durable import (
+    DurableFile,
+    make_folder,
+    open_regular,
+    pieces,
+    sync_folder,
+)
+from stratagem.coordinator.blobs.store import BlobWriter
+from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_SUFFIX: Final = ".safetensors"
+_Identity = tuple[int, int, int]  # inode, size, time of change
+
+
+class DirectoryBlobs:
+    """The blobs under one folder, which is made if absent. See store.py for the rules."""
+
+    def __init__(self, root: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._root = root
+        self._temporary = root / "tmp"
+        self._monotonic = monotonic
+        self._verified: dict[Digest, _Identity] = {}
+        self._written_s: dict[Digest, float] = {}
+        self._lock = threading.Lock()  # a blob is not collected while it is being named
+        root.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
+        make_folder(self._temporary)
+        for path in self._temporary.iterdir():
+            remove_if_abandoned(path)
+
+    def writer(self, total_bytes: int) -> BlobWriter:
+        """A writer for a blob of exactly total_bytes."""
+        return BlobWriter(self._temporary, total_bytes, self._adopt)
+
+    def scratch(self) -> Scratch:
+        """A file for bytes that will become part of a blob."""
+        return Scratch(self._temporary)
+
+    def open(self, digest: Digest) -> BinaryIO:
+        """The blob as a file to read; see BlobStore."""
+        try:
+            descriptor = open_regular(self.path(digest))
+        except FileNotFoundError:  # collected since the line above
+            raise NotFoundError(f"blob {digest} is not in the store") from None
+        file = os.fdopen(descriptor, "rb", buffering=0)
+        try:
+            self._verify(digest, descriptor)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def path(self, digest: Digest) -> Path:
+        """Where the blob lies; not verified. Raises NotFoundError."""
+        if not self.exists(digest):
+            raise NotFoundError(f"blob {digest} is not in the store")
+        return self._path(digest)
+
+    def exists(self, digest: Digest) -> bool:
+        """True when the blob is in the store, whole or damaged."""
+        path = self._path(digest)
+        return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+
+    def keep(self, digest: Digest) -> bool:
+        """The same; then the blob counts as just written."""
+        with self._lock:
+            if not self.exists(digest):
+                return False
+            self._written_s[digest] = self._monotonic()
+            return True
+
+    def location(self, digest: Digest) -> str:
+        """The path of the blob's file; "" when it is not in the store."""
+        return str(self._path(digest).resolve()) if self.exists(digest) else ""
+
+    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
+        collected = []
+        for digest in self._digests():
+            if digest not in live and self._delete(digest, grace_s):
+                collected.append(digest)
+        return collected
+
+    def _digests(self) -> Iterator[Digest]:
+        for folder in sorted(self._root.glob("[0-9a-f][0-9a-f]")):
+            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+                if _DIGEST.fullmatch(path.stem):
+                    yield Digest(path.stem)
+
+    def _delete(self, digest: Digest, grace_s: float) -> bool:
+        with self._lock:
+            written_s = self._written_s.get(digest)
+            if written_s is not None and self._monotonic() - written_s < grace_s:
+                return False
+            self._path(digest).unlink(missing_ok=True)
+            self._written_s.pop(digest, None)
+            self._verified.pop(digest, None)
+            return True
+
+    def _path(self, digest: Digest) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise InvalidInputError.at("digest", f"{digest!r} is not 64 of 0-9, a-f")
+        return self._root / digest[:2] / f"{digest}{_SUFFIX}"
+
+    def _verify(self, digest: Digest, descriptor: int) -> None:
+        identity = _identity(descriptor)
+        if self._verified.get(digest) == identity:
+            return
+        found = hashlib.sha256()
+        for piece in pieces(descriptor, os.fstat(descriptor).st_size):
+            found.update(piece)
+        if found.hexdigest() != digest:
+            raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+        self._verified[digest] = identity
+
+    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
+        """Give a complete file its name. One of the same name is replaced by its equal."""
+        file.sync()
+        path = self._path(digest)
+        with self._lock:
+            make_folder(path.parent)
+            failpoint("coordinator.blobs.before_rename")
+            temporary.rename(path)
+            sync_folder(path.parent)
+            failpoint("coordinator.blobs.after_rename")
+            self._written_s[digest] = self._monotonic()
+            self._verified[digest] = _identity(file.descriptor)
+
+
+def _identity(descriptor: int) -> _Identity:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
