@@ -1,4 +1,5 @@
-import hashlib
+"""What blobs in a folder promise beside the contract."""
+
 import os
 from pathlib import Path
 
@@ -6,15 +7,12 @@ import pytest
 
 from stratagem.common.errors import (
     IntegrityError,
-    InvalidInputError,
     NotFoundError,
 )
-from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs import DirectoryBlobs
+from tests.store.places import CONTENT, digest_of, put, read
 from tests.store.programs import run
-from tests.store.updates import flip_bit
 
-CONTENT = bytes(range(256)) * 1000
 WRITE = """
 from stratagem.common.errors import UnavailableError
 from stratagem.coordinator.blobs import DirectoryBlobs
@@ -24,23 +22,6 @@ def put(content):
     writer.write(content)
     return writer.commit()
 """
-
-
-def digest_of(content: bytes) -> Digest:
-    return Digest(hashlib.sha256(content).hexdigest())
-
-
-def put(store: DirectoryBlobs, content: bytes) -> Digest:
-    writer = store.writer(len(content))
-    view = memoryview(content)
-    for start in range(0, len(view), 1000):
-        writer.write(view[start : start + 1000])
-    return writer.commit()
-
-
-def read(store: DirectoryBlobs, digest: Digest) -> bytes:
-    with store.open(digest) as file:
-        return file.read()
 
 
 def temporary(root: Path) -> list[Path]:
@@ -54,36 +35,11 @@ def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: by
     assert digest == digest_of(content)
     path = tmp_path / "blobs" / digest[:2] / f"{digest}.safetensors"
     assert store.path(digest) == path
-    assert store.exists(digest)
     assert path.stat().st_mode & 0o077 == 0
     assert read(store, digest) == content
     assert read(DirectoryBlobs(tmp_path / "blobs"), digest) == content
     assert put(store, content) == digest
     assert not temporary(tmp_path / "blobs")
-
-
-def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
-    store = DirectoryBlobs(tmp_path)
-    assert not store.exists(digest_of(b""))
-    for act in (store.open, store.path):
-        with pytest.raises(NotFoundError, match="not in the store"):
-            act(digest_of(b""))
-
-
-@pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
-def test_a_name_that_is_no_digest_never_reaches_the_disk(tmp_path: Path, name: str) -> None:
-    store = DirectoryBlobs(tmp_path)
-    for act in (store.open, store.path, store.exists):
-        with pytest.raises(InvalidInputError, match="digest"):
-            act(Digest(name))
-
-
-@pytest.mark.parametrize("at", [0, 5000, len(CONTENT) - 1])
-def test_a_flipped_bit_is_found_at_the_first_read(tmp_path: Path, at: int) -> None:
-    digest = put(DirectoryBlobs(tmp_path), CONTENT)
-    flip_bit(DirectoryBlobs(tmp_path).path(digest), at)
-    with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
-        DirectoryBlobs(tmp_path).open(digest)
 
 
 def test_a_later_change_of_a_verified_file_is_found_and_writing_again_heals(
@@ -137,35 +93,6 @@ def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
     writer.abort()
     assert not temporary(tmp_path)
     assert not store.exists(digest_of(b"abc"))
-
-
-def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(
-    tmp_path: Path,
-) -> None:
-    now_s = 50.0
-    old = put(DirectoryBlobs(tmp_path), b"of an earlier process")
-    store = DirectoryBlobs(tmp_path, monotonic=lambda: now_s)
-    live, fresh = put(store, b"live"), put(store, b"fresh")
-    unfinished = store.writer(10)
-    with store.open(old) as reader:
-        assert store.collect({live}, grace_s=60) == [old]
-        assert reader.read() == b"of an earlier process"
-    now_s += 61
-    assert store.collect({live, old}, grace_s=60) == [fresh]
-    assert (store.exists(live), store.exists(fresh)) == (True, False)
-    unfinished.write(b"0123456789")
-    assert store.exists(unfinished.commit())
-
-
-def test_what_is_about_to_be_named_is_kept_as_if_just_written(tmp_path: Path) -> None:
-    now_s = 50.0
-    old = put(DirectoryBlobs(tmp_path), b"old")
-    store = DirectoryBlobs(tmp_path, monotonic=lambda: now_s)
-    assert store.keep(old)
-    assert not store.keep(digest_of(b"never written"))
-    assert store.collect((), grace_s=60) == []
-    now_s += 61
-    assert store.collect((), grace_s=60) == [old]
 
 
 def test_a_new_store_removes_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:

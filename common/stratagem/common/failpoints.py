@@ -33,6 +33,8 @@ FAILPOINTS: Final = (
     "coordinator.journal.after_commit",
     "coordinator.blobs.before_rename",
     "coordinator.blobs.after_rename",
+    "coordinator.objects.after_part",
+    "coordinator.objects.after_put",
     "coordinator.spool.after_checkpoint",
     "coordinator.spool.before_rename",
     "coordinator.spool.after_rename",

@@ -2,6 +2,9 @@
 
     store.py      what a store promises, and how a blob is written
     directory.py  blobs as files under one folder
+    objects.py    objects below a prefix of a bucket; s3.py opens one, credentials.py has the keys
+    cache.py      local copies, up to a number of bytes
+    shared.py     blobs as objects that several coordinators share
     durable.py    files that are hashed while they are written and survive a power cut
     temporary.py  files that vanish with their writer
 
@@ -9,7 +12,8 @@ Knows bytes and digests. What a blob holds is the business of `common/tensors/sa
 """
 
 from stratagem.coordinator.blobs.directory import DirectoryBlobs
+from stratagem.coordinator.blobs.shared import SharedBlobs
 from stratagem.coordinator.blobs.store import BlobStore, BlobWriter
 from stratagem.coordinator.blobs.temporary import Scratch
 
-__all__ = ["BlobStore", "BlobWriter", "DirectoryBlobs", "Scratch"]
+__all__ = ["BlobStore", "BlobWriter", "DirectoryBlobs", "Scratch", "SharedBlobs"]

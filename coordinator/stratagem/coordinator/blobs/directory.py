@@ -11,6 +11,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -24,7 +26,7 @@ from stratagem.coordinator.blobs.durable import (
     pieces,
     sync_folder,
 )
-from stratagem.coordinator.blobs.store import BlobWriter
+from stratagem.coordinator.blobs.store import Adopt, BlobWriter
 from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -32,11 +34,28 @@ _SUFFIX: Final = ".safetensors"
 _Identity = tuple[int, int, int]  # inode, size, time of change
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A blob's file: how large it is, and when it was last used."""
+
+    digest: Digest
+    num_bytes: int
+    used_ns: int
+
+
 class DirectoryBlobs:
     """The blobs under one folder, which is made if absent. See store.py for the rules."""
 
-    def __init__(self, root: Path, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        is_durable: bool = True,
+    ) -> None:
+        """is_durable: what was written survives a power cut; needless for mere copies."""
         self._root = root
+        self._is_durable = is_durable
         self._temporary = root / "tmp"
         self._monotonic = monotonic
         self._verified: dict[Digest, _Identity] = {}
@@ -48,9 +67,9 @@ class DirectoryBlobs:
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
 
-    def writer(self, total_bytes: int) -> BlobWriter:
-        """A writer for a blob of exactly total_bytes."""
-        return BlobWriter(self._temporary, total_bytes, self._adopt)
+    def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
+        """A writer for a blob of exactly total_bytes; `adopt` may do more than this store's own."""
+        return BlobWriter(self._temporary, total_bytes, adopt or self.adopt)
 
     def scratch(self) -> Scratch:
         """A file for bytes that will become part of a blob."""
@@ -101,6 +120,41 @@ class DirectoryBlobs:
                 collected.append(digest)
         return collected
 
+    def adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
+        """Give a complete file its name. One of the same name is replaced by its equal."""
+        if self._is_durable:
+            file.sync()
+        path = self._path(digest)
+        with self._lock:
+            make_folder(path.parent)
+            failpoint("coordinator.blobs.before_rename")
+            temporary.rename(path)
+            if self._is_durable:
+                sync_folder(path.parent)
+            failpoint("coordinator.blobs.after_rename")
+            self._written_s[digest] = self._monotonic()
+            self._verified[digest] = _identity(file.descriptor)
+
+    def drop(self, digest: Digest) -> None:
+        """Delete a blob, if it is there; who has it open can go on reading."""
+        with self._lock:
+            self._forget(digest)
+
+    def touch(self, digest: Digest) -> None:
+        """Note that the blob is used now, for `stored` after a restart."""
+        with suppress(FileNotFoundError):
+            modified_ns = self._path(digest).stat().st_mtime_ns
+            os.utime(self._path(digest), ns=(time.time_ns(), modified_ns))
+
+    def stored(self) -> list[Stored]:
+        """All blobs, not verified."""
+        found = []
+        for digest in self._digests():
+            with suppress(FileNotFoundError):
+                status = self._path(digest).stat()
+                found.append(Stored(digest, status.st_size, status.st_atime_ns))
+        return found
+
     def _digests(self) -> Iterator[Digest]:
         for folder in sorted(self._root.glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.glob(f"*{_SUFFIX}")):
@@ -112,10 +166,13 @@ class DirectoryBlobs:
             written_s = self._written_s.get(digest)
             if written_s is not None and self._monotonic() - written_s < grace_s:
                 return False
-            self._path(digest).unlink(missing_ok=True)
-            self._written_s.pop(digest, None)
-            self._verified.pop(digest, None)
+            self._forget(digest)
             return True
+
+    def _forget(self, digest: Digest) -> None:
+        self._path(digest).unlink(missing_ok=True)
+        self._written_s.pop(digest, None)
+        self._verified.pop(digest, None)
 
     def _path(self, digest: Digest) -> Path:
         if not _DIGEST.fullmatch(digest):
@@ -132,19 +189,6 @@ class DirectoryBlobs:
         if found.hexdigest() != digest:
             raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
         self._verified[digest] = identity
-
-    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
-        """Give a complete file its name. One of the same name is replaced by its equal."""
-        file.sync()
-        path = self._path(digest)
-        with self._lock:
-            make_folder(path.parent)
-            failpoint("coordinator.blobs.before_rename")
-            temporary.rename(path)
-            sync_folder(path.parent)
-            failpoint("coordinator.blobs.after_rename")
-            self._written_s[digest] = self._monotonic()
-            self._verified[digest] = _identity(file.descriptor)
 
 
 def _identity(descriptor: int) -> _Identity:

@@ -1,0 +1,218 @@
+"""Blobs in an object store, which several coordinators share: blobs/<digest>/<term>-<token>...
+
+Written into a local file first, since only at the end it is known what a blob is called; then to
+the object store, and only when that has all of it the blob counts as written. What was written or
+read lies in a local cache. Each write makes an object of its own (objects.py says why), so a blob
+can be there more than once for a while; any of them will do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import structlog
+
+from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
+from stratagem.common.ids import Digest
+from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs.durable import PIECE_BYTES, DurableFile
+from stratagem.coordinator.blobs.objects import Found, Objects, deletable, term_of, unique_name
+from stratagem.coordinator.blobs.store import BlobWriter
+from stratagem.coordinator.blobs.temporary import Scratch
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_FOLDER: Final = "blobs"
+_SUFFIX: Final = ".safetensors"
+
+_log = structlog.get_logger(__name__)
+
+
+class SharedBlobs:
+    """The blobs of one prefix, for the coordinator of a term. See store.py for the rules."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        cache: BlobCache,
+        term: int,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._objects, self._cache, self._term = objects, cache, term
+        self._monotonic = monotonic
+        self._written_s: dict[Digest, float] = {}
+        self._writing: Counter[Digest] = Counter()
+        self._lock = threading.Lock()  # a blob is not collected while it is being named
+        self._fetches: dict[Digest, threading.Lock] = {}
+
+    def writer(self, total_bytes: int) -> BlobWriter:
+        """A writer for a blob of exactly total_bytes; it goes to the object store at the end."""
+        return self._cache.writer(total_bytes, self._adopt)
+
+    def scratch(self) -> Scratch:
+        """A file for bytes that will become part of a blob."""
+        return self._cache.scratch()
+
+    def open(self, digest: Digest) -> BinaryIO:
+        """A local copy of the blob, made now if there is none; see BlobStore."""
+        _check(digest)
+        file = self._cache.open(digest)
+        if file is not None:
+            return file
+        with self._lock:
+            fetch = self._fetches.setdefault(digest, threading.Lock())
+        try:
+            with fetch:  # those who want the same blob share one transfer
+                file = self._cache.open(digest)
+                return file if file is not None else self._fetch(digest)
+        finally:
+            self._fetches.pop(digest, None)
+
+    def exists(self, digest: Digest) -> bool:
+        """True when the blob is in the object store."""
+        return bool(self._found(digest))
+
+    def keep(self, digest: Digest) -> bool:
+        """The same; then it is there as an object of this term, written just now."""
+        _check(digest)
+        with self._lock:
+            self._written_s[digest] = self._monotonic()
+        found = self._found(digest)
+        if any(term_of(each.name) == self._term for each in found):
+            return True
+        # What an earlier leader wrote, it may still delete, not knowing that it leads no more.
+        return bool(found) and self._rewrite(digest)
+
+    def location(self, digest: Digest) -> str:
+        """The folder of the blob's objects; whether there are any is not asked."""
+        return f"{self._objects.url}/{_FOLDER}/{_check(digest)}/"
+
+    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
+        collected = []
+        for digest, found in self._all():
+            if digest in live:
+                self._objects.delete(each.name for each in found[:-1])
+            elif self._delete(digest, found, grace_s):
+                collected.append(digest)
+        self._forget_old(grace_s)
+        return collected
+
+    def _all(self) -> list[tuple[Digest, list[Found]]]:
+        """What this coordinator may delete: the objects of each blob, the newest term last."""
+        found = deletable(self._objects.list(_FOLDER), self._term)
+        groups = groupby(found, key=lambda each: each.name.split("/")[1])
+        return [(Digest(digest), list(each)) for digest, each in groups]
+
+    def _delete(self, digest: Digest, found: list[Found], grace_s: float) -> bool:
+        with self._lock:
+            if digest in self._writing or self._is_young(digest, grace_s):
+                return False
+            self._objects.delete(each.name for each in found)
+        self._cache.drop(digest)
+        return True
+
+    def _is_young(self, digest: Digest, grace_s: float) -> bool:
+        written_s = self._written_s.get(digest)
+        return written_s is not None and self._monotonic() - written_s < grace_s
+
+    def _forget_old(self, grace_s: float) -> None:
+        with self._lock:
+            for digest in list(self._written_s):
+                if not self._is_young(digest, grace_s):
+                    del self._written_s[digest]
+
+    def _found(self, digest: Digest) -> list[Found]:
+        """The objects of a blob, the newest term last."""
+        folder = f"{_FOLDER}/{_check(digest)}"
+        return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
+
+    def _fetch(self, digest: Digest) -> BinaryIO:
+        """Read the blob into the cache, verifying it on the way."""
+        found = self._found(digest)
+        if not found:
+            raise NotFoundError(f"blob {digest} is not in the store")
+        for each in reversed(found):
+            try:
+                return self._copy(digest, each)
+            except (IntegrityError, NotFoundError) as error:  # there may be another one
+                _log.warning("an object is of no use", name=each.name, reason=str(error))
+        raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+
+    def _copy(self, digest: Digest, found: Found) -> BinaryIO:
+        opened: list[BinaryIO] = []
+
+        def adopt(digest: Digest, file: DurableFile, temporary: Path) -> None:
+            # Open before it is a copy that may be evicted.
+            opened.append(os.fdopen(os.dup(file.descriptor), "rb", buffering=0))
+            self._cache.adopt(digest, file, temporary)
+
+        writer = self._cache.writer(found.num_bytes, adopt)
+        try:
+            for piece in self._objects.read(found):
+                writer.write(piece)
+            if writer.digest != digest:
+                raise IntegrityError("its bytes have another digest")
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        opened[0].seek(0)
+        return opened[0]
+
+    def _rewrite(self, digest: Digest) -> bool:
+        try:
+            with self.open(digest) as file:
+                self._put(digest, file.fileno(), os.fstat(file.fileno()).st_size)
+        except (IntegrityError, NotFoundError):
+            return False
+        return True
+
+    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
+        self._put(digest, file.descriptor, file.num_bytes)
+        self._cache.adopt(digest, file, temporary)
+
+    def _put(self, digest: Digest, descriptor: int, num_bytes: int) -> None:
+        name = f"{_FOLDER}/{digest}/{unique_name(self._term)}{_SUFFIX}"
+        with self._naming(digest):
+            self._objects.put(name, own_pieces(descriptor, num_bytes), num_bytes)
+
+    @contextmanager
+    def _naming(self, digest: Digest) -> Iterator[None]:
+        """Keep the blob from being collected until it is written, and for the grace after that."""
+        with self._lock:
+            self._writing[digest] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._written_s[digest] = self._monotonic()
+                self._writing[digest] -= 1
+                if not self._writing[digest]:
+                    del self._writing[digest]
+
+
+def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
+    """A file from its start, in pieces of which each has memory of its own."""
+    offset = 0
+    while offset < num_bytes:
+        piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)
+        if not piece:
+            raise IntegrityError(f"a file ends after {offset} of {num_bytes} bytes")
+        yield piece
+        offset += len(piece)
+
+
+def _check(digest: Digest) -> Digest:
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidInputError.at("digest", f"{digest!r} is not 64 of 0-9, a-f")
+    return digest

@@ -1,0 +1,31 @@
+"""The places of blobs, and one S3 server for all tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.s3_server import s3_server
+from tests.store.places import BUCKET, Bucket, Folder, Place, environ_of
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    with s3_server(BUCKET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    environ = environ_of(s3_endpoint)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(tmp_path, environ)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return Folder(tmp_path)
+    found: Place = request.getfixturevalue("bucket")
+    return found

@@ -1,0 +1,106 @@
+"""Where blobs and updates can lie, for the tests of what every place promises."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import obstore
+
+from stratagem.common.ids import Digest
+from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
+from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs.objects import Objects
+from stratagem.coordinator.blobs.s3 import open_s3
+from tests.store.updates import flip_bit
+
+BUCKET = "stratagem"
+MIB = 1 << 20
+CONTENT = bytes(range(256)) * 1000
+Monotonic = Callable[[], float]
+
+
+def digest_of(content: bytes) -> Digest:
+    return Digest(hashlib.sha256(content).hexdigest())
+
+
+def put(store: BlobStore, content: bytes, step: int = 1000) -> Digest:
+    writer = store.writer(len(content))
+    view = memoryview(content)
+    for start in range(0, len(view), step):
+        writer.write(view[start : start + step])
+    return writer.commit()
+
+
+def read(store: BlobStore, digest: Digest) -> bytes:
+    with store.open(digest) as file:
+        return file.read()
+
+
+class Place(Protocol):
+    """One store, which several coordinators open one after the other."""
+
+    def blobs(self, monotonic: Monotonic = time.monotonic) -> BlobStore:
+        """As the next coordinator opens it, on a machine of its own where that is possible."""
+
+    def damage(self, digest: Digest, at: int) -> None:
+        """Flip one bit of a blob."""
+
+
+@dataclass
+class Folder:
+    root: Path
+
+    def blobs(self, monotonic: Monotonic = time.monotonic) -> DirectoryBlobs:
+        return DirectoryBlobs(self.root / "blobs", monotonic=monotonic)
+
+    def damage(self, digest: Digest, at: int) -> None:
+        flip_bit(self.blobs().path(digest), at)
+
+
+def environ_of(endpoint: str) -> dict[str, str]:
+    """What a coordinator needs to find the test's object store."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+    }
+
+
+@dataclass
+class Bucket:
+    """A prefix of its own in a bucket; its environment must be that of this process."""
+
+    root: Path
+    environ: Mapping[str, str]
+    url: str = field(default_factory=lambda: f"s3://{BUCKET}/{secrets.token_hex(4)}")
+    num_coordinators: int = 0
+
+    def objects(self) -> Objects:
+        return open_s3(self.url, self.environ)
+
+    def names(self, folder: str = "blobs") -> list[str]:
+        return [each.name for each in self.objects().list(folder)]
+
+    def cache(self, limit_bytes: int = 64 * MIB) -> BlobCache:
+        """An empty one, as on a new machine."""
+        return BlobCache(self.root / secrets.token_hex(4), limit_bytes)
+
+    def blobs(
+        self, monotonic: Monotonic = time.monotonic, cache: BlobCache | None = None
+    ) -> SharedBlobs:
+        self.num_coordinators += 1
+        cache = cache or self.cache()
+        return SharedBlobs(self.objects(), cache, self.num_coordinators, monotonic=monotonic)
+
+    def damage(self, digest: Digest, at: int) -> None:
+        objects = self.objects()
+        for each in objects.list(f"blobs/{digest}"):
+            content = bytearray(b"".join(objects.read(each)))
+            content[at] ^= 1
+            obstore.put(objects._store, each.name, bytes(content))

@@ -1,0 +1,84 @@
+"""An S3 server that refuses, fails or breaks off as told, and else hands on to a real one."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlparse
+
+OK, UNAVAILABLE, FORBIDDEN = 200, 503, 403
+HALF = "half"
+"""Sends the head of an answer and half of its body, and cuts the connection."""
+
+_DENIED = b"<Error><Code>InvalidAccessKeyId</Code><Message>no such key</Message></Error>"
+
+
+class Troubled(ThreadingHTTPServer):
+    """`troubles` maps a method to what becomes of its next requests, in order."""
+
+    daemon_threads = True
+
+    def __init__(self, behind: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = urlparse(behind).netloc
+        self.troubles: dict[str, list[int | str]] = {}
+        self.always: int | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def next_trouble(self, method: str) -> int | str:
+        with self.lock:
+            waiting = self.troubles.get(method)
+            return self.always or (waiting.pop(0) if waiting else OK)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Troubled
+
+    def _do(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        trouble = self.server.next_trouble(self.command)
+        if isinstance(trouble, int) and trouble != OK:
+            self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")
+            return
+        behind = http.client.HTTPConnection(self.server.behind, timeout=30)
+        behind.request(self.command, self.path, body, dict(self.headers))
+        answer = behind.getresponse()
+        content = answer.read()
+        behind.close()
+        headers = {k: v for k, v in answer.getheaders() if k.lower() not in ("date", "connection")}
+        if trouble == HALF:
+            self._answer(answer.status, headers, content[: len(content) // 2])
+            self.close_connection = True
+        else:
+            self._answer(answer.status, headers, content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _do
+
+    def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in (headers or {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@contextmanager
+def troubled(behind: str) -> Iterator[Troubled]:
+    """Serves in a thread of its own inside the block."""
+    with Troubled(behind) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
