@@ -15,7 +15,6 @@ import structlog
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.barrier import Barriers
-from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.decide import parties_of
@@ -44,7 +43,8 @@ from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool import Spool, SpoolKey
+from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.supervisor import Supervisor
 
 BLOB_GRACE_S = 600.0
@@ -54,15 +54,15 @@ log = structlog.get_logger()
 
 
 class App:
-    def __init__(self, settings: Settings, loop: Loop) -> None:
+    def __init__(self, settings: Settings, loop: Loop, storage: Storage) -> None:
         data = settings.data_dir
         self.settings = settings
         self.loop = loop
         self.feed = Feed()
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
-        self.blobs = DirectoryBlobs(data / "blobs")
-        self.spool = Spool(data / "spool", quota_bytes=settings.max_spool_bytes)
+        self.blobs = storage.blobs(loop.term)
+        self.spool = storage.spool(loop.term)
         self.links = Links(loop.term)
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
@@ -85,12 +85,13 @@ class App:
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
         path = settings.data_dir / "journal.sqlite"
         await asyncio.to_thread(_private_folder, settings.data_dir)
+        storage = await asyncio.to_thread(Storage.open, settings)
         journal, lead = await asyncio.to_thread(_take_lead, path, settings)
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         history = await loop.replay()
         failpoint("coordinator.replay.done")
-        apps.append(cls(settings, loop))
+        apps.append(cls(settings, loop, storage))
         apps[0]._show(history)
         return apps[0]
 

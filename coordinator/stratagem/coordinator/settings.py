@@ -25,6 +25,13 @@ class Settings(BaseSettings):
         default=0, ge=0, le=65535, description="port of the health service; 0 picks"
     )
     data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
+    blob_store: str = Field(
+        default="",
+        description="s3://BUCKET/PREFIX for states, data and updates; below the data dir if unset",
+    )
+    blob_cache_bytes: int = Field(
+        default=32 * 2**30, gt=0, description="local copies of what lies in an object store"
+    )
     ready_file: Path | None = Field(default=None, description="written as JSON once serving")
     name: str = Field(
         default="", description="this coordinator's name in the lease; default host:pid"

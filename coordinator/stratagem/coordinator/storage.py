@@ -1,0 +1,53 @@
+"""Where a coordinator keeps blobs and updates: folders of its own, or an object store.
+
+Opened before the lead is taken: wrong keys are to be found when a standby starts, not when it has
+to take over. What the stores then do is bound to the term of the lead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
+from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs.objects import Objects
+from stratagem.coordinator.blobs.s3 import open_s3
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.spool import Spool
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """objects: None where everything lies below data_dir."""
+
+    data_dir: Path
+    objects: Objects | None
+    cache_bytes: int
+    spool_bytes: int
+
+    @classmethod
+    def open(cls, settings: Settings) -> Self:
+        """Raises InvalidInputError for an object store that cannot be used, with what to do."""
+        objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
+        if objects is not None:
+            _log.info("blobs and updates lie in an object store", url=objects.url)
+        data_dir = settings.data_dir
+        return cls(data_dir, objects, settings.blob_cache_bytes, settings.max_spool_bytes)
+
+    def blobs(self, term: int) -> BlobStore:
+        """The blobs, for the leader of a term."""
+        if self.objects is None:
+            return DirectoryBlobs(self.data_dir / "blobs")
+        cache = BlobCache(self.data_dir / "blob-cache", self.cache_bytes)
+        return SharedBlobs(self.objects, cache, term)
+
+    def spool(self, term: int) -> Spool:
+        """The updates of open rounds, for the leader of a term."""
+        return Spool(self.data_dir / "spool", quota_bytes=self.spool_bytes)
