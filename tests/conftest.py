@@ -1,6 +1,18 @@
-"""For all tests: hypothesis must not take a busy machine for a slow function."""
+"""For all tests: hypothesis must not take a busy machine for a slow function; one PostgreSQL."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from tests.postgres import Postgres
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A server for those who ask for it; a test that stops it starts it again."""
+    with Postgres() as server:
+        yield server

@@ -1,11 +1,12 @@
-"""The places of blobs, and one S3 server for all tests of this folder."""
+"""Where the tests of this folder keep blobs and journals, and one S3 server for all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.pipeline.s3_server import s3_server
+from tests.postgres import Postgres
 from tests.store.places import BUCKET, Bucket, Folder, Place, environ_of
 
 
@@ -29,3 +30,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return Folder(tmp_path)
     found: Place = request.getfixturevalue("bucket")
     return found
+
+
+@pytest.fixture
+def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
+    """Where a new journal may be opened, over "sqlite" or "postgres"."""
+
+    def place(database: str) -> str:
+        if database == "sqlite":
+            return str(tmp_path / "journal.db")
+        server: Postgres = request.getfixturevalue("postgres")
+        return server.new_schema()
+
+    return place

@@ -1,8 +1,9 @@
-"""The journal under kill -9, SIGSTOP and its failpoints."""
+"""The journal under kill -9, SIGSTOP and its failpoints; over PostgreSQL in the sweep."""
 
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.store.programs import run, start
 
 APPEND_ONE = """
 from stratagem.coordinator.journal import Holder, Journal, Record
-log = Journal.open(Path(sys.argv[1]))
+log = Journal.open(sys.argv[1])
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 log.append(term, [Record("a", 0, "K", 1, "{}", 0.0, 0.0)])
 log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1, "{}", 0.0, 0.0)])
@@ -20,7 +21,7 @@ log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1,
 
 LEADER = """
 from stratagem.coordinator.journal import FencedError, Holder, Journal, Record
-log = Journal.open(Path(sys.argv[1]))
+log = Journal.open(sys.argv[1])
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 print("leads", flush=True)
 for seq, action in enumerate(sys.stdin):
@@ -39,8 +40,8 @@ KILLED_UNDER_LOAD = """
 import json, random, time
 from stratagem.coordinator.journal import Holder, Journal, Record
 
-def write_for_ever(path, pipe):
-    log = Journal.open(path)
+def write_for_ever(place, pipe):
+    log = Journal.open(place)
     term = log.take_lead(Holder.of_this_process(), ttl_s=60).term
     seq = sum(1 for _ in log.replay())
     while True:
@@ -51,12 +52,13 @@ def write_for_ever(path, pipe):
         os.write(pipe, b"%d\\n" % (seq - 1))
 
 random.seed(1)
+Journal.open(sys.argv[1]).close()  # imports what the children need
 acknowledged = []
 for _ in range(20):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        write_for_ever(Path(sys.argv[1]), writing)
+        write_for_ever(sys.argv[1], writing)
     os.close(writing)
     with os.fdopen(reading) as lines:
         for _ in range(random.randint(1, 60)):
@@ -69,26 +71,38 @@ print(json.dumps(acknowledged))
 """
 
 
+@pytest.fixture(name="place")
+def _place(journal_place: Callable[[str], str], request: pytest.FixtureRequest) -> str:
+    return journal_place(request.param)
+
+
+OVER_BOTH = pytest.mark.parametrize(
+    "place", ["sqlite", pytest.param("postgres", marks=pytest.mark.sweep)], indirect=True
+)
+
+
+@OVER_BOTH
 @pytest.mark.parametrize(
     ("failpoint", "num_events"),
     [("coordinator.journal.before_commit", 1), ("coordinator.journal.after_commit", 3)],
 )
 def test_a_crash_at_a_commit_leaves_all_or_nothing(
-    tmp_path: Path, failpoint: str, num_events: int
+    place: str, tmp_path: Path, failpoint: str, num_events: int
 ) -> None:
     (tmp_path / failpoint).write_text("1")
-    status, _ = run(APPEND_ONE, tmp_path / "journal.db", failpoints=tmp_path)
+    status, _ = run(APPEND_ONE, place, failpoints=tmp_path)
     assert status == 137
-    log = Journal.open(tmp_path / "journal.db")
+    log = Journal.open(place)
     assert [each.record.seq for each in log.replay()] == list(range(num_events))
     assert log.take_lead(Holder.of_this_process(), ttl_s=60).term == 2
     log.close()
 
 
-def test_twenty_kills_under_load_lose_no_acknowledged_event(tmp_path: Path) -> None:
-    _, out = run(KILLED_UNDER_LOAD, tmp_path / "journal.db")
+@OVER_BOTH
+def test_twenty_kills_under_load_lose_no_acknowledged_event(place: str) -> None:
+    _, out = run(KILLED_UNDER_LOAD, place)
     acknowledged = json.loads(out)
-    log = Journal.open(tmp_path / "journal.db")
+    log = Journal.open(place)
     seqs = [each.record.seq for each in log.replay()]
     assert seqs == list(range(len(seqs)))
     assert len(acknowledged) == 20
@@ -97,9 +111,9 @@ def test_twenty_kills_under_load_lose_no_acknowledged_event(tmp_path: Path) -> N
     log.close()
 
 
-def test_a_frozen_leader_finds_itself_fenced(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    with start(LEADER, path) as frozen:
+@OVER_BOTH
+def test_a_frozen_leader_finds_itself_fenced(place: str) -> None:
+    with start(LEADER, place) as frozen:
         assert frozen.stdin is not None
         assert frozen.stdout is not None
 
@@ -112,7 +126,7 @@ def test_a_frozen_leader_finds_itself_fenced(tmp_path: Path) -> None:
         assert frozen.stdout.readline() == "leads\n"
         assert ask("append") == "done"
         os.kill(frozen.pid, signal.SIGSTOP)
-        log = Journal.open(path)
+        log = Journal.open(place)
         lead = log.take_lead(Holder.of_this_process(), ttl_s=0.2)
         assert lead.term == 2
         os.kill(frozen.pid, signal.SIGCONT)

@@ -83,10 +83,9 @@ class App:
     @classmethod
     async def lead(cls, settings: Settings) -> "App":
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
-        path = settings.data_dir / "journal.sqlite"
         await asyncio.to_thread(_private_folder, settings.data_dir)
         storage = await asyncio.to_thread(Storage.open, settings)
-        journal, lead = await asyncio.to_thread(_take_lead, path, settings)
+        journal, lead = await asyncio.to_thread(_take_lead, settings)
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         history = await loop.replay()
@@ -236,8 +235,9 @@ def _private_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
-def _take_lead(path: Path, settings: Settings) -> tuple[Journal, Lead]:
-    journal = Journal.open(path)
+def _take_lead(settings: Settings) -> tuple[Journal, Lead]:
+    place = settings.journal or settings.data_dir / "journal.sqlite"
+    journal = Journal.open(place, password_file=settings.journal_password_file)
     holder = Holder.of_this_process(settings.name)
     lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s)
     log.info("taken the lead", term=lead.term, pid=os.getpid())

@@ -32,6 +32,14 @@ class Settings(BaseSettings):
     blob_cache_bytes: int = Field(
         default=32 * 2**30, gt=0, description="local copies of what lies in an object store"
     )
+    journal: str = Field(
+        default="",
+        description="postgresql://user@host/database, or a SQLite file; "
+        "default journal.sqlite in the data folder",
+    )
+    journal_password_file: Path | None = Field(
+        default=None, description="password of the journal's database; or PGPASSFILE"
+    )
     ready_file: Path | None = Field(default=None, description="written as JSON once serving")
     name: str = Field(
         default="", description="this coordinator's name in the lease; default host:pid"

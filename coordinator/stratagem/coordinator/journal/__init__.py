@@ -1,8 +1,10 @@
 """The durable event log of the coordinator, and the lease that says who may write it.
 
-    journal.py   the log: take the lead, append, replay
+    journal.py   the log: append, replay
+    lead.py      how the lead is taken, kept and lost
     holder.py    who holds the lease, and whether that process still lives
-    tables.py    the schema
+    database.py  transactions, and a database that may go away; sqlite.py and postgres.py have each
+    tables.py    the tables; schema.py and migrations/ bring older ones to them
 
 Knows events as rows of text. What they mean is `core/facts.py`.
 """
@@ -10,12 +12,11 @@ Knows events as rows of text. What they mean is `core/facts.py`.
 from stratagem.coordinator.journal.holder import Holder
 from stratagem.coordinator.journal.journal import (
     DuplicateKeyError,
-    FencedError,
     Journal,
-    Lead,
     Record,
     StoredRecord,
 )
+from stratagem.coordinator.journal.lead import FencedError, Lead, Lease
 
 __all__ = [
     "DuplicateKeyError",
@@ -23,6 +24,7 @@ __all__ = [
     "Holder",
     "Journal",
     "Lead",
+    "Lease",
     "Record",
     "StoredRecord",
 ]

@@ -27,14 +27,17 @@ class Holder:
     pid: int
     started: int
     """Clock ticks between the boot and the start of the process: tells a reused pid apart."""
+    address: str = ""
+    """host:port at which it serves, which others are told while it leads."""
 
     @classmethod
-    def of_this_process(cls, name: str = "") -> Self:
+    def of_this_process(cls, name: str = "", address: str = "") -> Self:
         """This process, as the holder it would be."""
         pid = os.getpid()
         stat = _stat(pid)
         started = int(stat[_START_FIELD]) if stat else 0
-        return cls(name or f"{socket.gethostname()}:{pid}", _this_host(), pid, started)
+        name = name or f"{socket.gethostname()}:{pid}"
+        return cls(name, _this_host(), pid, started, address)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -2,7 +2,8 @@
 
 Owns durability, order and the fence. `append` is one transaction that checks the term, inserts and
 commits to disk; when it returns, the events survive a power cut. Whoever lost the lead learns it at
-its next append or renewal and writes nothing. One thread at a time uses a Journal.
+its next append or renewal and writes nothing. A database that went away is waited for; what it had
+committed meanwhile is found there and not written twice. One thread at a time uses a Journal.
 Knows nothing of what an event means.
 """
 
@@ -10,28 +11,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
-from stratagem.common.errors import ConflictError, StaleError
+from stratagem.common.errors import ConflictError, InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import RunId
-from stratagem.coordinator.journal import sqlite
+from stratagem.coordinator.journal.database import Database
 from stratagem.coordinator.journal.holder import Holder
-from stratagem.coordinator.journal.tables import SCHEMA_VERSION, event, lease, meta, metadata
+from stratagem.coordinator.journal.lead import (
+    Candidate,
+    Lead,
+    Lease,
+    last_time_s,
+    leading,
+    release,
+    renew,
+)
+from stratagem.coordinator.journal.postgres import SCHEME, open_postgres
+from stratagem.coordinator.journal.schema import migrate
+from stratagem.coordinator.journal.sqlite import open_sqlite
+from stratagem.coordinator.journal.tables import CLOCK_FLOOR, event, meta
 
 _PAGE_ROWS: Final = 1000
-_LOOKS_PER_TTL: Final = 5
-_CLOCK_FLOOR: Final = "clock_floor_s"
-
-
-class FencedError(StaleError):
-    """Another coordinator has taken the lead, or it was given up: nothing was written."""
 
 
 class DuplicateKeyError(ConflictError):
@@ -71,44 +77,31 @@ class StoredRecord:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """The right to write: the term, and where the leader's clock goes on."""
-
-    term: int
-    last_time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    holder: str
-    term: int
-    renewals: int
-
-    def is_free(self) -> bool:
-        return not self.holder or Holder.from_json(self.holder).is_known_dead()
-
-
 class Journal:
-    """One connection to write and one to read; see the module for the rules."""
+    """The journal in one database; see the module for the rules."""
 
-    def __init__(self, writer: Connection, reader: Connection) -> None:
-        self._writer = writer
-        self._reader = reader
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """The journal in a SQLite file, made if absent. Local disks only: WAL shares memory."""
-        journal = cls(*sqlite.connect(path))
-        journal._create()
-        sqlite.sync_folder(path)
-        return journal
+    def open(cls, place: Path | str, *, password_file: Path | None = None) -> Self:
+        """The journal at a place, made or brought to the present schema if need be.
+
+        place: the path of a SQLite file, on a local disk only (WAL shares memory), or
+        postgresql://[user@]host[:port]/database. Raises InvalidInputError for another URL,
+        UnavailableError when the database cannot be reached, ConflictError for a newer schema.
+        """
+        database = _database(place, password_file)
+        try:
+            migrate(database)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database)
 
     def close(self) -> None:
         """Close the connections; the lead is not released."""
-        for connection in (self._writer, self._reader):
-            connection.close()
-            connection.engine.dispose()
+        self._database.close()
 
     # ---- the lead ----
 
@@ -117,67 +110,27 @@ class Journal:
         holder: Holder,
         *,
         ttl_s: float,
+        on_wait: Callable[[Lease], object] = lambda lease: None,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> Lead:
         """Block until the lead is ours, and fence whoever had it.
 
         A lead that was released, or whose holder died on this host, is taken at once. Any other is
-        taken when its row has stood still for ttl_s of our own monotonic time, summed over looks
-        of ttl_s / 5, so that neither a clock that jumps nor a pause of the whole machine
-        counts as the silence of the other. To give up, let `sleep` raise.
+        taken when it was not renewed for ttl_s: by the clock of PostgreSQL, not counting time
+        in which that was down; over SQLite by our own monotonic time, summed over looks of
+        ttl_s / 5, so that neither a clock that jumps nor a pause of the whole machine counts
+        as the silence of the other. To give up, let `sleep` raise.
         """
-        interval_s = ttl_s / _LOOKS_PER_TTL
-        seen, still_s = self._lease(), 0.0
-        while True:
-            if seen.is_free() or still_s >= ttl_s:
-                lead = self._compare_and_take(seen, holder)
-                if lead is not None:
-                    return lead
-            else:
-                before_s = monotonic()
-                sleep(interval_s)
-                still_s += min(monotonic() - before_s, interval_s)
-            now = self._lease()
-            if now != seen:
-                seen, still_s = now, 0.0
+        return Candidate(self._database, holder, ttl_s, on_wait, monotonic, sleep).wait()
 
     def renew(self, term: int) -> None:
         """Show that the leader lives; call it every ttl / 3. Raises FencedError."""
-        with self._write(term) as connection:
-            connection.execute(update(lease).values(renewals=lease.c.renewals + 1))
+        self._database.persist(lambda _: renew(self._database, term))
 
     def release(self, term: int) -> None:
         """Give the lead up, so that the next need not wait; no error when it is lost already."""
-        with sqlite.translated(), self._writer.begin():
-            self._writer.execute(update(lease).where(lease.c.term == term).values(holder=""))
-
-    def _lease(self) -> _Lease:
-        with sqlite.translated(), self._reader.begin():
-            row = self._reader.execute(select(lease.c.holder, lease.c.term, lease.c.renewals)).one()
-        return _Lease(row.holder, row.term, row.renewals)
-
-    def _compare_and_take(self, seen: _Lease, holder: Holder) -> Lead | None:
-        """Take the lead if the row is still as seen."""
-        taken = (
-            update(lease)
-            .where(lease.c.holder == seen.holder)
-            .where(lease.c.term == seen.term)
-            .where(lease.c.renewals == seen.renewals)
-            .values(holder=holder.to_json(), term=seen.term + 1, renewals=0)
-        )
-        with sqlite.translated(), self._writer.begin():
-            if self._writer.execute(taken).rowcount != 1:
-                return None
-            return Lead(seen.term + 1, self._last_time_s(self._writer))
-
-    def _last_time_s(self, connection: Connection) -> float:
-        newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
-        floor = select(meta.c.value).where(meta.c.key == _CLOCK_FLOOR)
-        return max(
-            connection.execute(newest).scalar() or 0.0,
-            float(connection.execute(floor).scalar() or 0.0),
-        )
+        release(self._database, term)
 
     # ---- the log ----
 
@@ -185,20 +138,27 @@ class Journal:
         """Make the records durable, all or none, and return their positions.
 
         Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
-        used before in its run, UnavailableError when the disk is full or the file stays locked.
+        used before in its run, UnavailableError when the disk is full, the file stays locked, or
+        the database does not come back.
         """
         if not records:
             return []
+        positions = self._database.persist(lambda again: self._append(term, records, again))
+        failpoint("coordinator.journal.after_commit")
+        return positions
+
+    def _append(self, term: int, records: Sequence[Record], is_repeat: bool) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
         place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
         try:
-            with self._write(term) as connection:
+            with leading(self._database, term) as connection:
+                if is_repeat and (found := _committed(connection, term, records)):
+                    return found
                 positions = [row.position for row in connection.execute(place, rows)]
                 failpoint("coordinator.journal.before_commit")
+                return positions
         except ConstraintError as error:
             raise self._conflict(records) from error
-        failpoint("coordinator.journal.after_commit")
-        return positions
 
     def replay(self) -> Iterator[StoredRecord]:
         """All events in the order they were appended."""
@@ -223,26 +183,20 @@ class Journal:
 
     def delete_run(self, term: int, run_id: RunId) -> None:
         """Forget all events of a run. The leader's clock does not go back."""
-        with self._write(term) as connection:
-            floor = str(self._last_time_s(connection))
-            connection.execute(update(meta).where(meta.c.key == _CLOCK_FLOOR).values(value=floor))
+        self._database.persist(lambda _: self._delete_run(term, run_id))
+
+    def _delete_run(self, term: int, run_id: RunId) -> None:
+        with leading(self._database, term) as connection:
+            floor = str(last_time_s(connection))
+            connection.execute(update(meta).where(meta.c.key == CLOCK_FLOOR).values(value=floor))
             connection.execute(delete(event).where(event.c.run_id == run_id))
 
-    @contextmanager
-    def _write(self, term: int) -> Iterator[Connection]:
-        """A transaction of the leader: committed at the end, or nothing happened."""
-        with sqlite.translated(), self._writer.begin():
-            holds = select(lease.c.term, lease.c.holder)
-            row = self._writer.execute(holds).one()
-            if row.term != term:
-                raise FencedError(f"term {term} no longer leads: term {row.term} does")
-            if not row.holder:
-                raise FencedError(f"term {term} no longer leads: it was released")
-            yield self._writer
+    def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
+        def read(_is_repeat: bool) -> list[StoredRecord]:
+            with self._database.read() as connection:
+                return [_stored(row) for row in connection.execute(query)]
 
-    def _page(self, query: object) -> list[StoredRecord]:
-        with sqlite.translated(), self._reader.begin():
-            return [_stored(row) for row in self._reader.execute(query)]  # type: ignore[call-overload]
+        return self._database.persist(read)
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
         """Which record clashed with what the journal, or the batch itself, already holds."""
@@ -254,29 +208,35 @@ class Journal:
             same = select(func.count()).where(
                 event.c.run_id == record.run_id, event.c.idem_key == record.idem_key
             )
-            with self._reader.begin():
-                is_stored = bool(self._reader.execute(same).scalar())
+            with self._database.read() as connection:
+                is_stored = bool(connection.execute(same).scalar())
             if is_stored or key in batch:
                 return DuplicateKeyError(*key)
             batch.add(key)
         spots = ", ".join(f"{record.run_id!r} {record.seq}" for record in records)
         return ConflictError(f"the journal already holds one of these events: {spots}")
 
-    def _create(self) -> None:
-        """Make the tables of an empty file; refuse a file of a newer version."""
-        with sqlite.translated(), self._writer.begin():
-            metadata.create_all(self._writer)
-            stored = select(meta.c.value).where(meta.c.key == "schema_version")
-            version = self._writer.execute(stored).scalar()
-            if version is None:
-                first = [("schema_version", str(SCHEMA_VERSION)), (_CLOCK_FLOOR, "0.0")]
-                self._writer.execute(insert(meta), [{"key": k, "value": v} for k, v in first])
-                self._writer.execute(insert(lease).values(id=1, holder="", term=0, renewals=0))
-            elif int(version) > SCHEMA_VERSION:
-                raise ConflictError(
-                    f"the journal has schema {version}, written by a newer version; "
-                    f"this one knows {SCHEMA_VERSION}"
-                )
+
+def _database(place: Path | str, password_file: Path | None) -> Database:
+    if isinstance(place, Path):
+        return open_sqlite(place)
+    scheme, colon, _ = place.partition("://")
+    if not colon:
+        return open_sqlite(Path(place))
+    if scheme != SCHEME:
+        raise InvalidInputError.at(
+            "journal", f"{scheme}:// is neither {SCHEME}:// nor the path of a SQLite file"
+        )
+    return open_postgres(place, password_file)
+
+
+def _committed(connection: Connection, term: int, records: Sequence[Record]) -> list[int]:
+    """The positions of records that an earlier attempt has committed; [] when it has not."""
+    spots = [(record.run_id, record.seq) for record in records]
+    query = select(event).where(event.c.term == term)
+    rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))
+    found = {stored.record: stored.position for stored in map(_stored, rows)}
+    return [found[record] for record in records] if set(found) == set(records) else []
 
 
 def _stored(row: Row[tuple[object, ...]]) -> StoredRecord:

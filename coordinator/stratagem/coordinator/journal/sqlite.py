@@ -13,25 +13,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import URL, Connection, create_engine, event
+from sqlalchemy import URL, Connection, Engine, Float, create_engine, event, literal_column
 from sqlalchemy.exc import DatabaseError, OperationalError
 
 from stratagem.common.errors import IntegrityError, UnavailableError
+from stratagem.coordinator.journal.database import Database
 
 _BUSY_TIMEOUT_S: Final = 5.0
 _DAMAGE: Final = frozenset({"SQLITE_CORRUPT", "SQLITE_NOTADB"})
 
 
-def connect(path: Path) -> tuple[Connection, Connection]:
-    """A connection for transactions and one for reading, on a file that is made if absent."""
+def open_sqlite(path: Path) -> Database:
+    """The database in a file that is made if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The journal holds whole job files, so it is for its owner alone.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    with translated():
-        return _connection(path, "BEGIN IMMEDIATE"), _connection(path, "BEGIN")
+    _sync_folder(path)
+    return Database(
+        writer=_engine(path, "BEGIN IMMEDIATE"),
+        reader=_engine(path, "BEGIN"),
+        translated=_translated,
+        now_s=literal_column("(julianday('now') - 2440587.5) * 86400.0", Float(53)),
+        silent_s=None,  # this is the clock of the host, which people and NTP set
+        patience_s=0.0,  # a file does not come back
+        migration_lock="",
+    )
 
 
-def sync_folder(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     """Make the file's own entry in its folder durable."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -41,7 +50,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def _translated() -> Iterator[None]:
     """Errors of the database as errors of ours; a broken constraint passes as it is."""
     try:
         yield
@@ -53,11 +62,13 @@ def translated() -> Iterator[None]:
         raise
 
 
-def _connection(path: Path, begin: str) -> Connection:
+def _engine(path: Path, begin: str) -> Engine:
     # The owner may open the journal in one thread and use it in another, but never in two at once.
     engine = create_engine(
         URL.create("sqlite", database=str(path)),
         connect_args={"check_same_thread": False, "timeout": _BUSY_TIMEOUT_S},
+        pool_size=1,
+        max_overflow=0,
     )
 
     @event.listens_for(engine, "connect")
@@ -70,4 +81,4 @@ def _connection(path: Path, begin: str) -> Connection:
     def start(connection: Connection) -> None:
         connection.exec_driver_sql(begin)
 
-    return engine.connect()
+    return engine

@@ -1,6 +1,8 @@
-"""The tables of the journal, the same for every database.
+"""The tables of the journal, the same for every database, as the newest migration leaves them.
 
-A change here raises SCHEMA_VERSION and comes with a migration.
+A change here comes with a migration in migrations/versions, which raises REVISION. A coordinator
+that stands by migrates while another one leads, so a migration may add, but not take away what the
+version before it uses.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION: Final = 1
+REVISION: Final = "0002"
 
 metadata: Final = MetaData()
 
 # SQLite counts up only columns of exactly this type.
-_Position = BigInteger().with_variant(Integer, "sqlite")
+Position: Final = BigInteger().with_variant(Integer, "sqlite")
 
 event: Final = Table(
     "event",
     metadata,
-    Column("position", _Position, primary_key=True, autoincrement=True),
+    Column("position", Position, primary_key=True, autoincrement=True),
     Column("run_id", String(64), nullable=False),
     Column("seq", BigInteger, nullable=False),
     Column("term", BigInteger, nullable=False),
@@ -52,6 +54,8 @@ lease: Final = Table(
     Column("holder", Text, nullable=False),  # "" once released
     Column("term", BigInteger, nullable=False),
     Column("renewals", BigInteger, nullable=False),
+    # By the database's clock, seconds since 1970.
+    Column("renewed_s", Float(53), nullable=False, server_default="0"),
 )
 
 meta: Final = Table(
@@ -60,3 +64,5 @@ meta: Final = Table(
     Column("key", String(64), primary_key=True),
     Column("value", Text, nullable=False),
 )
+CLOCK_FLOOR: Final = "clock_floor_s"
+"""The key of meta for the newest time of events that were deleted."""
