@@ -387,7 +387,7 @@ Fact = (
 KINDS: Mapping[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}
 
 UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(kind, schema version) -> the payload in the next version."""
+"""(kind, schema version) -> the payload in the next version; absent: that did not change it."""
 
 
 def encode(fact: Fact) -> tuple[str, str]:
@@ -404,5 +404,6 @@ def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
         )
     payload = json.loads(payload_json)
     for version in range(schema_version, SCHEMA_VERSION):
-        payload = UPGRADES[kind, version](payload)
+        upgrade = UPGRADES.get((kind, version))
+        payload = upgrade(payload) if upgrade else payload
     return KINDS[kind].model_validate(payload)
