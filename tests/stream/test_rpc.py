@@ -16,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common import errors
 from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.server import add_health, bind, is_loopback, make_server
+from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.common.rpc.status import TABLE, from_rpc_error, rpc_errors
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.stream.rig import serving, stub_of

@@ -10,6 +10,8 @@
     ├── ConflictError       clashes with what goes on at the same time
     │   ├── AlreadyExistsError  the name is taken by something else
     │   └── WrongStateError     impossible in the present state
+    ├── UnauthenticatedError    one side did not prove to the other who it is
+    ├── PermissionDeniedError   it is known who calls, and that one may not
     ├── UnavailableError    the other side cannot be reached now; a retry may help
     ├── UserCodeError       the user's model, data, loss or optimizer raised
     └── RunFailedError      the run ended without a result; the message is the reason
@@ -84,6 +86,14 @@ class AlreadyExistsError(ConflictError):
 
 class WrongStateError(ConflictError):
     """The thing is in a state in which this cannot be done; a retry alone does not help."""
+
+
+class UnauthenticatedError(StratagemError):
+    """One side did not prove to the other who it is; a retry with the same files does not help."""
+
+
+class PermissionDeniedError(StratagemError):
+    """It is known who the caller is, and that one may not do this."""
 
 
 class UnavailableError(StratagemError):

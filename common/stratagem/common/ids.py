@@ -53,6 +53,15 @@ def check_run_id(value: str) -> RunId:
     return RunId(value)
 
 
+def check_token_name(value: str) -> str:
+    """The value as the name of a token, or an error that says what one looks like."""
+    if not _WORKER_ID.fullmatch(value):
+        raise InvalidInputError.at(
+            "name", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
+        )
+    return value
+
+
 def check_worker_id(value: str) -> WorkerId:
     """The value as a worker id, or an error that says what one looks like."""
     if not _WORKER_ID.fullmatch(value) or not value.strip("."):

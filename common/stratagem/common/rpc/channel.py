@@ -1,13 +1,17 @@
 """Channels to our services.
 
-Owns that each call carries the protocol version, and that chunks are read without copies. This is
-done by a channel around gRPC's own, and not by its interceptors: those put a queue and two tasks
-between a caller and every message of a stream. Deadlines and retries are the caller's.
+Owns that each call carries the protocol version and the caller's token, that chunks are read
+without copies, and that a new certificate is used from the next call on. This is done by a channel
+around gRPC's own, and not by its interceptors: those put a queue and two tasks between a caller and
+every message of a stream. Deadlines and retries are the caller's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -15,21 +19,67 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from stratagem.common.errors import ConflictError
+from stratagem.common.errors import ConflictError, InvalidInputError
+from stratagem.common.rpc.addresses import is_loopback
+from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
 from stratagem.common.rpc.options import CLIENT_OPTIONS, PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
+from stratagem.common.rpc.tokens import TokenFile
 from stratagem.common.tensors.frames import reading_frames
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
+_LOOK_EVERY_S: Final = 1.0
+"""How often at most the files of a channel are looked at; only when a call begins."""
+
+Metadata = tuple[tuple[str, str], ...]
 
 
-def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a process shows to servers, and how it knows them. Without files: nothing, plaintext."""
+
+    tls: TlsFiles | None = None
+    token_file: str | PathLike[str] | None = None
+
+
+PLAINTEXT: Final = Proof()
+
+
+def open_channel(
+    address: str,
+    proof: Proof = PLAINTEXT,
+    *,
+    own_connection: bool = False,
+    to_worker: str | None = None,
+) -> grpc.aio.Channel:
     """A channel to `host:port`; it connects at the first call.
 
     own_connection: share no TCP connection with other channels of this process to the same
     address, so that small calls (heartbeats) do not queue behind tensors.
+    to_worker: whose certificate the server must have, "" meaning any worker's: workers are known
+    by name, wherever they live. Unless given, the certificate must be one of the address's host.
+    Raises InvalidInputError when a file cannot be used.
     """
-    options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
-    return _ProtocolChannel(grpc.aio.insecure_channel(address, options=options))
+    options: list[tuple[str, int | str]] = [
+        *CLIENT_OPTIONS,
+        ("grpc.use_local_subchannel_pool", int(own_connection)),
+    ]
+    token = None
+    if proof.token_file is not None:
+        if proof.tls is None and not is_loopback(address.rpartition(":")[0]):
+            raise InvalidInputError.at(
+                "token_file", f"a token would go to {address} in plaintext; tls_ca is needed"
+            )
+        token = TokenFile(proof.token_file)
+        token.metadata()
+    if proof.tls is None:
+        return _ProtocolChannel(grpc.aio.insecure_channel(address, options=options), token)
+    files = FreshFiles(proof.tls)
+    if to_worker is not None:
+        cert_id = files.material.cert_id
+        trust_domain = DEFAULT_TRUST_DOMAIN if cert_id is None else cert_id.trust_domain
+        options.append(("grpc.ssl_target_name_override", worker_name(trust_domain, to_worker)))
+    return _ProtocolChannel(_RenewedChannel(address, files, options), token)
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
@@ -49,13 +99,16 @@ async def write_message(call: Any, message: Message | bytes) -> None:
 
 
 class _ProtocolChannel(grpc.aio.Channel):
-    """A channel whose calls carry the protocol version beside the caller's own metadata."""
+    """A channel whose calls carry protocol version and token beside the caller's own metadata."""
 
-    def __init__(self, inner: grpc.aio.Channel) -> None:
+    def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
         self._inner = inner
+        self._with_protocol = _adding(
+            _PROTOCOL if token is None else lambda: (*_PROTOCOL, *token.metadata())
+        )
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _with_protocol(self._inner.unary_unary(method, *args, **kwargs))
+        return self._with_protocol(self._inner.unary_unary(method, *args, **kwargs))
 
     def unary_stream(
         self,
@@ -66,13 +119,13 @@ class _ProtocolChannel(grpc.aio.Channel):
     ) -> Any:
         read = response_deserializer and reading_frames(response_deserializer)
         inner = self._inner.unary_stream(method, request_serializer, read, **kwargs)
-        return _with_protocol(inner)
+        return self._with_protocol(inner)
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _with_protocol(self._inner.stream_unary(method, *args, **kwargs))
+        return self._with_protocol(self._inner.stream_unary(method, *args, **kwargs))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _with_protocol(self._inner.stream_stream(method, *args, **kwargs))
+        return self._with_protocol(self._inner.stream_stream(method, *args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
         await self._inner.close(grace)
@@ -98,8 +151,79 @@ class _ProtocolChannel(grpc.aio.Channel):
         await self.close()
 
 
-def _with_protocol(multicallable: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
-        return multicallable(*args, metadata=(*(metadata or ()), *_PROTOCOL), **kwargs)
+class _RenewedChannel(grpc.aio.Channel):
+    """Calls go over a channel that knows the newest certificates.
 
-    return call
+    Calls that run when files change end on the channel on which they began.
+    """
+
+    def __init__(
+        self, address: str, files: FreshFiles, options: list[tuple[str, int | str]]
+    ) -> None:
+        self._address, self._files, self._options = address, files, options
+        self._old: list[grpc.aio.Channel] = []  # gRPC drops their connections half an hour unused
+        self._newest = self._open()
+        self._look_again_s = 0.0
+
+    def _open(self) -> grpc.aio.Channel:
+        credentials = channel_credentials(self._files.material)
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+    def _current(self) -> grpc.aio.Channel:
+        if time.monotonic() >= self._look_again_s:
+            self._look_again_s = time.monotonic() + _LOOK_EVERY_S
+            if self._files.changed():
+                self._old.append(self._newest)
+                self._newest = self._open()
+        return self._newest
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return lambda *a, **k: self._current().unary_unary(*args, **kwargs)(*a, **k)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return lambda *a, **k: self._current().unary_stream(*args, **kwargs)(*a, **k)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return lambda *a, **k: self._current().stream_unary(*args, **kwargs)(*a, **k)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return lambda *a, **k: self._current().stream_stream(*args, **kwargs)(*a, **k)
+
+    async def close(self, grace: float | None = None) -> None:
+        for each in (*self._old, self._newest):
+            await each.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._newest.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._newest.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._current().channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _adding(
+    more: Metadata | Callable[[], Metadata],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes calls add metadata to those of their caller."""
+
+    def wrap(multicallable: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
+            added = more() if callable(more) else more
+            return multicallable(*args, metadata=(*(metadata or ()), *added), **kwargs)
+
+        return call
+
+    return wrap

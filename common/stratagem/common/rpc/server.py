@@ -1,14 +1,14 @@
 """Servers of our services.
 
-Owns what holds for every call of every service: the protocol version is right, what does not parse
-is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status with the reason,
-any other exception becomes INTERNAL with an id that stands in the log, never a traceback. Handlers
-that stream answers must be async generators, and read requests from their iterator.
+Owns what holds for every call of every service: the caller may make it (see `authorization.py`),
+the protocol version is right, what does not parse is the caller's fault (INVALID_ARGUMENT), errors
+of our tree become their status with the reason, any other exception becomes INTERNAL with an id
+that stands in the log, never a traceback. Handlers that stream answers must be async generators,
+and read requests from their iterator.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -21,8 +21,12 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.rpc.addresses import is_loopback
+from stratagem.common.rpc.authorization import Gate, is_open
+from stratagem.common.rpc.credentials import server_credentials
 from stratagem.common.rpc.options import PROTOCOL_KEY, PROTOCOL_VERSION, SERVER_OPTIONS
 from stratagem.common.rpc.status import to_status
+from stratagem.common.rpc.tls import TlsFiles
 from stratagem.common.tensors.frames import reading_frames
 
 log = structlog.get_logger()
@@ -36,10 +40,17 @@ _MALFORMED: Final = object()
 _FOREIGN: Final = ("/grpc.health.", "/grpc.reflection.")
 
 
-def make_server(*, max_concurrent_rpcs: int | None = None) -> grpc.aio.Server:
-    """A server with our options and rules; add services, `bind`, start."""
+def make_server(
+    *, gate: Gate | None = None, max_concurrent_rpcs: int | None = None
+) -> grpc.aio.Server:
+    """A server with our options and rules; add services, `bind`, start.
+
+    gate: who is let in; everybody unless given, which is for servers without TLS.
+    """
     return grpc.aio.server(
-        interceptors=[_Rules()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs
+        interceptors=[_Rules(gate or Gate())],
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
 
 
@@ -53,7 +64,7 @@ def add_health(server: grpc.aio.Server) -> health.aio.HealthServicer:
 def bind(
     server: grpc.aio.Server, host: str, port: int, *, allow_insecure_network: bool = False
 ) -> int:
-    """Listen, port 0 meaning any free one; answers the port.
+    """Listen in plaintext, port 0 meaning any free one; answers the port.
 
     Nothing here is encrypted or authenticated, so other hosts are let in only on demand.
     """
@@ -61,42 +72,65 @@ def bind(
         raise InvalidInputError.at(
             "host",
             f"{host!r} can be reached from other machines, and connections are neither encrypted "
-            f"nor authenticated; use 127.0.0.1, or allow the insecure network explicitly",
+            f"nor authenticated; give certificates (--tls-ca, --tls-cert, --tls-key), use "
+            f"127.0.0.1, or allow the insecure network explicitly",
         )
+    return _listen(host, port, server.add_insecure_port)
+
+
+def bind_tls(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    files: TlsFiles,
+    *,
+    asks_for_certificate: bool = True,
+) -> int:
+    """Listen with TLS, port 0 meaning any free one; answers the port.
+
+    asks_for_certificate: refuse who has none of our CA; else callers must have a token.
+    """
+    credentials = server_credentials(files, asks_for_certificate=asks_for_certificate)
+    return _listen(host, port, lambda address: server.add_secure_port(address, credentials))
+
+
+def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        return add(address)
     except RuntimeError as error:
         raise UnavailableError(f"cannot listen on {address}: is the port taken?") from error
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class _Rules(grpc.aio.ServerInterceptor):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_FOREIGN):
+        if handler is None or is_open(handler_call_details.method):
             return handler
-        return _guarded(handler, handler_call_details)
+        return _guarded(handler, handler_call_details, self._gate)
 
 
-def _guarded(handler: Handler, call: grpc.HandlerCallDetails) -> Handler:
+def _guarded(handler: Handler, call: grpc.HandlerCallDetails, gate: Gate) -> Handler:
     """The same handler under our rules."""
-    refusal = _version_refusal(call)
+    is_foreign = call.method.startswith(_FOREIGN)
+    refusal = None if is_foreign else _version_refusal(call)
+    metadata = call.invocation_metadata or ()
+
+    def check(request: Any, context: Context) -> Any:
+        gate.admit(call.method, context.auth_context(), metadata)
+        return _checked(request, refusal, handler.request_streaming)
+
     make, kind = _KINDS[(handler.request_streaming, handler.response_streaming)]
     wrap = _streaming if handler.response_streaming else _answering
     return make(
-        wrap(getattr(handler, kind), call.method, refusal, handler.request_streaming),
+        wrap(getattr(handler, kind), call.method, check),
         request_deserializer=_tolerant(handler.request_deserializer),
         response_serializer=_unless_bytes(handler.response_serializer),
     )
@@ -170,12 +204,11 @@ def _checked(request: Any, refusal: WrongStateError | None, streaming: bool) -> 
 def _answering(
     behaviour: Callable[[Any, Context], Awaitable[Any]],
     method: str,
-    refusal: WrongStateError | None,
-    streaming: bool,
+    check: Callable[[Any, Context], Any],
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         try:
-            return await behaviour(_checked(request, refusal, streaming), context)
+            return await behaviour(check(request, context), context)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
@@ -187,12 +220,11 @@ def _answering(
 def _streaming(
     behaviour: Callable[[Any, Context], Any],
     method: str,
-    refusal: WrongStateError | None,
-    streaming: bool,
+    check: Callable[[Any, Context], Any],
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            responses = behaviour(_checked(request, refusal, streaming), context)
+            responses = behaviour(check(request, context), context)
             async with aclosing(responses):
                 async for response in responses:
                     yield response

@@ -1,0 +1,57 @@
+"""A server that says who calls, behind TLS."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratagem.common.rpc.authorization import Gate, current_caller
+from stratagem.common.rpc.server import bind_tls, make_server
+from stratagem.common.rpc.tls import TlsFiles
+from stratagem.common.rpc.tokens import TokenBook
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+
+class Listing(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Answers every listing with who asks."""
+
+    async def ListRuns(self, request: Any, context: Any) -> pb.ListRunsResponse:
+        return pb.ListRunsResponse(runs=[pb.RunInfo(name=current_caller().name)])
+
+    async def WatchRun(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+        yield pb.WatchRunResponse(event=pb.RunEvent(sentence=current_caller().name))
+
+    async def Heartbeat(self, request: Any, context: Any) -> pb.HeartbeatResponse:
+        current_caller().must_be_worker(request.worker_id)
+        return pb.HeartbeatResponse()
+
+
+class Described(worker_pb2_grpc.WorkerServiceServicer):
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(incarnation=current_caller().name)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    certificates: str
+    """host:port where callers are asked for a certificate."""
+    tokens: str
+
+
+@asynccontextmanager
+async def serving(files: TlsFiles, tokens_file: Path | None = None) -> AsyncIterator[Ports]:
+    book = None if tokens_file is None else TokenBook(tokens_file)
+    server = make_server(gate=Gate(files.identity().trust_domain, book))
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(Listing(), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Described(), server)
+    strict = bind_tls(server, "127.0.0.1", 0, files)
+    lenient = bind_tls(server, "127.0.0.1", 0, files, asks_for_certificate=False)
+    await server.start()
+    try:
+        yield Ports(f"127.0.0.1:{strict}", f"127.0.0.1:{lenient}")
+    finally:
+        await server.stop(None)
