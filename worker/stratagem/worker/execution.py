@@ -7,6 +7,7 @@ error of every attached call when it is a defect of ours.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -98,7 +99,8 @@ class Execution:
         self._membership = work.control.view.membership  # that a finished result is of
         self._num_followers = 0
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
-        work.host.loop.call_later(DESERTED_S, self._look_for_callers)
+        self._look: asyncio.TimerHandle | None = None
+        self._look_later()
 
     @property
     def phase(self) -> Phase:
@@ -122,8 +124,20 @@ class Execution:
                     yield message
         finally:
             self._num_followers -= 1
-            if self._num_followers == 0:
-                self._work.host.loop.call_later(DESERTED_S, self._look_for_callers)
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """In a while, if it still runs, see whether anybody wants to hear of it."""
+        self._forget_to_look()
+        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+            loop = self._work.host.loop
+            self._look = loop.call_later(DESERTED_S, self._look_for_callers)
+
+    def _forget_to_look(self) -> None:
+        # The timer holds this plan, and so the states of its session.
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
 
     def _look_for_callers(self) -> None:
         if self._num_followers == 0 and self._phase is Phase.ACTIVE:
@@ -175,12 +189,14 @@ class Execution:
 
     def _again(self) -> None:
         self._phase = Phase.ACTIVE
+        self._look_later()
         self._work.outbox.reopen()
         self._work.control.reset()
         self.start()
 
     def _finished(self, result: pb.ExecuteResult, membership: int) -> None:
         self._phase, self._membership = Phase.FINISHED, membership
+        self._forget_to_look()
         self._work.outbox.finish(result)
         is_train = result.WhichOneof("outcome") == "train"
         if is_train and self._is_outdated():
@@ -188,6 +204,7 @@ class Execution:
 
     def _failed(self, error: BaseException) -> None:
         self._phase = Phase.FAILED
+        self._forget_to_look()
         self._work.outbox.fail(error)
 
     # ---- in the torch thread ----

@@ -6,6 +6,7 @@ session is closed. Lives on the event loop; the torch thread sees single session
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -137,6 +138,9 @@ class Sessions:
             self._host.blobs.drop_run(run_id)
             # After the sessions have left their parties, which happens in the same thread.
             self._host.thread.submit(lambda: self._host.activations.clear_run(run_id))
+            # Models are full of cycles (compiled code, the user's own): a few objects that hold
+            # much memory, which the collector would not come by for in a long while.
+            self._host.thread.submit(_collect)
 
     def _close(self, session: Session) -> None:
         for execution in session.executions.values():
@@ -172,6 +176,10 @@ class Sessions:
     def _executions(self) -> Iterator[Execution]:
         for session in list(self._sessions.values()):
             yield from list(session.executions.values())
+
+
+def _collect() -> None:
+    gc.collect()
 
 
 def key_from(ref: types_pb2.SessionRef) -> SessionKey:

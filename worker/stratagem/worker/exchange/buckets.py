@@ -6,6 +6,7 @@ Hooks bring each gradient into its slot as backward finishes it and say when a b
 Knows neither members nor network, nor which shards there are.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -199,26 +200,34 @@ class GradientBuckets:
         if self._num_missing[bucket] == 0 and self._on_full is not None:
             self._on_full(bucket)
 
+    def _take(self, index: int, bucket: int, param: Tensor) -> None:
+        """A gradient that backward has just finished goes into its slot."""
+        if self._filling is None:
+            return  # a backward that is not part of a shard
+        if self._filled[index]:
+            self._add_again(index, bucket, param)
+            return
+        if self._is_freed:
+            self._hold(self._filling_set, bucket)
+        # Copying the first gradient into place costs less memory traffic than adding it to
+        # zeros, and keeps a negative zero.
+        view, grad = self._filling[index], param.grad
+        assert grad is not None
+        view.copy_(grad)
+        param.grad = None if index in self._narrow else view
+        self._filled[index] = True
+        if self._is_further and self._on_full is not None:
+            self._came[index] = True
+        self._count(bucket)
+
     def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
-        narrow = index in self._narrow
+        # Autograd keeps hooks where Python's collector does not look: a hook that led back to the
+        # parameter would keep the parameters, and all these sets, for ever.
+        found = weakref.ref(self)
 
         def hook(param: Tensor) -> None:
-            if self._filling is None:
-                return  # a backward that is not part of a shard
-            if self._filled[index]:
-                self._add_again(index, bucket, param)
-                return
-            if self._is_freed:
-                self._hold(self._filling_set, bucket)
-            # Copying the first gradient into place costs less memory traffic than adding it to
-            # zeros, and keeps a negative zero.
-            view, grad = self._filling[index], param.grad
-            assert grad is not None
-            view.copy_(grad)
-            param.grad = None if narrow else view
-            self._filled[index] = True
-            if self._is_further and self._on_full is not None:
-                self._came[index] = True
-            self._count(bucket)
+            buckets = found()
+            if buckets is not None:
+                buckets._take(index, bucket, param)
 
         return hook

@@ -63,15 +63,15 @@ def prepare(
     interval = spec.checkpoint_interval
     in_blocks = interval or is_cut(job.strategy) or spec.mode == "Hybrid"
     if not in_blocks:
-        model.forward = wrap.unit(model, is_compiled=is_compiled)
+        wrap.put_on(model, is_compiled=is_compiled)
     else:
         blocks = blocks_of(model, job)
         for block in blocks.modules:
-            block.forward = wrap.unit(block, is_compiled=is_compiled)
+            wrap.put_on(block, is_compiled=is_compiled)
         if interval:
             _checkpoint(model, blocks, interval, execution)
         if blocks.program is None:  # what the model does between its blocks
-            model.forward = wrap.unit(model, is_compiled=False)
+            wrap.put_on(model, is_compiled=False)
     if low_dtype(spec) is not None:
         model.forward = _ending_single(model.forward)
     return execution
@@ -89,7 +89,7 @@ def prepare_nodes(
     execution, wrap = _begin(job, device, randomness)
     modules = node_modules(model, program)
     for node in dict.fromkeys(m for name, m in modules.items() if name not in foreign):
-        node.forward = wrap.unit(node, is_compiled=job.execution.mode != "Eager")
+        wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution
 
 
@@ -132,17 +132,20 @@ class _Wrapper:
     gate: Gate
     randomness: KeyedRandomness
 
-    def unit(self, module: nn.Module, *, is_compiled: bool) -> Forward:
-        """The module's forward pass as the settings want it, without checkpointing."""
+    def put_on(self, module: nn.Module, *, is_compiled: bool) -> None:
+        """Replace the module's forward pass by what the settings want, without checkpointing."""
         forward: Forward = module.forward
+        dtype = low_dtype(self.spec)
+        if not is_compiled and dtype is None:
+            return  # a module that holds its own method would live until the collector comes by
         if is_compiled:
             forward = compiled(module, forward, self.gate, self.spec, self.randomness)
-        dtype = low_dtype(self.spec)
         if dtype is None:
-            return forward
-        if self.spec.precision == "Mixed":
-            return autocasting(forward, self.device, dtype)
-        return lowered(forward, module, dtype)
+            module.forward = forward
+        elif self.spec.precision == "Mixed":
+            module.forward = autocasting(forward, self.device, dtype)
+        else:
+            module.forward = lowered(forward, module, dtype)
 
 
 def _checkpoint(model: nn.Module, blocks: Blocks, interval: int, execution: Execution) -> None:
