@@ -20,6 +20,7 @@ from stratagem.common.job import (
     AccumulationSpec,
     CompressionSpec,
     ExecutionSpec,
+    InitialSpec,
     JobSpec,
     execution,
     phases,
@@ -48,6 +49,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         EdgeSpec,
         SubgraphSpec,
         sections.DataSpec,
+        InitialSpec,
         sections.LossSpec,
         sections.OptimizerSpec,
         sections.ScheduleSpec,
@@ -83,8 +85,10 @@ STRATEGY_OBJECTS: Mapping[str, tuple[type, ...]] = {
 CHECKED_BY = {
     "_check_name": ("text", "1 to 64 of A–Z, a–z, 0–9, `.`, `_`, `-`; a letter or digit first"),
     "_check_entrypoint": ("entry point", "`package.module:name`"),
-    "_check_digest": ("digest", "64 hex digits"),
-    "_check_data_path": ("path", "ends in `.safetensors`"),
+    "check_digest": ("digest", "64 hex digits"),
+    "check_tensor_file": ("path", "ends in `.safetensors`"),
+    "check_run_id": ("text", "1 to 64 of a–z, 0–9, `-`"),
+    "_check_which": ("text", "`final`, `best`, the number of a segment"),
     "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
     "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
 }

@@ -123,9 +123,7 @@ def test_accumulated_is_a_way_to_set_the_steps_of_accumulation() -> None:
         JobSpec.parse({**MINIMAL, "execution": {"gradient": {"Accumulated": 65}}})
 
 
-def test_a_job_trains_and_has_one_strategy() -> None:
-    with pytest.raises(InvalidInputError, match="computes no gradients, and a job trains"):
-        JobSpec.parse({**MINIMAL, "execution": {"preset": "inference"}})
+def test_a_job_has_one_strategy() -> None:
     replicas = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
     with pytest.raises(InvalidInputError, match="which is DataParallel already"):
         JobSpec.parse({**MINIMAL, "strategy": replicas, "execution": {"parallelism": "Automatic"}})

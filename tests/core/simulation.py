@@ -22,6 +22,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    EvaluateTogether,
     Release,
     RunSegment,
     TrainClient,
@@ -223,6 +224,9 @@ def do(effect: Effect) -> list[Fact]:
                     party=effect.party, segment=effect.base.segment, metrics={"test.loss": 0.1}
                 )
             ]
+        case EvaluateTogether():
+            metrics = {"test.loss": 0.1, "test.accuracy": 0.9}
+            return [Evaluated(party=effect.party, segment=effect.base.segment, metrics=metrics)]
         case Release():
             return [RunReleased()]
 

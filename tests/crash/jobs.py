@@ -116,6 +116,18 @@ PHASES: Job = {
     "min_correlation": -1,
 }
 
+
+def evaluation() -> Job:
+    """Ten batches of two rows, over four shards; nothing is trained."""
+    document = job(ALL_REDUCE)
+    for name in ("optimizer", "batch_size", "steps"):
+        del document[name]
+    return document | {
+        "execution": {"gradient": "None"},
+        "evaluation": {"split": "test", "metrics": ["accuracy"], "batch_size": 2},
+    }
+
+
 JOBS: dict[str, Job] = {
     "Local": job(LOCAL),
     "AllReduce": job(ALL_REDUCE),
@@ -128,6 +140,7 @@ JOBS: dict[str, Job] = {
     "Pipeline": job(PIPELINE),
     # There are workers for one of the two: it computes both shards.
     "Pipelines": job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
+    "Evaluation": evaluation(),
     "FedAvg": job(FED_AVG),
     "Silos": job(silos(data_parallel("AllReduce", 2))),
     "Silo-pipelines": job(silos(PIPELINE)),

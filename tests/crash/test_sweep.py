@@ -30,6 +30,7 @@ REACHED_BY = {
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.folded": ("FedAvg", "FedYogi"),
     "coordinator.evaluation.folded": ("FedAvg",),
+    "coordinator.evaluation.gathered": ("Evaluation",),
     "coordinator.run.released": ALL,
     "coordinator.journal.before_commit": (*ALL, "Population"),
     "coordinator.journal.after_commit": (*ALL, "Population"),
@@ -55,6 +56,7 @@ REACHED_BY = {
     "worker.stages.after_apply": ("Pipeline", "Silo-pipelines"),
     "worker.stages.trained": ("Pipeline",),
     "worker.stages.kept": ("Pipeline",),
+    "worker.batch.evaluated": ("Evaluation",),
     "worker.client_round.after_training": ("FedAvg",),
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,
@@ -99,6 +101,7 @@ LATER_HITS = {
     "worker.stages.after_apply": (11,),
     "worker.stages.trained": (4,),
     "worker.stages.kept": (5,),
+    "worker.batch.evaluated": (1,),
     "worker.client_round.after_training": (1,),
     "worker.execute.accepted": (2,),
     "worker.segment.finished": (4,),
@@ -129,7 +132,8 @@ def cases() -> list[Case]:
                 # worker-0 builds, evaluates, and is the only one that Local takes; under an
                 # exchange the later hits are another member's.
                 is_other = (
-                    job in (*EXCHANGING, *SOLE_COPIES, *WITH_PHASES, "Pipelines", "Coded")
+                    job
+                    in (*EXCHANGING, *SOLE_COPIES, *WITH_PHASES, "Pipelines", "Coded", "Evaluation")
                     and num_passed > 0
                 )
                 worker = "worker-2" if is_other else "worker-0"
@@ -153,6 +157,7 @@ SAMPLE = (
     Case("Pipelines", "worker-2", "worker.stages.before_backward", 6),
     Case("Local", "worker-0", "worker.snapshot.taken", 5),
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
+    Case("Evaluation", "worker-2", "worker.batch.evaluated", 1),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
     Case("FedAvg", "worker-0", "worker.round.trained"),
     # Between the two slots of the first round and its state.

@@ -22,6 +22,7 @@ import grpc
 
 from stratagem.client import downloads, uploads, views
 from stratagem.client.calls import Connection
+from stratagem.client.initial import resolve_initial
 from stratagem.client.jobs import Job, parse_job
 from stratagem.client.planning import import_folders, resolve_parallelism
 from stratagem.client.uploads import InlineData
@@ -81,7 +82,8 @@ class AsyncClient:
         """Start a run. The same run_id with the same job starts nothing twice.
 
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
-        and take the place of the job's `data`. With execution.parallelism the strategy is chosen
+        and take the place of the job's `data`. A run or a file that the job begins from is turned
+        into the digest of a state. With execution.parallelism the strategy is chosen
         here, for the workers that are registered now; the run's `note` says why.
         import_path: of the user's modules, where the model has to be built for that; unless given,
         this folder and that of the job file.
@@ -92,6 +94,7 @@ class AsyncClient:
         chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
         if packed is not None:
             await uploads.upload(connection, packed)
+        spec = await resolve_initial(connection, spec)
         reason = ""
         if spec.execution.parallelism != "None":
             # The run has a real strategy from the start; replays need not know how it came about.

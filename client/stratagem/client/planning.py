@@ -134,6 +134,8 @@ def resolve_parallelism(
             execution = job.execution.with_changes(parallelism="None")
             changed = job.model_copy(update={"strategy": strategy, "execution": execution})
             return changed, f"DataParallel over {number} workers, as asked for"
+        case "Automatic" if job.only_evaluates:
+            return _over_all(job, sum(worker.is_alive for worker in workers))
     members = [
         {
             "worker_id": worker.worker_id,
@@ -147,6 +149,17 @@ def resolve_parallelism(
     ]
     found = _ask("resolve", job, import_path=import_path, members=members)
     return JobSpec.from_json(found["job_json"]), found["reason"]
+
+
+def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
+    """Workers that evaluate exchange nothing, so each one more makes it faster."""
+    chosen: strategies.Strategy = strategies.Local()
+    reason = "Local: there is one worker"
+    if num_workers > 1:
+        chosen = strategies.DataParallel(num_workers, strategies.AllReduce())
+        reason = f"DataParallel over {num_workers} workers: nothing is exchanged in an evaluation"
+    execution = job.execution.with_changes(parallelism="None")
+    return job.model_copy(update={"strategy": chosen, "execution": execution}), reason
 
 
 def import_folders(job: Job) -> tuple[Path, ...]:

@@ -6,7 +6,7 @@ import torch unless the caller hands tensors in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from stratagem.client.calls import Connection
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.tensors.chunks import Source
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, to_proto
 from stratagem.common.tensors.safefile import blob_digest
@@ -58,14 +59,20 @@ def pack(data: InlineData) -> PackedData:
 
 async def upload(connection: Connection, packed: PackedData) -> None:
     """Store the blob with the coordinator; sends only what it does not have yet."""
+    await send(connection, packed.manifest, packed.buffers)
+
+
+async def send(
+    connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
+) -> None:
+    """The same for any blob whose manifest has its digest."""
     await connection.greet()
-    message = to_proto(packed.manifest)
-    header = pb.UploadDataHeader(digest=packed.digest, manifest=message)
+    header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(
         connection.stub.UploadData,
         pb.UploadDataRequest(header=header),
-        packed.manifest,
-        packed.buffers,
+        manifest,
+        content,
         retry=connection.stream_retry,
     )
 

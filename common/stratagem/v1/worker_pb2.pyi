@@ -313,7 +313,9 @@ Global___ClientRoundPlan: _TypeAlias = ClientRoundPlan  # noqa: Y015
 
 @_typing.final
 class EvaluatePlan(_message.Message):
-    """Evaluates a committed state; the member takes the batches congruent to rank modulo size."""
+    """Evaluates a committed state; the member takes the batches congruent to rank, or to one of the
+    count - 1 numbers after it, modulo size.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -321,8 +323,11 @@ class EvaluatePlan(_message.Message):
     SPLITS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     size: _builtins.int
+    count: _builtins.int
+    """0 is 1."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     @_builtins.property
@@ -334,10 +339,11 @@ class EvaluatePlan(_message.Message):
         splits: _abc.Iterable[_builtins.str] | None = ...,
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rank", b"rank", "size", b"size", "splits", b"splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

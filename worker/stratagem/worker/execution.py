@@ -31,6 +31,7 @@ from stratagem.worker import capture
 from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
 from stratagem.worker.engine.execution import give_back
 from stratagem.worker.entrypoints import user_error
+from stratagem.worker.execution_evaluate import evaluate_share
 from stratagem.worker.execution_pipeline import train_stages
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
 from stratagem.worker.execution_train import Segment, train
@@ -185,7 +186,8 @@ class Execution:
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
             return True
-        return kind == "train" and self._membership < self._work.control.view.membership
+        is_shared = kind == "train" or (kind == "evaluate" and self._work.job.only_evaluates)
+        return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
         self._phase = Phase.ACTIVE
@@ -198,8 +200,7 @@ class Execution:
         self._phase, self._membership = Phase.FINISHED, membership
         self._forget_to_look()
         self._work.outbox.finish(result)
-        is_train = result.WhichOneof("outcome") == "train"
-        if is_train and self._is_outdated():
+        if result.WhichOneof("outcome") != "interrupted" and self._is_outdated():
             self._again()
 
     def _failed(self, error: BaseException) -> None:
@@ -263,6 +264,8 @@ def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
         case "client_round":
             done = client_round(work, request.client_round)
             return pb.ExecuteResult(client_round=done), membership
+        case "evaluate" if work.job.only_evaluates:
+            return evaluate_share(work, request.evaluate, segment)
         case "evaluate":
             parts = evaluate_state(work, request.evaluate)
             return pb.ExecuteResult(evaluate=parts), membership

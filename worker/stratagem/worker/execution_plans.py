@@ -21,6 +21,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.client_round import ClientRound
+from stratagem.worker.engine.state import given_model_state, load_model_state
 from stratagem.worker.execution_train import evaluate, parts_to_proto
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
@@ -34,17 +35,24 @@ MAX_RUNNERS: Final = 4
 
 
 def build(work: Work) -> pb.BuildResult:
-    """Build the model from the seed; its state waits as the snapshot of segment 0."""
+    """Build the model from the seed, or load the state that the job begins from; its state waits
+    as the snapshot of segment 0."""
     work.be("building")
-    trainer = work.new_trainer(fresh=True)
-    tensors, metadata = trainer.copy_state()
+    initial = work.job.initial
+    make = work.new_inference if work.job.only_evaluates else work.new_trainer
+    built = make(fresh=initial is None)
+    if initial is not None:
+        assert initial.digest is not None  # the client has found it
+        given = given_model_state(work.blob(initial.digest)[0], built.model)
+        load_model_state(built.model, given, where="initial")
+    tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
-        metadata |= averaged(trainer.model)
+        metadata |= averaged(built.model)
     work.post(work.states.keep, work.segment, freeze(tensors, metadata))
     failpoint("worker.build.done")
     return pb.BuildResult(
-        num_rows=trainer.num_rows,
-        num_parameters=sum(param.numel() for param in trainer.model.parameters()),
+        num_rows=built.num_rows,
+        num_parameters=sum(param.numel() for param in built.model.parameters()),
         layout_digest=layout_digest(tensors),
     )
 

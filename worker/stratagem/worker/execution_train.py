@@ -44,6 +44,8 @@ class Segment:
     snapshot_taken: bool = False
     summary: Summary | None = None
     """Of nodes that gossip."""
+    evaluated: dict[tuple[str, int], Part] = field(default_factory=dict)
+    """By split and batch, where nothing is trained: the next view may ask for them again."""
 
 
 def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:

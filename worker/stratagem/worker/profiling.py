@@ -27,14 +27,17 @@ MAX_EVENTS: Final = 20_000
 MAX_NAME_CHARS: Final = 200
 STEP_CATEGORY: Final = "step"
 _TIMED: Final = "X"
-_OWN: Final = "training step "
+TRAINING: Final = "training step "
+EVALUATING: Final = "evaluated batch "
+_OWN: Final = (TRAINING, EVALUATING)
 
 
 class StepRecorder:
     """Use as a context manager around the steps of a segment, and call `begin` before each."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, name: str = TRAINING) -> None:
+        """name: what a step is called in the recording, one of those above."""
+        self._work, self._name = work, name
         self._profiler: profile | None = None
         self._span = ExitStack()
         self._num_begun = 0
@@ -52,7 +55,7 @@ class StepRecorder:
             self._span.close()
             self._profiler.step()
         self._num_begun += 1
-        self._span.enter_context(record_function(f"{_OWN}{step}"))
+        self._span.enter_context(record_function(f"{self._name}{step}"))
 
     def __exit__(
         self,
@@ -103,7 +106,7 @@ def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
     others = [
         event
         for event in found
-        if isinstance(event["pid"], int) and not event["name"].startswith((_OWN, "ProfilerStep#"))
+        if isinstance(event["pid"], int) and not event["name"].startswith((*_OWN, "ProfilerStep#"))
     ]
     if len(others) > MAX_EVENTS:
         others = sorted(others, key=lambda event: -event["dur"])[:MAX_EVENTS]

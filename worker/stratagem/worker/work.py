@@ -25,7 +25,15 @@ from stratagem.worker.blobs import Blob, BlobCache
 from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.control import Control
 from stratagem.worker.data.sources import DataSources
-from stratagem.worker.engine import ClientRunner, GossipTrainer, StepReport, Trainer, build_trainer
+from stratagem.worker.engine import (
+    ClientRunner,
+    GossipTrainer,
+    Inference,
+    StepReport,
+    Trainer,
+    build_inference,
+    build_trainer,
+)
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import AloneExchange, Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
@@ -111,6 +119,8 @@ class Holding:
     exchange: Exchange | AloneExchange | GossipExchange | None = None
     stages: HeldStages | None = None
     """Under model parallelism, instead of trainer and exchange."""
+    inference: tuple[str, Inference] | None = None
+    """Where nothing is trained, instead of trainer and exchange: with the digest of its state."""
     membership: int = -1
     """The membership of the exchange."""
     lineage: int = 0
@@ -151,6 +161,7 @@ class Holding:
         """Forget the state too."""
         self.leave()
         self.trainer, self.buckets, self.tally = None, None, Tally()
+        self.inference = None
 
 
 @dataclass(slots=True)
@@ -223,6 +234,18 @@ class Work:
         )
         self.tell(trainer.notes)
         return trainer
+
+    def new_inference(self, *, fresh: bool) -> Inference:
+        """The same for a job that only evaluates."""
+        inference = build_inference(
+            self.job,
+            self.host.entrypoints,
+            device=self.host.device,
+            fresh=fresh,
+            sources=self.sources(),
+        )
+        self.tell(inference.notes)
+        return inference
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Make a state the one that the session holds. A trainer that fails to load is not kept."""

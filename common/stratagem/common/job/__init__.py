@@ -7,6 +7,7 @@ from stratagem.common.job.derive import entry_points, with_fields
 from stratagem.common.job.every import Every
 from stratagem.common.job.execution import ExecutionSpec
 from stratagem.common.job.files import load_job, parse_yaml
+from stratagem.common.job.initial import InitialSpec
 from stratagem.common.job.phases import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -31,6 +32,7 @@ __all__ = [
     "Every",
     "ExecutionSpec",
     "GraphSpec",
+    "InitialSpec",
     "JobSpec",
     "LossSpec",
     "ModelSpec",

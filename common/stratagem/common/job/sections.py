@@ -46,13 +46,15 @@ class ModelSpec(Section):
         return self
 
 
-def _check_digest(value: str) -> Digest:
+def check_digest(value: str) -> Digest:
+    """The digest of a blob; raises InvalidInputError for other text."""
     if not _DIGEST.fullmatch(value):
         raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
     return Digest(value)
 
 
-def _check_data_path(value: str) -> str:
+def check_tensor_file(value: str) -> str:
+    """The path of a safetensors file, by its name; raises InvalidInputError for others."""
     if not value.endswith(".safetensors"):
         raise InvalidInputError(f"{value!r} is not a .safetensors file; other formats can run code")
     return value
@@ -63,8 +65,8 @@ class DataSpec(Section):
 
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = Field(default_factory=dict)
-    path: Annotated[str, AfterValidator(_check_data_path)] | None = None
-    inline: Annotated[Digest, AfterValidator(_check_digest)] | None = None
+    path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
+    inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None
 
     @model_validator(mode="after")

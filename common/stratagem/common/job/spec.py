@@ -7,7 +7,7 @@ job back. Does not know whether this installation can carry the job out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -15,8 +15,10 @@ from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyF
 from stratagem.common.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression import CompressionSpec, why_not_compressed
+from stratagem.common.job.evaluating import check_evaluating
 from stratagem.common.job.every import Every, Unit
 from stratagem.common.job.execution import ExecutionSpec, Variant, variant_to_plain
+from stratagem.common.job.initial import InitialSpec
 from stratagem.common.job.nesting import effective
 from stratagem.common.job.phases import PhasesSpec, reason_against
 from stratagem.common.job.search import SearchSpaceField
@@ -47,24 +49,31 @@ _MAX_SEED = MAX_COUNT // 2
 
 
 _AT_ONCE = AccumulationSpec()
+_ABSENT: Any = None
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
 """What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
 
 
 class JobSpec(Section):
-    """A validated job. `batch_size` is the global batch of one step."""
+    """A validated job. `batch_size` is the global batch of one step.
+
+    A job whose execution computes no gradients trains nothing: it evaluates one state, has no
+    optimizer, and its batches are those of the evaluation.
+    """
 
     name: Name
     model: ModelSpec
     data: DataSpec
     loss: LossSpec
-    optimizer: OptimizerSpec
+    # Only a job that trains nothing has none; whoever trains need not ask.
+    optimizer: OptimizerSpec = _ABSENT
+    initial: InitialSpec | None = None
     evaluation: EvaluationSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
     epochs: Count | None = None
     steps: Count | None = None
-    batch_size: Count
+    batch_size: Count = _ABSENT
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] = 0
     strategy: StrategyField = Local()
     accumulation: AccumulationSpec | None = None
@@ -89,8 +98,14 @@ class JobSpec(Section):
             unit = _UNITS.get(type(self.strategy), "epoch")
             settled = evaluation.model_copy(update={"every": Every(1, unit)})
             self.__dict__["evaluation"] = settled
+        if self.only_evaluates:
+            refuse([*check_evaluating(self), *_federated_only(self), *_execution(self)])
+            assert self.evaluation is not None
+            self.__dict__["batch_size"] = self.evaluation.batch_size
+            return self
         refuse(
             [
+                *_missing(self),
                 *_length(self),
                 *_federated_only(self),
                 *_population_only(self),
@@ -104,6 +119,11 @@ class JobSpec(Section):
             ]
         )
         return self
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the job trains nothing."""
+        return not self.execution.computes_gradients
 
     @property
     def window(self) -> AccumulationSpec:
@@ -126,6 +146,11 @@ class JobSpec(Section):
     def from_json(cls, text: str) -> Self:
         """The job from its JSON text."""
         return cls.parse(load_json(text))
+
+
+def _missing(job: JobSpec) -> list[Violation]:
+    needed = ("optimizer", "batch_size")
+    return [Violation(name, "missing") for name in needed if getattr(job, name) is None]
 
 
 def _length(job: JobSpec) -> list[Violation]:
@@ -226,9 +251,6 @@ def _compression(job: JobSpec) -> list[Violation]:
 
 def _execution(job: JobSpec) -> list[Violation]:
     found = []
-    if not job.execution.computes_gradients:
-        text = "'None' computes no gradients, and a job trains; set Full"
-        found.append(Violation("execution.gradient", text))
     own = job.accumulation
     if job.execution.accumulation_steps is not None and own is not None:
         for name in ("micro_batch_size", "steps"):

@@ -134,6 +134,19 @@ class EvaluateState:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluateTogether:
+    """Evaluate a committed state with all members of a party, each on the batches of its shards."""
+
+    run_id: RunId
+    party: Party
+    membership: int
+    base: Base
+    splits: tuple[str, ...]
+    members: tuple[Member, ...]
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Have the workers forget an ended run."""
 
@@ -149,6 +162,7 @@ Effect = (
     | CollectUpdate
     | AggregateRound
     | EvaluateState
+    | EvaluateTogether
     | Release
 )
 
@@ -156,7 +170,7 @@ Effect = (
 def slots(effect: Effect) -> frozenset[Member]:
     """The workers whose compute slot the effect needs, all at once."""
     match effect:
-        case RunSegment():
+        case RunSegment() | EvaluateTogether():
             return frozenset(effect.members)
         case Build() | TrainClient() | EvaluateState():
             return frozenset({effect.member})

@@ -31,7 +31,7 @@ def next_deadline(state: CoordinatorState) -> float | None:
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
-    """Blobs that must stay: retained commits, bases of what is due, inline data."""
+    """Blobs that must stay: retained commits, bases of what is due, inline data, given states."""
     live: set[Digest] = set()
     for run in state.runs.values():
         live |= {commit.digest for commit in retained(run)}
@@ -39,4 +39,6 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
         live |= strategy_of(run.job).blobs(run.value)
         if run.job.data.inline is not None:
             live.add(Digest(run.job.data.inline))
+        if run.job.initial is not None and run.job.initial.digest is not None:
+            live.add(run.job.initial.digest)
     return frozenset(live)

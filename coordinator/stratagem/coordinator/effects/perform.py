@@ -10,6 +10,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    EvaluateTogether,
     Release,
     RunSegment,
     TrainClient,
@@ -21,6 +22,7 @@ from stratagem.coordinator.effects.collect import collect_update
 from stratagem.coordinator.effects.commit import commit_segment
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluate import evaluate_state
+from stratagem.coordinator.effects.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.release import release
 from stratagem.coordinator.effects.segment import run_segment
 
@@ -43,6 +45,8 @@ async def perform(env: Env, effect: Effect) -> None:
                 await aggregate_round(env, effect)
             case EvaluateState():
                 await evaluate_state(env, effect)
+            case EvaluateTogether():
+                await evaluate_together(env, effect)
             case Release():
                 await release(env, effect)
             case _:

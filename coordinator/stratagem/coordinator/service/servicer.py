@@ -212,7 +212,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         active = sum(run.ended is None for run in self._app.loop.state.runs.values())
         if active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
-        await streams.check_inline_data(self._app.blobs, request.job_json)
+        await streams.check_blobs(self._app.blobs, request.job_json)
 
 
 def _member(worker_id: str, incarnation: str) -> Member:

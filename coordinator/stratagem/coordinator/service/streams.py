@@ -5,7 +5,12 @@ import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from stratagem.common.errors import IntegrityError, NotFoundError, UnavailableError
+from stratagem.common.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import ChunkWriter
@@ -84,11 +89,21 @@ async def upload(
         writer.abort()
 
 
-async def check_inline_data(blobs: BlobStore, job_json: str) -> None:
-    """A job may only name data that were uploaded before it."""
-    inline = JobSpec.from_json(job_json).data.inline
-    if inline is not None and not await asyncio.to_thread(blobs.keep, Digest(inline)):
+async def check_blobs(blobs: BlobStore, job_json: str) -> None:
+    """A job may only name data and a state that lie here already."""
+    job = JobSpec.from_json(job_json)
+    inline, initial = job.data.inline, job.initial
+    if initial is not None and initial.digest is None:
+        text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
+        raise InvalidInputError.at("initial", text)
+    if initial is not None and not await _is_kept(blobs, initial.digest or ""):
+        raise NotFoundError(f"initial.digest: no state {initial.digest} lies here")
+    if inline is not None and not await _is_kept(blobs, inline):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded")
+
+
+async def _is_kept(blobs: BlobStore, digest: str) -> bool:
+    return await asyncio.to_thread(blobs.keep, Digest(digest))
 
 
 async def rendezvous(

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, Local
-from stratagem.coordinator.strategies import missing
+from stratagem.coordinator.strategies import evaluating, missing
 from stratagem.coordinator.strategies.contract import Strategy
 
 GROUP = "stratagem.strategies"
@@ -31,11 +31,15 @@ def name_of(job: JobSpec) -> str:
 
 def strategy_of(job: JobSpec) -> Strategy:
     """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
+    if job.only_evaluates:
+        return evaluating
     return _load(name_of(job)) or missing
 
 
 def require(job: JobSpec) -> Strategy:
     """The strategy that runs a job; raises InvalidInputError when it is not installed."""
+    if job.only_evaluates:
+        return evaluating
     strategy = _load(name_of(job))
     if strategy is None:
         known = ", ".join(registered())

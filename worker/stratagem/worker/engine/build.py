@@ -16,6 +16,7 @@ from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
 from stratagem.worker.engine.execution import make_gather, prepare
 from stratagem.worker.engine.gossip import GossipTrainer
+from stratagem.worker.engine.inference import Inference
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.trainer import Setup, Trainer
 from stratagem.worker.entrypoints import EntryPoints
@@ -36,6 +37,18 @@ def build_trainer(
 ) -> Trainer:
     """fresh: the model is initialised from the seed; otherwise load_state must come first."""
     return Trainer(_setup(job, entrypoints, device, fresh, sources))
+
+
+def build_inference(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    *,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None = None,
+) -> Inference:
+    """The same for a job that only evaluates."""
+    return Inference(_setup(job, entrypoints, device, fresh, sources))
 
 
 def build_gossip_trainer(

@@ -50,9 +50,10 @@ class Evaluator:
         """The parts of the batches whose number is congruent to rank modulo size."""
         self.model.eval()
         num_batches = -(-len(dataset) // self.batch_size)
-        return [self._part(split, dataset, batch) for batch in range(rank, num_batches, size)]
+        return [self.part(split, dataset, batch) for batch in range(rank, num_batches, size)]
 
-    def _part(self, split: str, dataset: Dataset, batch: int) -> Part:
+    def part(self, split: str, dataset: Dataset, batch: int) -> Part:
+        """One batch; the model is in the mode that it is to be evaluated in."""
         x, y, num_rows = self.begin_batch(split, dataset, batch)
         with user_code(f"evaluating {split}"):
             output = self.model(x)

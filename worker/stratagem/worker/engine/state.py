@@ -49,24 +49,41 @@ def optimizer_state(
     return tensors, metadata
 
 
-def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `model/…` tensors in, after checking names, shapes and dtypes."""
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "state") -> None:
+    """Copies `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
+    `where`."""
     given = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
     expected = model.state_dict()
     missing, unexpected = sorted(expected.keys() - given), sorted(given.keys() - expected.keys())
     if missing or unexpected:
         raise InvalidInputError.at(
-            "state", f"missing tensors: {missing or 'none'}; unexpected: {unexpected or 'none'}"
+            where, f"missing tensors: {missing or 'none'}; unexpected: {unexpected or 'none'}"
         )
     for name, target in expected.items():
         source = given[name]
         if source.shape != target.shape or source.dtype != target.dtype:
             raise InvalidInputError.at(
-                f"state.{name}",
+                f"{where}.{name}",
                 f"is {source.dtype} {tuple(source.shape)}, "
                 f"but the model has {target.dtype} {tuple(target.shape)}",
             )
     model.load_state_dict(given, strict=True)
+
+
+def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """`model/…` tensors for a model out of a state, or out of a plain state_dict.
+
+    Floating-point numbers get the dtype that the model has.
+    """
+    if not any(name.startswith(MODEL) for name in tensors):
+        tensors = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+    expected = model.state_dict()
+    given = {}
+    for name, tensor in tensors.items():
+        own = expected.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+        casts = own is not None and own.is_floating_point() and tensor.is_floating_point()
+        given[name] = tensor.to(own.dtype) if own is not None and casts else tensor
+    return given
 
 
 def load_optimizer_state(

@@ -21,7 +21,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.planning.estimate import estimate_memory
-from stratagem.worker.planning.parallel import Fleet, Member, resolve
+from stratagem.worker.planning.parallel import Fleet, Member, alone, resolve
 from stratagem.worker.planning.recommend import recommend
 from stratagem.worker.planning.step import Site
 
@@ -35,7 +35,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
     num_workers = request.get("num_workers")
     fleet = Fleet.of_equals(num_workers or job.execution.num_workers, site.device.type)
-    resolved, reason = resolve(job, site, fleet)
+    resolved, reason = (alone(job), "") if job.only_evaluates else resolve(job, site, fleet)
     found = estimate_memory(
         resolved,
         site,

@@ -115,20 +115,23 @@ def estimate_memory(
     """What the worker that needs most will need.
 
     num_workers: that share the job; by default as many as its strategy has room for. inference:
-    only run the model, over the batch of one step. measure: do the step for real, here, too.
-    execution.parallelism must be a strategy by now: see `resolve`.
+    only run the model, over the batch of one step, as a job that trains nothing does. measure: do
+    the step for real, here, too. execution.parallelism must be a strategy by now: see `resolve`.
 
     Raises InvalidInputError for a job that workers refuse, UserCodeError for what the user's code
     raises.
     """
     if num_workers is not None and num_workers < 1:
         raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
+    if measure and job.only_evaluates:
+        text = "only training steps are measured, and execution.gradient is None"
+        raise InvalidInputError.at("measure", text)
     check_supported(job.execution)
     # Compiled code keeps no more for backward than the same code not compiled.
     execution = job.execution.with_changes(mode="Eager", profiling=False)
     # Codecs and predictions work on values, which a played step does not have.
     played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
-    if inference:
+    if inference or job.only_evaluates:
         reading = play_forward(played, site, job.batch_size)
         return _estimate(reading, site, job.batch_size, ())
     estimate = _with_codec(job, _training(played, site, job.strategy, num_workers), num_workers)

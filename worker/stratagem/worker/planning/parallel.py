@@ -130,10 +130,11 @@ def choose(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
         case forms.ModelParallel(number):
             return _cut(job, site, fleet, number, is_pipeline=False)
         case "Automatic":
-            return _automatic(_alone(job), site, fleet)
+            return _automatic(alone(job), site, fleet)
 
 
-def _alone(job: JobSpec) -> JobSpec:
+def alone(job: JobSpec) -> JobSpec:
+    """The job as one worker has it."""
     execution = job.execution.with_changes(parallelism="None")
     return job.model_copy(update={"strategy": Local(), "execution": execution})
 
@@ -230,7 +231,7 @@ def _cut(job: JobSpec, site: Site, fleet: Fleet, number: int, *, is_pipeline: bo
         raise InvalidInputError.at("execution.parallelism", text)
     rows = math.ceil(job.batch_size / (MICRO_BATCHES_PER_STAGE * number)) if is_pipeline else 1
     try:
-        program, costs = node_costs(_alone(job), site, rows)
+        program, costs = node_costs(alone(job), site, rows)
     except InvalidInputError as error:
         text = f"{name} cannot cut this model: {error}"
         raise InvalidInputError.at("execution.parallelism", text) from error

@@ -71,6 +71,9 @@ def recommend(job: JobSpec, site: Site, memory_bytes: int, num_workers: int = 1)
         raise InvalidInputError.at("memory", f"{memory_bytes} bytes hold no model; must be > 0")
     if num_workers < 1:
         raise InvalidInputError.at("workers", f"{num_workers} is not 1 or more")
+    if job.only_evaluates:
+        text = "None trains nothing; `stratagem estimate` says what an evaluation needs"
+        raise InvalidInputError.at("execution.gradient", text)
     choice = _parallelism(job, site, memory_bytes, num_workers)
     execution = job.execution.with_changes(parallelism="None", gradient="Full")
     base = job.model_copy(update={"strategy": choice.strategy, "execution": execution})

@@ -115,12 +115,14 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     with FakeTensorMode(allow_non_fake_inputs=True), live, torch.no_grad():
         model = build_shapes(job, site.entrypoints, device=site.device).eval()
         parameters = live.size_of(model.parameters())
+        cached = _cached(job, data, gather) if job.only_evaluates else None
         buffers = live.live - parameters
         live.forget_peak()
-        x, _ = gather(data["train"], torch.arange(num_rows), "running the model")
+        x, _ = gather(data[_split(job)], torch.arange(num_rows), "running the model")
         with FlopCounterMode(display=False) as counter:
             model(x)
         state = live.size_of(_tensors_of(model))
+        del cached
     return Reading(
         parameters=parameters,
         buffers=buffers,
@@ -252,7 +254,7 @@ def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object
     """The data sets that lie on the device, if the job wants that. Rows as those of training."""
     if job.execution.memory != "Cached":
         return None
-    used = {"train", *([job.evaluation.split] if job.evaluation is not None else [])}
+    used = {_split(job), *([job.evaluation.split] if job.evaluation is not None else [])}
     return [
         gather(dataset, torch.arange(len(dataset)), "caching data sets")
         for split, dataset in data.items()
@@ -260,9 +262,14 @@ def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object
     ]
 
 
+def _split(job: JobSpec) -> str:
+    """The split whose rows pass through the model."""
+    return job.evaluation.split if job.only_evaluates and job.evaluation else "train"
+
+
 def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Gather:
     """Gathers nothing but the shapes of rows. To be called where tensors are real."""
     x, y = Gather(float_dtype(job), torch.device("cpu"))(
-        data["train"], torch.arange(1), "reading one row"
+        data[_split(job)], torch.arange(1), "reading one row"
     )
     return _ShapesOnly(float_dtype(job), site.device, x, y)

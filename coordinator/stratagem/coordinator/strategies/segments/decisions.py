@@ -27,10 +27,11 @@ def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | No
         )
     if run.committed is not None and run.committed.segment == num_segments(job, run):
         return RunCompleted(reason=f"{run.committed.step} steps committed")
-    return _reform(job, run, shape, world)
+    return members_due(job, run, shape, world)
 
 
-def _reform(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
+def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
+    """Other members than the present ones, if there should be."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:

@@ -2,8 +2,8 @@
 
 Shapes are compiled as they are, so the bits of a computation depend on its shape and on nothing
 that was computed before. Only full batches are compiled: what is left over at the end of an epoch,
-and evaluation, run eagerly, so uneven shards compile no further code. Random numbers are torch's
-own, drawn from the same seeds as in eager code. Must not know what a model is.
+and evaluation between steps, run eagerly, so uneven shards compile no further code. Random numbers
+are torch's own, drawn from the same seeds as in eager code. Must not know what a model is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Gate:
     """Whether compiled code is used: the same on all members, because it follows from the batch."""
 
     is_open: bool = False
+    is_inference: bool = False
+    """Whether forward passes without gradients are compiled too: there are no others."""
 
 
 def check_compiler(mode: str, device: torch.device) -> None:
@@ -76,7 +78,8 @@ def compiled(
     spec: ExecutionSpec,
     randomness: KeyedRandomness,
 ) -> Forward:
-    """The module's forward pass, compiled while the gate is open and gradients are computed."""
+    """The module's forward pass, compiled while the gate is open and what the job computes is
+    computed: gradients, or no gradients."""
     options: dict[str, Any] = {
         "fallback_random": True,
         # It may draw random numbers in another order than the model's code does.
@@ -87,7 +90,7 @@ def compiled(
     known: list[Draws] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (gate.is_open and torch.is_grad_enabled()):
+        if not (gate.is_open and (gate.is_inference or torch.is_grad_enabled())):
             return forward(*args, **kwargs)
         if not known:
             known.append(_observe(module, forward, randomness, args, kwargs))

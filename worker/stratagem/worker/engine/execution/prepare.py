@@ -109,7 +109,7 @@ def is_cut(strategy: Strategy | None) -> bool:
 def _begin(
     job: JobSpec, device: torch.device, randomness: KeyedRandomness
 ) -> tuple[Execution, _Wrapper]:
-    spec, gate = job.execution, Gate()
+    spec, gate = job.execution, Gate(is_inference=job.only_evaluates)
     if spec.mode != "Eager":
         check_compiler(spec.mode, device)
         prepare_compiler(device)
@@ -117,7 +117,8 @@ def _begin(
     execution = Execution(
         job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
     )
-    if spec.fusion and not has_fused_kernels(job.optimizer):
+    # Without updates there is only compiled code to fuse operations in.
+    if spec.fusion and not job.only_evaluates and not has_fused_kernels(job.optimizer):
         execution.notes.append(
             f"execution.fusion: torch has no fused kernel for {job.optimizer.name}; its updates "
             "take several"

@@ -1,0 +1,103 @@
+"""EvaluateTogether: all members of a party evaluate one state, each on the batches of its shards.
+
+Members do not meet, so one that is lost holds nobody up: the next membership gives its shards to
+the others, which answer at once for what they have evaluated already.
+"""
+
+import asyncio
+
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import child_party
+from stratagem.common.job import JobSpec
+from stratagem.common.shards import assign_shards
+from stratagem.coordinator.core.effects import EvaluateTogether
+from stratagem.coordinator.core.facts import ROOT, Evaluated
+from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.evaluation import fold_parts
+from stratagem.coordinator.feed import Progress
+from stratagem.coordinator.link import session, state_ref
+from stratagem.v1 import worker_pb2
+
+
+async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
+    """Evaluate and report Evaluated, or why the run fails."""
+    job = env.job_of(effect.run_id, effect.party)
+    shown = _Shown(env, effect)
+    async with asyncio.TaskGroup() as group:
+        attending = [
+            group.create_task(_attend_member(env, effect, job, rank, shown.by(rank)))
+            for rank in range(len(effect.members))
+        ]
+    results = [task.result() for task in attending]
+    finished = [result for result in results if result is not None]
+    if len(finished) < len(results):
+        return  # what ended early has been reported
+    failpoint("coordinator.evaluation.gathered")
+    parts = (part for result in finished for part in result.parts)
+    metrics = fold_parts(parts, env.metrics_of(effect.run_id, effect.party))
+    fact = Evaluated(party=effect.party, segment=effect.base.segment, metrics=metrics)
+    await env.report(effect.run_id, fact)
+
+
+async def _attend_member(
+    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
+) -> worker_pb2.EvaluateResult | None:
+    """The member's sums; None when it ended otherwise, which is then reported."""
+    member = effect.members[rank]
+    request = _request(env, effect, job, rank)
+    result = await attend(env, member, request, on_progress, base=effect.base.digest)
+    match result.WhichOneof("outcome"):
+        case "evaluate":
+            return result.evaluate
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
+
+
+def _request(
+    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int
+) -> worker_pb2.ExecuteRequest:
+    owned = assign_shards(effect.num_shards, len(effect.members))[rank]
+    return worker_pb2.ExecuteRequest(
+        fence=env.links.to(effect.members[rank], env.state).fence(effect.membership),
+        session=session(effect.run_id, child_party(effect.party, "evaluate")),
+        segment=effect.base.segment,
+        job_json=job.canonical_json(),
+        evaluate=worker_pb2.EvaluatePlan(
+            base=state_ref(effect.base),
+            splits=effect.splits,
+            rank=owned.start,
+            count=len(owned),
+            size=effect.num_shards,
+        ),
+    )
+
+
+class _Shown:
+    """The batches and rows per second of all members together, for whoever watches."""
+
+    def __init__(self, env: Env, effect: EvaluateTogether) -> None:
+        self._env, self._effect = env, effect
+        self._latest: dict[int, worker_pb2.Progress] = {}
+
+    def by(self, rank: int) -> OnProgress:
+        """What to do with the progress of one member."""
+
+        def show(progress: worker_pb2.Progress) -> None:
+            self._latest[rank] = progress
+            if self._effect.party == ROOT:
+                self._env.feed.set_progress(self._effect.run_id, self._sum())
+
+        return show
+
+    def _sum(self) -> Progress:
+        latest = self._latest.values()
+        return Progress(
+            step=sum(each.step for each in latest),
+            loss=0.0,
+            rows_per_s=sum(each.rows_per_s for each in latest),
+            engine="",
+        )

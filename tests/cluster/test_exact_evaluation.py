@@ -1,0 +1,110 @@
+"""Runs that train nothing, over real processes: any number of workers gives the loop's bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.common.errors import InvalidInputError, NotFoundError, UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.worker.reference_evaluation import evaluation_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    Outcome,
+    assert_same_bits,
+    data_parallel,
+    job,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+
+pytestmark = pytest.mark.cluster
+
+EVALUATION = {"split": "test", "metrics": ["accuracy", "perplexity"], "batch_size": 2}
+
+
+def evaluating(model: str = "everything", **changes: Any) -> JobSpec:
+    nothing = dict.fromkeys(("optimizer", "checkpoint", "steps", "batch_size"))
+    execution = {"gradient": "None", **changes.pop("execution", {})}
+    sections = {"evaluation": EVALUATION, **nothing, "execution": execution, **changes}
+    return job(model, **sections)
+
+
+@pytest.fixture(scope="module")
+def trained(client: Client) -> Outcome:
+    measured = {**EVALUATION, "every": "5 steps", "best": "loss", "mode": "min"}
+    return train(client, job("everything", checkpoint=None, evaluation=measured))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_metrics_of_a_run_are_those_that_it_was_committed_with(
+    client: Client, trained: Outcome, num_workers: int
+) -> None:
+    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
+    spec = evaluating(strategy=strategy, initial={"run": trained.run.run_id, "which": "best"})
+    done = train(client, spec)
+    best = trained.status.commit("best")
+    assert best is not None
+    measured = {k: v for k, v in best.metrics.items() if k.startswith("test.")}
+    assert done.status.metrics == measured
+    assert done.status.job["initial"] == {"digest": best.digest}
+    assert len(done.of("MembersFormed")[-1].payload["members"]) == num_workers
+
+
+def test_a_file_of_weights_is_evaluated_in_other_precision(
+    client: Client, trained: Outcome, tmp_path: Path
+) -> None:
+    path = trained.run.download(tmp_path / "weights.safetensors")
+    spec = evaluating(
+        initial={"file": str(path)}, execution={"parallelism": "Automatic", "precision": "Full"}
+    )
+    run = client.submit(spec)
+    assert run.note == "DataParallel over 4 workers: nothing is exchanged in an evaluation"
+    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, trained.state)
+
+
+def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: Outcome) -> None:
+    spec = job("everything", steps=1, checkpoint=None, initial={"run": trained.run.run_id})
+    run = client.submit(spec)
+    run.result()
+    assert_same_bits(run.state_dict("0"), trained.state)
+
+
+@pytest.mark.sweep
+def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    # Each of the three takes every third of the six batches; this one dies in its second.
+    data = user("gated", folder=str(gates.folder))
+    spec = evaluating(
+        data=data,
+        strategy=data_parallel(3),
+        evaluation={**EVALUATION, "split": "train", "batch_size": 8},
+    )
+    gates.close("worker-1-batch-2")
+    run = client.submit(spec)
+    gates.wait_reached("worker-1-batch-2")
+    exact_cluster.kill("worker-1")
+    wait_for(run, "MembersFormed", 2)
+    gates.open()
+    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED)
+    exact_cluster.wait_ready()
+
+
+def test_what_cannot_be_begun_from_is_named(
+    client: Client, trained: Outcome, tmp_path: Path
+) -> None:
+    with pytest.raises(NotFoundError, match="has no state '77'; kept is"):
+        client.submit(evaluating(initial={"run": trained.run.run_id, "which": "77"}))
+    with pytest.raises(NotFoundError, match=r"initial\.digest: no state"):
+        client.submit(evaluating(initial={"digest": "0" * 64}))
+    with pytest.raises(InvalidInputError, match="No such file"):
+        client.submit(evaluating(initial={"file": str(tmp_path / "none.safetensors")}))
+    run = client.submit(evaluating("mlp", initial={"run": trained.run.run_id}))
+    with pytest.raises(UserCodeError, match="initial: missing tensors"):
+        run.result()

@@ -1,0 +1,71 @@
+"""A model that is only run: what a job without gradients holds on a worker.
+
+No graph is recorded and no optimizer is there, so the memory is that of the weights and of one
+batch. Full batches are compiled where the job says so: nothing else runs. Knows no coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.engine import state
+from stratagem.worker.engine.evaluate import Part
+from stratagem.worker.engine.trainer import Setup
+
+
+class Inference:
+    """Model and data of one session. Used by one thread."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.job, self.model = setup.job, setup.model
+        self._data, self._evaluator = setup.data, setup.evaluator
+        self._execution = setup.execution
+        spec = self.job.evaluation
+        assert spec is not None  # the job was checked
+        self._batch_size = spec.batch_size
+        self.model.eval()
+        self.dataset(spec.split)
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self._data.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._execution.notes
+
+    def dataset(self, split: str) -> Dataset:
+        """A split's rows; raises InvalidInputError naming evaluation.split."""
+        if split not in self._data:
+            known = ", ".join(self._data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self._data[split]
+
+    def num_batches(self, split: str) -> int:
+        """Of a whole split; the last one may be short."""
+        return -(-len(self.dataset(split)) // self._batch_size)
+
+    def rows_in(self, split: str, batch: int) -> int:
+        """Of one batch."""
+        return min(self._batch_size, len(self.dataset(split)) - batch * self._batch_size)
+
+    @torch.inference_mode()
+    def part(self, split: str, batch: int) -> Part:
+        """The sums over one batch, which do not depend on what was evaluated before."""
+        self._execution.begin_batch(self.rows_in(split, batch))
+        return self._evaluator.part(split, self.dataset(split), batch)
+
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """(the model's tensors by name, metadata), copied to the CPU; step 0."""
+        return state.copied(state.model_state(self.model)), {"step": "0", "format": state.FORMAT}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over the model of a state; what else stands in it is passed over."""
+        state.load_model_state(self.model, tensors)
