@@ -1,12 +1,21 @@
-"""Facts of earlier schemas are read as facts of this one, and later ones are refused."""
+"""Facts come back from the journal as they went in, also those of earlier schemas."""
 
+import json
+import math
 from typing import Any
 
 import pytest
 
 from stratagem.common.ids import Digest
 from stratagem.coordinator.core import facts
-from stratagem.coordinator.core.facts import ROOT, RunCancelled, SegmentCommitted, decode, encode
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Evaluated,
+    RunCancelled,
+    SegmentCommitted,
+    decode,
+    encode,
+)
 
 pytestmark = pytest.mark.core
 
@@ -34,3 +43,24 @@ def test_each_schema_between_is_passed_and_those_that_changed_nothing_are_skippe
 def test_what_a_newer_version_wrote_is_refused(kind: str, schema: int) -> None:
     with pytest.raises(ValueError, match=f"{kind} of schema {schema}, written by a newer version"):
         decode(kind, schema, "{}")
+
+
+def test_metrics_that_are_not_finite_come_back() -> None:
+    metrics = {"test.loss": math.nan, "test.perplexity": math.inf, "test.gap": -math.inf}
+    kind, payload = encode(Evaluated(party=ROOT, segment=3, metrics=metrics | {"a": 0.1}))
+    json.loads(payload, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    fact = decode(kind, 1, payload)
+    assert isinstance(fact, Evaluated)
+    assert {name: str(value) for name, value in fact.metrics.items()} == {
+        "test.loss": "nan",
+        "test.perplexity": "inf",
+        "test.gap": "-inf",
+        "a": "0.1",
+    }
+
+
+def test_a_journal_that_holds_null_for_them_can_be_read() -> None:
+    payload = '{"party":"","segment":3,"metrics":{"test.loss":null}}'
+    fact = decode("Evaluated", 1, payload)
+    assert isinstance(fact, Evaluated)
+    assert math.isnan(fact.metrics["test.loss"])

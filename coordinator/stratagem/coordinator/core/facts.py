@@ -7,21 +7,28 @@ adds an entry to UPGRADES.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
 
 SCHEMA_VERSION = 1
 ROOT = Party("")
 
+_Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Metrics = Mapping[str, _Number]
+"""By name. An evaluation may give NaN or infinity; null, which earlier journals hold for both, is
+read as NaN."""
+
 
 class Value(BaseModel):
-    """A frozen, strict record; hashable when its fields are."""
+    """A frozen, strict record; hashable when its fields are. JSON has no NaN and no infinity: they
+    are written as text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Member(Value):
@@ -164,7 +171,7 @@ class SegmentFinished(Value):
     num_rows: int
     seconds: float
     engine: str
-    metrics: Mapping[str, float]
+    metrics: Metrics
     num_redone_steps: int = 0
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of all members in the segment, and "uncompressed_bytes"."""
@@ -178,7 +185,7 @@ class SegmentCommitted(Value):
     step: int
     digest: Digest
     size_bytes: int
-    metrics: Mapping[str, float]
+    metrics: Metrics
     server_state: tuple[Digest, ...] = ()
     """Of a federated round: what its server optimizer keeps, one blob per slot."""
     max_staleness: int = 0
@@ -188,7 +195,7 @@ class SegmentCommitted(Value):
 class Evaluated(Value):
     party: Party
     segment: int
-    metrics: Mapping[str, float]
+    metrics: Metrics
 
 
 # ---- federated rounds ----
@@ -200,7 +207,7 @@ class ClientEvaluated(Value):
     party: Party
     segment: int
     client: int
-    sums: Mapping[str, float]
+    sums: Metrics
 
 
 class ClientBinding(Value):
@@ -251,7 +258,7 @@ class UpdateReceived(Value):
     seconds: float
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
-    metrics: Mapping[str, float] = {}
+    metrics: Metrics = {}
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
 
 
@@ -300,7 +307,7 @@ class Noted(Value):
     digest: Digest = Digest("")
     """A state, of any party below, that becomes the run's commit of this segment."""
     step: int = 0
-    metrics: Mapping[str, float] = {}
+    metrics: Metrics = {}
     by_policy: bool = False
     """True when timing has decided: the result is replayable, not reproducible."""
 
@@ -345,7 +352,7 @@ class GenerationClosed(Value):
     best: int
     digest: Digest
     step: int
-    metrics: Mapping[str, float]
+    metrics: Metrics
     params: Mapping[str, Any]
     """Of the best member, when it reached its score."""
     copied: tuple[Copied, ...] = ()
