@@ -25,7 +25,7 @@ def bucket(tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return Folder(tmp_path)
     found: Place = request.getfixturevalue("bucket")
@@ -43,3 +43,8 @@ def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[s
         return server.new_schema()
 
     return place
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, journal_place: Callable[[str], str]) -> str:
+    return journal_place(request.param)

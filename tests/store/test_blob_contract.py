@@ -11,27 +11,27 @@ from tests.store.places import CONTENT, Place, digest_of, put, read
 
 # Nothing, less than a piece, and more than a part of a multipart upload.
 @pytest.mark.parametrize("content", [b"", b"1234567", b"x" * (9 << 20)], ids=len)
-def test_a_blob_is_named_by_its_bytes_and_comes_back(place: Place, content: bytes) -> None:
-    store = place.blobs()
+def test_a_blob_is_named_by_its_bytes_and_comes_back(blob_place: Place, content: bytes) -> None:
+    store = blob_place.blobs()
     digest = put(store, content, step=1 << 20)
     assert digest == digest_of(content)
     assert store.exists(digest)
     assert digest in store.location(digest)
     assert read(store, digest) == content
-    assert read(place.blobs(), digest) == content
+    assert read(blob_place.blobs(), digest) == content
     assert put(store, content, step=1 << 20) == digest
-    assert read(place.blobs(), digest) == content
+    assert read(blob_place.blobs(), digest) == content
 
 
-def test_a_blob_can_be_read_at_any_offset(place: Place) -> None:
-    digest = put(place.blobs(), CONTENT)
-    with place.blobs().open(digest) as file:
+def test_a_blob_can_be_read_at_any_offset(blob_place: Place) -> None:
+    digest = put(blob_place.blobs(), CONTENT)
+    with blob_place.blobs().open(digest) as file:
         file.seek(1001)
         assert file.read(7) == CONTENT[1001:1008]
 
 
-def test_what_is_not_there_is_not_found(place: Place) -> None:
-    store = place.blobs()
+def test_what_is_not_there_is_not_found(blob_place: Place) -> None:
+    store = blob_place.blobs()
     assert not store.exists(digest_of(b""))
     assert not store.keep(digest_of(b""))
     with pytest.raises(NotFoundError, match="not in the store"):
@@ -39,8 +39,8 @@ def test_what_is_not_there_is_not_found(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
-def test_a_name_that_is_no_digest_is_refused(place: Place, name: str) -> None:
-    store = place.blobs()
+def test_a_name_that_is_no_digest_is_refused(blob_place: Place, name: str) -> None:
+    store = blob_place.blobs()
     for act in (store.open, store.exists, store.keep, store.location):
         with pytest.raises(InvalidInputError, match="digest"):
             act(Digest(name))
@@ -48,19 +48,21 @@ def test_a_name_that_is_no_digest_is_refused(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("at", [0, 5000, len(CONTENT) - 1])
 def test_a_flipped_bit_is_found_at_the_first_read_and_writing_again_heals(
-    place: Place, at: int
+    blob_place: Place, at: int
 ) -> None:
-    digest = put(place.blobs(), CONTENT)
-    place.damage(digest, at)
-    store = place.blobs()
+    digest = put(blob_place.blobs(), CONTENT)
+    blob_place.damage(digest, at)
+    store = blob_place.blobs()
     with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
         store.open(digest)
     put(store, CONTENT)
-    assert read(place.blobs(), digest) == CONTENT
+    assert read(blob_place.blobs(), digest) == CONTENT
 
 
-def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(place: Place) -> None:
-    store = place.blobs()
+def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
+    blob_place: Place,
+) -> None:
+    store = blob_place.blobs()
     writer = store.writer(3)
     with pytest.raises(IntegrityError, match="more than the announced 3 bytes"):
         writer.write(b"four")
@@ -75,10 +77,12 @@ def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(plac
     assert not store.exists(digest_of(b"abc"))
 
 
-def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(place: Place) -> None:
+def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(
+    blob_place: Place,
+) -> None:
     now_s = 50.0
-    old = put(place.blobs(), b"of an earlier process")
-    store = place.blobs(lambda: now_s)
+    old = put(blob_place.blobs(), b"of an earlier process")
+    store = blob_place.blobs(lambda: now_s)
     live, fresh = put(store, b"live"), put(store, b"fresh")
     unfinished = store.writer(10)
     with store.open(old) as reader:
@@ -93,10 +97,10 @@ def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(place
     assert store.exists(unfinished.commit())
 
 
-def test_what_is_about_to_be_named_is_kept_as_if_just_written(place: Place) -> None:
+def test_what_is_about_to_be_named_is_kept_as_if_just_written(blob_place: Place) -> None:
     now_s = 50.0
-    old = put(place.blobs(), b"old")
-    store = place.blobs(lambda: now_s)
+    old = put(blob_place.blobs(), b"old")
+    store = blob_place.blobs(lambda: now_s)
     assert store.keep(old)
     assert store.collect((), grace_s=60) == []
     now_s += 61
@@ -104,8 +108,8 @@ def test_what_is_about_to_be_named_is_kept_as_if_just_written(place: Place) -> N
     assert not store.keep(old)
 
 
-def test_many_threads_write_and_read_at_once(place: Place) -> None:
-    store, fresh, failed = place.blobs(), place.blobs(), []
+def test_many_threads_write_and_read_at_once(blob_place: Place) -> None:
+    store, fresh, failed = blob_place.blobs(), blob_place.blobs(), []
 
     def work(number: int) -> None:
         content = CONTENT[number % 3 :]

@@ -1,7 +1,7 @@
 """What every journal promises, over SQLite and over PostgreSQL."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,11 +19,6 @@ from stratagem.coordinator.journal import (
 )
 from tests.store.journals import ELSEWHERE, US, A, B, lead, record
 from tests.store.programs import run
-
-
-@pytest.fixture(name="place", params=["sqlite", "postgres"])
-def fixture_place(request: pytest.FixtureRequest, journal_place: Callable[[str], str]) -> str:
-    return journal_place(request.param)
 
 
 @pytest.fixture
