@@ -32,7 +32,15 @@ def settings(kind: type[Settings] | type[WorkerSettings]) -> str:
 def commands() -> str:
     """Every verb of the command line with its options."""
     group: Any = typer.main.get_command(app)
-    return "\n\n".join(_command(name, each) for name, each in group.commands.items())
+    return "\n\n".join(_commands_of(group))
+
+
+def _commands_of(group: Any, before: str = "") -> Iterator[str]:
+    for name, each in group.commands.items():
+        if hasattr(each, "commands"):
+            yield from _commands_of(each, f"{before}{name} ")
+        else:
+            yield _command(before + name, each)
 
 
 def _command(name: str, command: Any) -> str:

@@ -29,11 +29,14 @@ from stratagem.common.errors import (
     InvalidInputError,
     LimitError,
     NotFoundError,
+    PermissionDeniedError,
     RunFailedError,
     StratagemError,
+    UnauthenticatedError,
     UnavailableError,
     UserCodeError,
 )
+from stratagem.common.rpc.tls import TlsFiles
 
 __all__ = [
     "AsyncClient",
@@ -49,6 +52,7 @@ __all__ = [
     "LogLine",
     "MemoryEstimate",
     "NotFoundError",
+    "PermissionDeniedError",
     "Phase",
     "Progress",
     "Recommendation",
@@ -57,6 +61,8 @@ __all__ = [
     "RunResult",
     "RunStatus",
     "StratagemError",
+    "TlsFiles",
+    "UnauthenticatedError",
     "UnavailableError",
     "UserCodeError",
     "UserError",

@@ -19,7 +19,7 @@ import grpc
 
 from stratagem.common.errors import StratagemError, UnavailableError
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.status import from_rpc_error
 from stratagem.common.tensors.transfer import Retry
 from stratagem.v1 import coordinator_pb2 as pb
@@ -55,14 +55,15 @@ class Backoff:
 class Connection:
     """One channel to one coordinator, and whether anybody has answered on it."""
 
-    def __init__(self, address: str, patience_s: float) -> None:
-        """patience_s: how long a single call waits for a coordinator that has gone away."""
+    def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
+        """patience_s: how long a single call waits for a coordinator that has gone away.
+        proof: what the coordinator is shown, and how it is known."""
         log.debug(
             tune_malloc()
         )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
         self.address = address
         self._patience_s = patience_s
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, proof)
         self._has_answered = False
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 

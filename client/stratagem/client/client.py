@@ -29,6 +29,8 @@ from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Phase, Progress, RunStatus, Worker
 from stratagem.common.errors import RunFailedError, UnavailableError, UserCodeError
 from stratagem.common.ids import RunId, check_run_id, new_run_id
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.tls import TlsFiles
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -41,14 +43,27 @@ PATIENCE_S: Final = 60.0
 class AsyncClient:
     """A client of one coordinator; use as an async context manager."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, patience_s: float = PATIENCE_S) -> None:
-        """patience_s: how long a call waits for a coordinator that was there and went away."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
+        token_file: str | PathLike[str] | None = None,
+    ) -> None:
+        """patience_s: how long a call waits for a coordinator that was there and went away.
+
+        tls: how the coordinator is known, and this client; plaintext unless given. token_file: a
+        token of `stratagem token create`, for a coordinator's --token-listen. Both are read again
+        when the files change. Raises InvalidInputError when one cannot be used.
+        """
         self.address = address
+        self._proof = Proof(tls, token_file)
         self._patience_s = patience_s
         self._open_connection: Connection | None = None
 
     async def __aenter__(self) -> Self:
-        self._open_connection = Connection(self.address, self._patience_s)
+        self._open_connection = Connection(self.address, self._patience_s, self._proof)
         return self
 
     async def __aexit__(

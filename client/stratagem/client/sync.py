@@ -26,6 +26,7 @@ from stratagem.client.client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, As
 from stratagem.client.jobs import Job
 from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Progress, RunStatus, Worker
+from stratagem.common.rpc.tls import TlsFiles
 
 if TYPE_CHECKING:
     import torch
@@ -100,10 +101,22 @@ class LoopThread:
 class Client:
     """A blocking client of one coordinator; close it, or use it as a context manager."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, patience_s: float = PATIENCE_S) -> None:
-        self._client = AsyncClient(address, patience_s=patience_s)
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
+        token_file: str | PathLike[str] | None = None,
+    ) -> None:
+        """See AsyncClient."""
+        self._client = AsyncClient(address, patience_s=patience_s, tls=tls, token_file=token_file)
         self._loop: LoopThread | None = LoopThread()
-        self._loop.call(self._client.__aenter__())
+        try:
+            self._loop.call(self._client.__aenter__())
+        except BaseException:
+            self._loop.close()
+            raise
 
     @property
     def address(self) -> str:

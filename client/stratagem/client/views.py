@@ -82,6 +82,8 @@ class RunStatus:
     event_index: int
     engine: str
     reproducible: bool
+    data_plane: str = ""
+    """Of its present workers: "tls", "trusted", or empty where they do not say."""
 
     @property
     def seconds(self) -> float | None:
@@ -164,6 +166,8 @@ class Worker:
     tags: tuple[str, ...]
     run_ids: tuple[str, ...]
     reason: str
+    data_plane: str = ""
+    """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
 
 
 def phase_of(value: pb.RunPhase.ValueType) -> Phase:
@@ -192,6 +196,7 @@ def run_status(info: pb.RunInfo) -> RunStatus:
         event_index=info.event_index,
         engine=info.engine,
         reproducible=info.reproducible,
+        data_plane=info.data_plane,
     )
 
 
@@ -245,6 +250,7 @@ def worker(info: pb.WorkerInfo) -> Worker:
         tags=tuple(capability.tags),
         run_ids=tuple(info.run_ids),
         reason=info.reason,
+        data_plane=capability.data_plane,
     )
 
 

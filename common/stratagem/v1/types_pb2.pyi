@@ -131,6 +131,7 @@ class Capability(_message.Message):
     NUMERICS_DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOCAL_DATA_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    DATA_PLANE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda:0"."""
     device_name: _builtins.str
@@ -145,6 +146,10 @@ class Capability(_message.Message):
     """
     numerics_description: _builtins.str
     """The same in words, for error messages."""
+    data_plane: _builtins.str
+    """Who may read what this worker exchanges with others: "trusted", everybody in the network, or
+    "tls"; empty when it does not say.
+    """
     @_builtins.property
     def local_data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Data sets of this worker that a job may name as worker_local."""
@@ -164,10 +169,11 @@ class Capability(_message.Message):
         numerics_description: _builtins.str = ...,
         local_data: _abc.Iterable[_builtins.str] | None = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
+        data_plane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_name", b"device_name", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "device", b"device", "device_name", b"device_name", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ import structlog
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.rpc.channel import Proof
 from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker
@@ -38,6 +39,7 @@ from stratagem.coordinator.feed import Event, Feed
 from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
+from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.loop import Committed, Loop
 from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
@@ -63,7 +65,7 @@ class App:
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
         self.spool = storage.spool(loop.term)
-        self.links = Links(loop.term)
+        self.links = Links(loop.term, Proof(tls_of(settings)))
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
         self.supervisor = Supervisor(lambda effect: perform(self.env, effect))

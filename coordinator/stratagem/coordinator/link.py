@@ -10,7 +10,7 @@ import grpc
 
 from stratagem.common.errors import UnavailableError
 from stratagem.common.ids import RunId
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.status import from_rpc_error
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member
@@ -22,11 +22,11 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerLink:
-    def __init__(self, member: Member, address: str, term: int) -> None:
+    def __init__(self, member: Member, address: str, term: int, proof: Proof = PLAINTEXT) -> None:
         self.member = member
         self.address = address
         self._term = term
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, proof, to_worker=member.worker_id)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def fence(self, membership: int) -> types_pb2.Fence:
@@ -89,8 +89,9 @@ class WorkerLink:
 class Links:
     """The links that are open, by member."""
 
-    def __init__(self, term: int) -> None:
+    def __init__(self, term: int, proof: Proof = PLAINTEXT) -> None:
         self._term = term
+        self._proof = proof
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
@@ -100,8 +101,12 @@ class Links:
             raise UnavailableError(f"worker {member.worker_id} is lost")
         link = self._links.get(member)
         if link is None or link.address != record.address:
-            link = self._links[member] = WorkerLink(member, record.address, self._term)
+            link = self._links[member] = self.open(member, record.address)
         return link
+
+    def open(self, member: Member, address: str) -> WorkerLink:
+        """A link of its own to a worker that may not be registered yet; the caller closes it."""
+        return WorkerLink(member, address, self._term, self._proof)
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone; the caller closes them."""

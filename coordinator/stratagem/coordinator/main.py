@@ -13,9 +13,10 @@ from grpc_reflection.v1alpha import reflection
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.server import add_health, bind, make_server
+from stratagem.common.rpc.server import add_health, make_server
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
+from stratagem.coordinator.listening import Security
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -42,23 +43,21 @@ def main() -> None:
 
 
 async def _serve(settings: Settings) -> None:
-    host, port = _host_and_port(settings.listen)
+    security = Security(settings)
     app = await App.lead(settings)
-    server = make_server()
+    server = make_server(gate=security.gate)
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     if settings.reflection:
         name = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
         reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
-    insecure = settings.allow_insecure_network
-    bound = bind(server, host, port, allow_insecure_network=insecure)
+    address = security.listen(server)
     health_server = make_server()
     health = add_health(health_server)
-    health_port = bind(health_server, host, settings.health_port, allow_insecure_network=insecure)
+    health_port = security.listen_for_probes(health_server)
     running = asyncio.create_task(app.run())
     await server.start()
     await health_server.start()
-    address = f"{host}:{bound}"
     log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
     if settings.ready_file is not None:
         _write_ready(settings.ready_file, address)
@@ -84,13 +83,6 @@ async def _until_stopped(running: asyncio.Task[None]) -> None:
         await running
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-
-
-def _host_and_port(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise SystemExit(f"--listen: {listen!r} is not host:port")
-    return host, int(port)
 
 
 def _write_ready(path: Path, address: str) -> None:

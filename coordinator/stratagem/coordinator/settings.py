@@ -63,6 +63,20 @@ class Settings(BaseSettings):
     allow_insecure_network: bool = Field(
         default=False, description="serve on other than loopback addresses without TLS"
     )
+    tls_ca: Path | None = Field(
+        default=None, description="certificates of the authorities that callers and workers need"
+    )
+    tls_cert: Path | None = Field(
+        default=None, description="this coordinator's certificate; files are read again on change"
+    )
+    tls_key: Path | None = Field(default=None, description="the key of --tls-cert")
+    tokens_file: Path | None = Field(
+        default=None, description="who may call with a token; made by `stratagem token create`"
+    )
+    token_listen: str = Field(
+        default="",
+        description="host:port for people with tokens, under TLS and without their certificates",
+    )
     reflection: bool = Field(default=False, description="offer gRPC reflection")
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_json: bool = Field(default=False, description="log JSON lines")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -56,6 +56,7 @@ class Agent:
     identity: Identity
     see_term: Callable[[int], None]
     clock: CoordinatorClock
+    proof: Proof = PLAINTEXT
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,7 +64,7 @@ class Agent:
 
     async def run(self) -> None:
         """Register, then beat; register again whenever the coordinator has forgotten us."""
-        async with open_channel(self.coordinator, own_connection=True) as channel:
+        async with open_channel(self.coordinator, self.proof, own_connection=True) as channel:
             stub = CoordinatorServiceStub(channel)
             while True:
                 answer = await self._register(stub)

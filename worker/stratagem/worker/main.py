@@ -26,8 +26,8 @@ from pydantic import ValidationError
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import setup_logging
-from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.server import add_health, bind, make_server
+from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -43,13 +43,13 @@ from stratagem.worker.executor import TorchThread
 from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activations import ActivationStore
+from stratagem.worker.security import Security
 from stratagem.worker.server import WorkerServicer
 from stratagem.worker.sessions import Sessions
 from stratagem.worker.settings import (
     WorkerSettings,
     advertised,
     from_command_line,
-    split_address,
 )
 from stratagem.worker.work import Host
 
@@ -91,21 +91,27 @@ def main(arguments: list[str], malloc: str = "") -> int:
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     """Serve until a signal, then drain."""
     stop = _stop_signals()
+    security = Security(settings)
+    mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
-    server, health_server = make_server(), None
-    address = _bind(server, settings)
-    async with open_channel(settings.coordinator) as channel:
-        host = _host(settings, thread, address, CoordinatorServiceStub(channel))
+    capability.data_plane = security.data_plane
+    server, health_server = make_server(gate=security.gate), None
+    address = advertised(settings, security.listen(server))
+    async with open_channel(settings.coordinator, security.proof) as channel:
+        reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
+        host = _host(settings, thread, mesh, reach)
         sessions = Sessions(host)
         servicer = WorkerServicer(host, sessions, capability, Limits())
         add_WorkerServiceServicer_to_server(servicer, server)
         add_PeerServiceServicer_to_server(PeerServicer(host.hub), server)
         await server.start()
         if settings.health_port is not None:
-            health_server = await _serve_health(settings, settings.health_port)
+            health_server = await _serve_health(security, settings.health_port)
         identity = Identity(settings.name, host.incarnation, address, capability)
         log.info("serving", address=address, device=settings.device)
-        agent = Agent(settings.coordinator, identity, sessions.fences.see_term, host.clock)
+        agent = Agent(
+            settings.coordinator, identity, sessions.fences.see_term, host.clock, security.proof
+        )
         beating = asyncio.create_task(agent.run())
         thread.submit(_warm_up)
         try:
@@ -206,31 +212,28 @@ async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2
     return await answer
 
 
-def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
-    """Listen; the address under which others reach this worker."""
-    name, port = split_address(settings.listen)
-    bound = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
-    return advertised(settings, bound)
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How this process reaches others, and they it."""
+
+    address: str
+    proof: Proof
+    coordinator: CoordinatorServiceAsyncStub
 
 
-def _host(
-    settings: WorkerSettings,
-    thread: TorchThread,
-    address: str,
-    coordinator: CoordinatorServiceAsyncStub,
-) -> Host:
+def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:
     return Host(
         worker_id=settings.name,
         incarnation=new_incarnation(),
-        address=address,
+        address=reach.address,
         device=torch.device(settings.device),
         entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
         local_data=settings.local_data,
         exchange_timeout_s=settings.exchange_timeout_s,
-        mesh=MeshOffer(settings.mesh, torch.device(settings.device)),
+        mesh=mesh,
         activations=ActivationStore(settings.activation_store),
-        hub=PeerHub(address),
-        coordinator=coordinator,
+        hub=PeerHub(reach.address, reach.proof),
+        coordinator=reach.coordinator,
         blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),
         thread=thread,
         loop=asyncio.get_running_loop(),
@@ -238,14 +241,13 @@ def _host(
     )
 
 
-async def _serve_health(settings: WorkerSettings, port: int) -> _Health:
+async def _serve_health(security: Security, port: int) -> _Health:
     """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
     server = make_server()
     servicer = add_health(server)
-    name, _ = split_address(settings.listen)
-    bound = bind(server, name, port, allow_insecure_network=settings.allow_insecure_network)
+    address = security.listen_for_probes(server, port)
     await server.start()
-    return _Health(server, servicer, f"{name}:{bound}")
+    return _Health(server, servicer, address)
 
 
 def _write_ready(path: Path, identity: Identity, health_server: _Health | None) -> None:

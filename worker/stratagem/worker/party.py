@@ -290,7 +290,7 @@ async def _pull_live(
         ways_out.append(finish)
         return sink
 
-    async with open_channel(address) as channel:
+    async with open_channel(address, work.host.hub.proof, to_worker="") as channel:
         stub = WorkerServiceStub(channel)
         # A session has the same name on every member.
         request = pb.GetStateRequest(fence=_fence(view), session=_session(work), live=True)

@@ -25,6 +25,7 @@ from stratagem.common.errors import (
     StratagemError,
     UnavailableError,
 )
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.tensors.manifest import Limits, from_proto
 from stratagem.common.tensors.transfer import receive_header
 from stratagem.v1 import peer_pb2, peer_pb2_grpc
@@ -69,9 +70,13 @@ class Endpoint:
 class PeerHub:
     """All groups that this process belongs to. Made on the event loop; used from any thread."""
 
-    def __init__(self, address: str, *, max_early_bytes: int = MAX_EARLY_BYTES) -> None:
+    def __init__(
+        self, address: str, proof: Proof = PLAINTEXT, *, max_early_bytes: int = MAX_EARLY_BYTES
+    ) -> None:
         self.address = address
         """host:port at which the other members reach this process."""
+        self.proof = proof
+        """What this process shows to them."""
         self.loop = asyncio.get_running_loop()
         self._max_early_bytes = max_early_bytes
         self._lock = threading.Lock()

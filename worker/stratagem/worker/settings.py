@@ -96,6 +96,18 @@ class WorkerSettings(BaseSettings):
     allow_insecure_network: bool = Field(
         False, description="serve without TLS on other addresses than loopback"
     )
+    tls_ca: Path | None = Field(
+        None, description="certificates of the authorities that coordinator and workers need"
+    )
+    tls_cert: Path | None = Field(
+        None, description="this worker's certificate; files are read again on change"
+    )
+    tls_key: Path | None = Field(None, description="the key of --tls-cert")
+    data_plane: Literal["trusted", "tls"] | None = Field(
+        None,
+        description="who may read what workers exchange: trusted takes any engine, tls gRPC alone; "
+        "tls where there are certificates",
+    )
     mesh: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
         "auto",
         description="engine between workers; auto takes the best that all members of a party have",

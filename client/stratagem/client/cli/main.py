@@ -8,11 +8,13 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import (
+    identity_commands,
     planning_commands,
     query_commands,
     run_commands,
     server_commands,
 )
+from stratagem.client.cli.options import with_proof
 
 HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
 
@@ -32,20 +34,22 @@ app = typer.Typer(
 
 PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app.command()(run_commands.run)
-app.command("list")(query_commands.list_runs)
-app.command()(query_commands.status)
-app.command()(query_commands.logs)
-app.command()(run_commands.watch)
-app.command()(run_commands.attach)
-app.command()(query_commands.stop)
-app.command()(run_commands.resume)
-app.command()(query_commands.download)
-app.command()(query_commands.workers)
+app.command()(with_proof(run_commands.run))
+app.command("list")(with_proof(query_commands.list_runs))
+app.command()(with_proof(query_commands.status))
+app.command()(with_proof(query_commands.logs))
+app.command()(with_proof(run_commands.watch))
+app.command()(with_proof(run_commands.attach))
+app.command()(with_proof(query_commands.stop))
+app.command()(with_proof(run_commands.resume))
+app.command()(with_proof(query_commands.download))
+app.command()(with_proof(query_commands.workers))
 app.command()(planning_commands.estimate)
 app.command()(planning_commands.recommend)
 app.command()(server_commands.up)
 app.command()(server_commands.health)
+app.add_typer(identity_commands.certs, name="certs")
+app.add_typer(identity_commands.token, name="token")
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
 

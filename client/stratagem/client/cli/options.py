@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
+from stratagem.client.cli.reporting import reporting
 from stratagem.client.client import DEFAULT_ADDRESS
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.tls import tls_files
 
 DATA_DIR: Final = Path(".stratagem")
 
@@ -43,8 +48,65 @@ LocalOption = Annotated[
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="Where a local cluster keeps journal, states and logs.")
 ]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        envvar="STRATAGEM_TLS_CA",
+        help="Certificates of the authorities that may vouch for the coordinator.",
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", envvar="STRATAGEM_TLS_CERT", help="Your certificate."),
+]
+TlsKeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", envvar="STRATAGEM_TLS_KEY", help="Its key.")
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar="STRATAGEM_TOKEN_FILE",
+        help="A token of yours, in place of a certificate.",
+    ),
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The id of a run.")]
 WhichOption = Annotated[
     str,
     typer.Option("--which", help="final (or the newest so far), best, or the number of a segment."),
 ]
+
+_PROOF: Final = {
+    "tls_ca": TlsCaOption,
+    "tls_cert": TlsCertOption,
+    "tls_key": TlsKeyOption,
+    "token_file": TokenFileOption,
+}
+
+
+def with_proof(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options that make its parameter `proof`, after `coordinator`."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    shown: list[inspect.Parameter] = []
+    for each in parameters:
+        if each.name != "proof":
+            shown.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        if each.name == "coordinator":
+            shown += [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+                )
+                for name, annotation in _PROOF.items()
+            ]
+
+    def call(**given: Any) -> None:
+        ca, cert, key, token_file = (given.pop(name) for name in _PROOF)
+        with reporting():
+            proof = Proof(tls_files(ca, cert, key, needs_cert=False), token_file)
+        command(**given, proof=proof)
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {each.name: each.annotation for each in shown}
+    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return call

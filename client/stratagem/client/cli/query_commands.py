@@ -24,6 +24,7 @@ from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.sync import Client
 from stratagem.client.views import LogLine
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 FAR_WIDTH = 160
 """Tables that go to a file or a pipe are as wide as this, instead of 80."""
@@ -35,17 +36,24 @@ def make_console() -> Console:
 
 
 @contextmanager
-def connected(coordinator: str) -> Iterator[Client]:
+def connected(coordinator: str, proof: Proof) -> Iterator[Client]:
     """A client whose errors end the command."""
-    with reporting(), Client(coordinator) as client:
+    with reporting(), client_of(coordinator, proof) as client:
         yield client
 
 
+def client_of(coordinator: str, proof: Proof) -> Client:
+    """A client of a coordinator that is shown a proof."""
+    return Client(coordinator, tls=proof.tls, token_file=proof.token_file)
+
+
 def list_runs(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS, form: FormatOption = Format.TEXT
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
 ) -> None:
     """List all runs, newest first."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         runs = client.runs()
         if form is Format.JSON:
             print(tables.many_to_json(runs))
@@ -56,10 +64,11 @@ def list_runs(
 def status(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Show one run: phase and why, engine, progress, metrics, commits."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         found = client.get(run_id).status()
         if form is Format.JSON:
             print(tables.to_json(found))
@@ -68,10 +77,12 @@ def status(
 
 
 def workers(
-    coordinator: CoordinatorOption = DEFAULT_ADDRESS, form: FormatOption = Format.TEXT
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
 ) -> None:
     """List the registered workers."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         found = client.workers()
         if form is Format.JSON:
             print(tables.many_to_json(found))
@@ -82,6 +93,7 @@ def workers(
 def logs(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")
@@ -89,15 +101,19 @@ def logs(
     worker: Annotated[str, typer.Option("--worker", help="Only lines of this worker.")] = "",
 ) -> None:
     """Print a run's log: its events, and what your code printed on the workers."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         console = make_console()
         for line in client.get(run_id).logs(follow=follow, worker=worker):
             print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
 
 
-def stop(run_id: RunArgument, coordinator: CoordinatorOption = DEFAULT_ADDRESS) -> None:
+def stop(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
     """Stop a run. Its last commit stays: `stratagem resume RUN` goes on from there."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         client.get(run_id).cancel()
         complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
 
@@ -105,6 +121,7 @@ def stop(run_id: RunArgument, coordinator: CoordinatorOption = DEFAULT_ADDRESS) 
 def download(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     which: WhichOption = "final",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file; RUN.safetensors if not named.")
@@ -120,7 +137,7 @@ def download(
     With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
     ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
     """
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         run = client.get(run_id)
         if profile is not None:
             path = run.download_profile(profile)

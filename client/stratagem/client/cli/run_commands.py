@@ -26,7 +26,7 @@ from stratagem.client.cli.options import (
     RunArgument,
 )
 from stratagem.client.cli.progress import print_line, show
-from stratagem.client.cli.query_commands import connected, make_console
+from stratagem.client.cli.query_commands import client_of, connected, make_console
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.local_cluster import LocalCluster
@@ -36,6 +36,7 @@ from stratagem.client.views import Event
 from stratagem.common.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.ids import check_run_id, new_run_id
 from stratagem.common.job import entry_points, load_job
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
 SetOption = Annotated[
@@ -57,6 +58,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     job_path: JobArgument,
     local: LocalOption = None,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     overrides: SetOption = None,
     detach: DetachOption = False,
     output: OutputOption = None,
@@ -85,7 +87,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             return client.submit(job, chosen, import_path=import_folders(job_path))
 
         if local is None:
-            with Client(coordinator) as client:
+            with client_of(coordinator, proof) as client:
                 following = _Following(submitted(client), form, output)
                 _follow_remote(following, coordinator, detach=detach)
             return
@@ -98,23 +100,25 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
 def attach(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Show a run until it ends. Ctrl-C detaches; the run goes on."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         _follow_remote(_Following(client.get(run_id), form), coordinator)
 
 
 def watch(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
     from_index: Annotated[
         int, typer.Option("--from-index", min=0, help="The first event to print.")
     ] = 0,
 ) -> None:
     """Print the events of a run as they happen, until it ends. Ctrl-C only stops printing."""
-    with connected(coordinator) as client:
+    with connected(coordinator, proof) as client:
         items = client.get(run_id).watch(from_index)
         console = make_console()
         for item in items:
@@ -128,6 +132,7 @@ def resume(
     run_id: RunArgument,
     local: LocalOption = None,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
     detach: DetachOption = False,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
@@ -138,7 +143,7 @@ def resume(
     """
     with reporting():
         if local is None:
-            with Client(coordinator) as client:
+            with client_of(coordinator, proof) as client:
                 handle, from_index = _resumed(client, run_id)
                 following = _Following(handle, form, from_index=from_index)
                 _follow_remote(following, coordinator, detach=detach)

@@ -70,7 +70,7 @@ def print_status(console: Console, status: RunStatus) -> None:
         ("phase", _phase_text(status)),
         ("reason", status.reason),
         ("strategy", status.strategy),
-        ("engine", status.engine),
+        ("engine", _engine_text(status)),
         ("progress", amount_text(status)),
         ("metrics", metrics_text(status.metrics)),
         ("workers", ", ".join(status.worker_ids)),
@@ -98,12 +98,14 @@ def print_runs(console: Console, runs: Iterable[RunStatus]) -> None:
 
 
 def print_workers(console: Console, workers: Iterable[Worker]) -> None:
-    table = _table("worker", "state", "address", "device", "threads", "tags", "runs", "reason")
+    names = ("worker", "state", "address", "device", "threads", "data plane", "tags", "runs")
+    table = _table(*names, "reason")
     for each in workers:
         state = "alive" if each.is_alive else f"silent for {each.silent_s:.0f} s"
         table.add_row(
             *(each.worker_id, state, each.address, f"{each.device} ({each.device_name})"),
-            *(str(each.num_threads), ", ".join(each.tags), ", ".join(each.run_ids), each.reason),
+            *(str(each.num_threads), each.data_plane, ", ".join(each.tags)),
+            *(", ".join(each.run_ids), each.reason),
         )
     console.print(table if table.row_count else "no workers")
 
@@ -112,6 +114,12 @@ def _phase_text(status: RunStatus) -> str:
     if status.strategy_phase and not status.phase.is_final:
         return f"{status.phase} ({status.strategy_phase})"
     return status.phase
+
+
+def _engine_text(status: RunStatus) -> str:
+    """What carries the exchange, and while there are workers who may read it."""
+    plane = f"data plane {status.data_plane}" if status.data_plane else ""
+    return ", ".join(each for each in (status.engine, plane) if each)
 
 
 def _commits_table(commits: Iterable[Commit]) -> Table:

@@ -49,6 +49,7 @@ class Capability(Value):
     numerics_description: str = ""
     local_data: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    data_plane: str = ""
 
 
 class ErrorRecord(Value):

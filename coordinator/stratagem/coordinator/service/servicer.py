@@ -11,7 +11,13 @@ from typing import Any
 
 import grpc
 
-from stratagem.common.errors import InvalidInputError, LimitError, NotFoundError, OutOfRangeError
+from stratagem.common.errors import (
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+)
 from stratagem.common.ids import (
     Incarnation,
     Party,
@@ -19,6 +25,7 @@ from stratagem.common.ids import (
     check_run_id,
     check_worker_id,
 )
+from stratagem.common.rpc.authorization import current_caller
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
@@ -30,6 +37,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
+from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.feed import Event
@@ -37,7 +45,7 @@ from stratagem.coordinator.run_logs import Line
 from stratagem.coordinator.service import streams, views
 from stratagem.coordinator.service.suspicion import look_into, meet
 from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import coordinator_pb2_grpc
+from stratagem.v1 import coordinator_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -146,6 +154,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def RegisterWorker(
         self, request: pb.RegisterWorkerRequest, context: Context
     ) -> pb.RegisterWorkerResponse:
+        current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
         await meet(self._app, member, request.address)
         capability = views.capability(request.capability)
@@ -161,6 +170,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
+        current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
         if not self._app.leases.renew(member):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
@@ -171,6 +181,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Rendezvous(
         self, request: pb.RendezvousRequest, context: Context
     ) -> pb.RendezvousResponse:
+        self._check_member(request.session, request.fence.membership, request.rank)
         applied = request.applied_step if request.HasField("applied_step") else None
         arrivals = await streams.rendezvous(
             self._app,
@@ -188,6 +199,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
         run_id, party = RunId(request.session.run_id), Party(request.session.party)
+        self._check_member(request.session, request.fence.membership)
         await look_into(self._app, run_id, party, request.fence.membership, request.reason)
         return pb.SuspectResponse()
 
@@ -198,6 +210,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if run is None:
             raise NotFoundError(f"run {run_id!r} is not known")
         return run
+
+    def _check_member(
+        self, session: types_pb2.SessionRef, membership: int, rank: int | None = None
+    ) -> None:
+        """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
+        caller = current_caller()
+        run = self._app.loop.state.runs.get(RunId(session.run_id))
+        found = None if run is None else parties_of(run).get(Party(session.party))
+        if caller.cert_id is None or found is None or found.membership != membership:
+            return  # without certificates anybody may; what is stale is told so further on
+        members = found.members if rank is None else found.members[rank : rank + 1]
+        if caller.cert_id.name not in {member.worker_id for member in members}:
+            where = f"{session.run_id}/{session.party}".rstrip("/")
+            which = "no member" if rank is None else f"not member {rank}"
+            raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
 
     def _info(self, run: RunRecord) -> pb.RunInfo:
         app = self._app

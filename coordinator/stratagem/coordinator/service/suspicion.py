@@ -10,7 +10,6 @@ from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
 from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.link import WorkerLink
 
 log = structlog.get_logger()
 
@@ -46,7 +45,7 @@ async def meet(app: App, member: Member, address: str) -> None:
     if known is not None and is_other and await _answers(app, known.member):
         message = f"worker {member.worker_id!r} lives at {known.address}; choose another name"
         raise AlreadyExistsError(message)
-    link = WorkerLink(member, address, app.loop.term)
+    link = app.links.open(member, address)
     try:
         if not await link.answers(timeout_s=5.0):
             raise UnavailableError(f"nobody answers at {address} as worker {member.worker_id!r}")

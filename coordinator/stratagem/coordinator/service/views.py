@@ -63,6 +63,7 @@ def run_info(
         event_index=max(run.num_facts - 1, 0),
         engine=run.engine,
         reproducible=run.is_reproducible,
+        data_plane=_data_plane(state, outlook),
     )
 
 
@@ -132,7 +133,15 @@ def capability(proto: types_pb2.Capability) -> Capability:
         numerics_description=proto.numerics_description,
         local_data=tuple(proto.local_data),
         tags=tuple(proto.tags),
+        data_plane=proto.data_plane,
     )
+
+
+def _data_plane(state: CoordinatorState, outlook: Outlook) -> str:
+    """Of the workers that a run has now: tls only if all of them say so."""
+    workers = [state.workers.get(member.worker_id) for member in outlook.members]
+    said = {"" if worker is None else worker.capability.data_plane for worker in workers}
+    return said.pop() if len(said) == 1 else "trusted" if said else ""
 
 
 def _commit_info(run: RunRecord, commit: Commit, paths: Paths) -> coordinator_pb2.CommitInfo:

@@ -11,6 +11,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -18,7 +19,7 @@ import grpc.aio
 from torch import Tensor
 
 from stratagem.common.errors import StratagemError
-from stratagem.common.rpc.channel import open_channel, write_message
+from stratagem.common.rpc.channel import Proof, open_channel, write_message
 from stratagem.common.rpc.status import from_rpc_error
 from stratagem.common.tensors.chunks import from_buffers
 from stratagem.common.tensors.frames import iter_frames
@@ -105,7 +106,7 @@ class GrpcLink:
         self.rank, self.size = endpoint.group.rank, endpoint.group.size
         self._hub, self._endpoint = hub, endpoint
         self._out = {
-            peer: _Outbound(endpoint.group, peer, address, endpoint.box)
+            peer: _Outbound(endpoint.group, peer, Door(address, hub.proof), endpoint.box)
             for peer, address in enumerate(addresses)
             if peer != self.rank
         }
@@ -190,11 +191,22 @@ class Send:
         self._out.wait(self, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where another member is reached, and what it is shown."""
+
+    address: str
+    proof: Proof
+
+    def open(self) -> grpc.aio.Channel:
+        return open_channel(self.address, self.proof, own_connection=True, to_worker="")
+
+
 class _Outbound:
     """The stream to one other member. Lives on the event loop, but for `wait`."""
 
-    def __init__(self, group: Group, peer: int, address: str, box: Mailbox) -> None:
-        self._group, self._peer, self._address, self._box = group, peer, address, box
+    def __init__(self, group: Group, peer: int, door: Door, box: Mailbox) -> None:
+        self._group, self._peer, self._door, self._box = group, peer, door, box
         self.queue: asyncio.Queue[Send | None] = asyncio.Queue()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unanswered: deque[int] = deque()
@@ -216,7 +228,7 @@ class _Outbound:
         """Hold the stream until the link ends or the peer is gone; never raises for those."""
         reason = f"member {self._peer} has ended the stream"
         try:
-            async with open_channel(self._address, own_connection=True) as channel:
+            async with self._door.open() as channel:
                 await self._talk(peer_pb2_grpc.PeerServiceStub(channel).Send())
         except (grpc.aio.AioRpcError, StratagemError) as error:
             reason = str(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)

@@ -1,0 +1,169 @@
+"""Commands that make proofs of identity: certificates for development, tokens for people.
+
+They write files on this machine and talk to nobody.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.client.cli.reporting import complain, reporting
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN
+from stratagem.common.rpc.tokens import Scope, add_token, new_token, read_tokens, remove_token
+
+certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
+token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=True)
+
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
+TokensFileOption = Annotated[
+    Path, typer.Option("--tokens-file", help="The coordinator's --tokens-file.")
+]
+
+
+@certs.command("init")
+def init_certs(
+    folder: FolderArgument,
+    worker: Annotated[
+        list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
+    ] = None,
+    client: Annotated[
+        list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host",
+            help="Name or address of the coordinator, beside loopback; repeatable.",
+        ),
+    ] = None,
+    trust_domain: Annotated[
+        str, typer.Option("--trust-domain", help="Distinguishes one deployment from another.")
+    ] = DEFAULT_TRUST_DOMAIN,
+    days: Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")] = 30,
+) -> None:
+    """Make an authority, and certificates of a coordinator, workers and clients that it signs.
+
+    Each gets DIR/NAME.crt and DIR/NAME.key, beside DIR/ca.crt. For development: whoever reads
+    DIR/ca.key can make more of them. Nothing is overwritten.
+    """
+    from stratagem.common.certificates import init
+
+    with reporting():
+        made = init(
+            folder,
+            workers=worker or ["w0"],
+            clients=client or ["me"],
+            hosts=host or [],
+            trust_domain=trust_domain,
+            days=days,
+        )
+        _print_certificates(made)
+
+
+@certs.command("show")
+def show_certs(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="Certificates, or folders of them.")
+    ],
+) -> None:
+    """Print whose certificates these are, for which names, and until when."""
+    with reporting():
+        found = [each for path in files for each in _certificates_in(path)]
+        _print_certificates(found)
+
+
+@token.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Stands in the journal.")],
+    tokens_file: TokensFileOption,
+    scopes: Annotated[
+        str,
+        typer.Option("--scopes", help="read, submit, admin; each includes the ones before."),
+    ] = Scope.SUBMIT,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="From now: 12h, 30d; or never.")
+    ] = "90d",
+) -> None:
+    """Make a token and print it once; the file keeps only its hash, name, scopes and expiry.
+
+    A coordinator that runs takes it in at once.
+    """
+    with reporting():
+        wanted = [_scope(each) for each in scopes.split(",")]
+        seconds = _seconds(expires)
+        secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
+        add_token(tokens_file, known)
+        complain(f"token {name} is in {tokens_file}; it is not shown again:")
+        print(secret)
+
+
+@token.command("list")
+def list_tokens(tokens_file: TokensFileOption) -> None:
+    """Print names, scopes and expiry of the tokens in a file."""
+    with reporting():
+        table = Table("name", "scopes", "expires", box=None, pad_edge=False)
+        for each in read_tokens(tokens_file):
+            table.add_row(each.name, ", ".join(each.scopes), _when(each.expires_s))
+        Console(highlight=False).print(table if table.row_count else "no tokens")
+
+
+@token.command("revoke")
+def revoke_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As it was created.")],
+    tokens_file: TokensFileOption,
+) -> None:
+    """Remove a token; a coordinator that runs refuses it from its next call on."""
+    with reporting():
+        remove_token(tokens_file, name)
+        complain(f"token {name} is revoked")
+
+
+def _certificates_in(path: Path) -> list[Path]:
+    return sorted(path.glob("*.crt")) if path.is_dir() else [path]
+
+
+def _print_certificates(files: list[Path]) -> None:
+    from stratagem.common.certificates import show
+
+    table = Table("file", "role", "name", "names", "expires", box=None, pad_edge=False)
+    for each in map(show, files):
+        expires = f"{each.expires:%Y-%m-%d %H:%M} UTC" + (" EXPIRED" if each.has_expired else "")
+        names = ", ".join((*each.hosts, *each.uris))
+        table.add_row(each.file, each.role or "none", each.name, names, expires)
+    for column in table.columns:
+        column.overflow = "fold"
+    Console(highlight=False).print(table)
+
+
+def _scope(word: str) -> Scope:
+    try:
+        return Scope(word.strip())
+    except ValueError:
+        message = f"{word.strip()!r} is not one of {', '.join(Scope)}"
+        raise InvalidInputError.at("scopes", message) from None
+
+
+def _seconds(expires: str) -> float | None:
+    if expires == "never":
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", expires)
+    if found is None:
+        raise InvalidInputError.at("expires", f"{expires!r} is not a time such as 12h or 30d")
+    return int(found[1]) * _UNITS_S[found[2]]
+
+
+def _when(expires_s: float | None) -> str:
+    if expires_s is None:
+        return "never"
+    return f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,26 @@
+"""Who may make which call, as a table: read off the table by which servers decide."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from docs.tables import table
+from stratagem.common.rpc.authorization import TABLE
+from stratagem.common.rpc.tokens import Scope
+
+
+def callers() -> str:
+    """Calls that the same callers may make share a row."""
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for method, needed in TABLE.items():
+        service, _, name = method.strip("/").rpartition("/")
+        who = tuple(f"scope `{each}`" if each in tuple(Scope) else str(each) for each in needed)
+        rows.setdefault((service.rpartition(".")[2], who), []).append(name)
+
+    def cells() -> Iterator[tuple[str, ...]]:
+        for (service, who), names in rows.items():
+            yield service, ", ".join(f"`{name}`" for name in names), " or ".join(who)
+
+    return table(("service", "calls", "who"), cells())
+
+
+RENDERED: Mapping[str, Callable[[], str]] = {"callers": callers}
+"""What a marker of this name is filled with."""
