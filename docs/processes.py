@@ -1,9 +1,9 @@
-"""Tables of the documentation, read off the code: settings of the processes, commands.
+"""Tables of the documentation, read off the code: settings and metrics of the processes, commands.
 
 Owns how a flag is spelled in words. Knows no page.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import typer.main
@@ -11,7 +11,11 @@ from pydantic_core import PydanticUndefined
 
 from docs.tables import default_text, table, value_text
 from stratagem.client.cli.main import app
+from stratagem.common.metrics.definition import Metric
+from stratagem.common.metrics.process import SHARED
+from stratagem.coordinator import monitoring as coordinator
 from stratagem.coordinator.settings import Settings
+from stratagem.worker import monitoring as worker
 from stratagem.worker.settings import WorkerSettings
 
 
@@ -65,9 +69,25 @@ def _option_default(option: Any) -> str:
     return "none" if default is None or default == [] else value_text(default)
 
 
+def scraped(metrics: Iterable[Metric]) -> str:
+    """Metrics of a process."""
+    rows = (
+        (f"`{each.name}`", each.kind, ", ".join(f"`{x}`" for x in each.labels), each.meaning)
+        for each in metrics
+    )
+    return table(("metric", "type", "labels", "meaning"), rows)
+
+
+def _own(metrics: Iterable[Metric]) -> list[Metric]:
+    return [each for each in metrics if each not in SHARED]
+
+
 RENDERED: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "settings coordinator": lambda: settings(Settings),
     "settings worker": lambda: settings(WorkerSettings),
+    "scraped coordinator": lambda: scraped(_own(coordinator.METRICS)),
+    "scraped worker": lambda: scraped(_own(worker.METRICS)),
+    "scraped process": lambda: scraped(SHARED),
 }
 """What a marker of this name is filled with."""

@@ -50,6 +50,8 @@ def exact_cluster(
         },
         environment={
             "TEST_PARKING": str(parking.folder),
+            "STRATAGEM_WORKER_METRICS_PORT": "0",
+            "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
             "STRATAGEM_WORKER_ACTIVATION_STORE": f"file://{activations}",
         },
         worker_arguments={

@@ -52,6 +52,10 @@ class Leases:
         beat = self._beats.get(member)
         return None if beat is None else self._clock() - beat
 
+    def longest_silence_s(self) -> float:
+        """Of the member that has been silent for longest; 0 where there is none."""
+        return self._clock() - min(self._beats.values()) if self._beats else 0.0
+
     async def expire(self) -> None:
         """Watch for leases that run out, until cancelled."""
         while True:

@@ -7,6 +7,7 @@ written, the loop ends and says why: nothing may be decided after that.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from stratagem.common.errors import (
     WrongStateError,
 )
 from stratagem.common.ids import RunId
+from stratagem.common.metrics.definition import Durations
 from stratagem.coordinator.clock import LeaderClock
 from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
@@ -34,6 +36,7 @@ from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Journal, Lead, Record
 
+APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
 """Commands that share one transaction at most; bounds how long the first one waits."""
 
@@ -84,6 +87,16 @@ class Loop:
         self._seqs: dict[RunId, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._deadline: asyncio.TimerHandle | None = None
+        self.facts: Counter[str] = Counter()
+        """Journaled since the start, by kind."""
+        self.append_seconds = Durations(APPEND_BOUNDS_S)
+        self.renewed_s = time.monotonic()
+        """When the lead was last shown to be ours."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Commands that wait to be decided."""
+        return self._queue.qsize()
 
     async def replay(self) -> list[Committed]:
         """Rebuild the state from the journal; the facts in order."""
@@ -121,6 +134,7 @@ class Loop:
     async def renew(self) -> None:
         """Show that this coordinator leads. Raises FencedError when it does not."""
         await self._in_thread(lambda: self._journal.renew(self.term))
+        self.renewed_s = time.monotonic()
 
     async def close(self) -> None:
         """Give up the lead and close the journal."""
@@ -165,7 +179,10 @@ class Loop:
     async def _commit(self, batch: _Batch) -> None:
         if batch.committed:
             records = [_record(item) for item in batch.committed]
+            began_s = time.perf_counter()
             await self._in_thread(lambda: self._journal.append(self.term, records))
+            self.append_seconds.add(time.perf_counter() - began_s)
+            self.facts.update(record.kind for record in records)
         for item in batch.committed:
             if isinstance(item.entry.fact, RunDeleted):
                 await self._forget(item.entry.run_id)

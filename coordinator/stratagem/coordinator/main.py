@@ -16,7 +16,8 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
-from stratagem.coordinator.listening import Security
+from stratagem.coordinator.listening import Security, host_and_port
+from stratagem.coordinator.monitoring import CoordinatorMonitor
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -44,8 +45,17 @@ def main() -> None:
 
 async def _serve(settings: Settings) -> None:
     security = Security(settings)
-    app = await App.lead(settings)
-    server = make_server(gate=security.gate)
+    host, _ = host_and_port("listen", settings.listen)
+    monitor = CoordinatorMonitor(settings)
+    async with monitor.served(host) as metrics:
+        monitor.app = app = await App.lead(settings)
+        await _serve_led(settings, app, security, monitor, metrics)
+
+
+async def _serve_led(
+    settings: Settings, app: App, security: Security, monitor: CoordinatorMonitor, metrics: str
+) -> None:
+    server = make_server(gate=security.gate, calls=monitor.process.calls)
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     if settings.reflection:
@@ -60,7 +70,7 @@ async def _serve(settings: Settings) -> None:
     await health_server.start()
     log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
     if settings.ready_file is not None:
-        _write_ready(settings.ready_file, address)
+        _write_ready(settings.ready_file, address, metrics)
     try:
         await _until_stopped(running)
     finally:
@@ -85,7 +95,8 @@ async def _until_stopped(running: asyncio.Task[None]) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-def _write_ready(path: Path, address: str) -> None:
+def _write_ready(path: Path, address: str, metrics: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    facts = {"address": address, "pid": os.getpid(), "metrics_address": metrics}
+    temporary.write_text(json.dumps(facts))
     temporary.replace(path)

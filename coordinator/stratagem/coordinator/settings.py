@@ -24,6 +24,9 @@ class Settings(BaseSettings):
     health_port: int = Field(
         default=0, ge=0, le=65535, description="port of the health service; 0 picks"
     )
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks"
+    )
     data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
     blob_store: str = Field(
         default="",

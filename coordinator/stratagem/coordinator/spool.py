@@ -113,6 +113,12 @@ class Spool:
         found = ((client, SpoolEntry.read(folder / f"{client}{_ENTRY}")) for client in clients)
         return {client: entry for client, entry in found if entry is not None}
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the quota, by updates that are here or announced."""
+        with self._lock:
+            return sum(self._used.values())
+
     def delete_round(self, run_id: RunId, party: Party, round_num: int) -> None:
         """Forget a round: accepted updates and unfinished uploads."""
         self._delete(self._round_folder(run_id, party, round_num))

@@ -7,6 +7,7 @@ catch every exception, because a failing effect must be reported and tried again
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -29,11 +30,18 @@ class Supervisor:
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
+        self.num_failures: Counter[str] = Counter()
+        """Attempts that failed, by effect."""
 
     @property
     def num_waiting(self) -> int:
         """Effects that wait for compute slots."""
         return len(self._waiting)
+
+    def by_kind(self) -> tuple[Counter[str], Counter[str]]:
+        """How many effects of each kind (run, wait for compute slots)."""
+        running = Counter(type(effect).__name__ for effect in self._tasks)
+        return running, Counter(type(request.key).__name__ for request in self._waiting)
 
     def reconcile(self, effects: frozenset[Effect]) -> None:
         """Make what runs equal to what is due."""
@@ -93,9 +101,11 @@ class Supervisor:
             try:
                 await self._perform(effect)
             except* StratagemError as group:
+                self.num_failures[type(effect).__name__] += 1
                 reasons = "; ".join(str(error) for error in group.exceptions)
                 bound.warning("effect failed, trying again", reason=reasons, delay_s=delay_s)
             except* Exception:
+                self.num_failures[type(effect).__name__] += 1
                 bound.exception("effect raised, trying again", delay_s=delay_s)
             stop_if_cancelled()
             # What was done has usually taken the effect out of the set, and this task with it.

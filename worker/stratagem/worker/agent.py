@@ -58,6 +58,8 @@ class Agent:
     clock: CoordinatorClock
     proof: Proof = PLAINTEXT
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When the coordinator last answered; at first, the start."""
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
     _has_said_drain: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,6 +71,7 @@ class Agent:
             while True:
                 answer = await self._register(stub)
                 self.see_term(answer.term)
+                self.heard_s = time.monotonic()
                 self.is_registered.set()
                 await self._beat(stub, answer.heartbeat_interval_s)
                 self.is_registered.clear()
@@ -117,6 +120,7 @@ class Agent:
                 if answer.time_s:  # a coordinator that is older than this worker does not say
                     self.clock.note(sent_s, time.time(), answer.time_s)
                 self.see_term(answer.term)
+                self.heard_s = time.monotonic()
                 num_failed = 0
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -125,7 +125,7 @@ class Upload:
         self.manifest = manifest
         self.is_open = False
         self._place = place
-        self.writer = ChunkWriter(manifest.total_bytes, place.sink)
+        self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
 
     def finish(self) -> Blob:
         """The blob; IntegrityError while bytes are missing."""
@@ -191,10 +191,17 @@ class BlobCache:
                 directory.rmdir()
             self._directory.rmdir()
 
-    def _place(self, run_id: str, digest: str, manifest: Manifest) -> _Place:
+    @property
+    def memory_bytes(self) -> int:
+        """Of blobs that are held in memory, and of all that are on their way."""
         used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
-        used += sum(upload.manifest.total_bytes for upload in self._uploads.values())
-        if self._directory is None or used + manifest.total_bytes <= self._max_memory_bytes:
+        return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
+
+    def _place(self, run_id: str, digest: str, manifest: Manifest) -> _Place:
+        if (
+            self._directory is None
+            or self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
+        ):
             return _MemoryPlace(manifest)
         return _FilePlace(self._directory / run_id / digest, manifest)
 

@@ -35,6 +35,7 @@ from stratagem.worker.execution_evaluate import evaluate_share
 from stratagem.worker.execution_pipeline import train_stages
 from stratagem.worker.execution_plans import build, client_round, evaluate_state
 from stratagem.worker.execution_train import Segment, train
+from stratagem.worker.stats import DEFECT
 from stratagem.worker.supported import check_supported
 from stratagem.worker.work import Work
 
@@ -110,6 +111,11 @@ class Execution:
     @property
     def work(self) -> Work:
         return self._work
+
+    @property
+    def is_parked(self) -> bool:
+        """It waits for its party or for a caller, and leaves the torch thread to others."""
+        return self._can_go_on is not None
 
     def start(self) -> None:
         self._work.host.thread.submit(self._run)
@@ -235,10 +241,12 @@ class Execution:
                 result, membership = _users_fault(work, error), work.control.view.membership
             except BaseException as error:  # the task supervisor: reported to every caller
                 log.error("plan failed", exc_info=error)
+                work.host.stats.ended[DEFECT] += 1
                 work.control.let_go()
                 work.holding.drop()
                 work.post(self._failed, error)
                 return
+        work.host.stats.ended[result.WhichOneof("outcome") or DEFECT] += 1
         work.post(self._finished, result, membership)
 
     def _log_line(self, level: str, text: str) -> None:

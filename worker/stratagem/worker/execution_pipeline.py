@@ -53,6 +53,7 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
             if stop and view.size == 1:
                 raise Interrupt(DRAINED)
             recorder.begin(runner.step + 1, plan.to_step - runner.step)
+            segment.step_began_s = time.perf_counter()
             report = runner.train_step(
                 shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
             )

@@ -15,6 +15,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from stratagem.common.failpoints import failpoint
+from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
@@ -25,6 +26,7 @@ from stratagem.worker.engine.state import given_model_state, load_model_state
 from stratagem.worker.execution_train import evaluate, parts_to_proto
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
+from stratagem.worker.stats import ClientSteps
 from stratagem.worker.work import Work
 
 _MODEL: Final = "model/"
@@ -63,13 +65,15 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     work.be("training")
     base, _ = work.blob(plan.base.digest)
     with StepRecorder(work) as recorder:
-        steps = count(1)
+        steps, timer = count(1), ClientSteps(work.host.stats)
 
         def before_step() -> None:
             work.control.check()
             recorder.begin(next(steps), 2)
+            timer.begin_step()
 
         done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
+        timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     update = _coded(work, done, base, plan.client) or freeze(
         {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
@@ -86,6 +90,10 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
         num_steps=done.num_steps,
         metrics=done.metrics,
     )
+
+
+def _local_epochs(job: JobSpec) -> int:
+    return job.strategy.options.local_epochs if isinstance(job.strategy, Federated) else 1
 
 
 def _coded(work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int) -> Frozen | None:

@@ -35,6 +35,7 @@ class Segment:
     started_s: float = field(default_factory=time.monotonic)
     num_redone_steps: int = 0
     is_stepping: bool = False
+    step_began_s: float = 0.0
     num_rows: int = 0
     reported_s: float = 0.0
     engine: str = ""
@@ -101,6 +102,7 @@ def _train_under(
             recorder.begin(trainer.step + 1, plan.to_step - trainer.step)
             stop = work.control.is_draining
             segment.is_stepping = True
+            segment.step_began_s = time.perf_counter()
             if isinstance(trainer, GossipTrainer):
                 assert isinstance(exchange, GossipExchange)
                 report = trainer.train_step(exchange, plan.num_shards)
@@ -133,6 +135,7 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
     tally = work.holding.tally
     tally.add(report)
     segment.num_rows += report.num_rows
+    work.host.stats.add_step(time.perf_counter() - segment.step_began_s, report)
     if work.holding.is_offering and report.phase != Phase.PREDICT:
         # An exact step was done together, so nobody is behind any more.
         work.holding.is_offering = False

@@ -31,6 +31,11 @@ class TorchThread:
         """Run the job after all that were submitted before it."""
         self._jobs.put(job)
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for the one that runs."""
+        return self._jobs.qsize()
+
     def stop(self, timeout_s: float) -> bool:
         """End after the jobs handed in so far; False when they did not end in time."""
         self._jobs.put(None)

@@ -19,6 +19,7 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
+from stratagem.common.tensors.traffic import sent
 from stratagem.common.tensors.transfer import receive_chunks
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.tensor_pb2 import TensorSpec
@@ -72,7 +73,9 @@ class GradientPort:
                 buffers = await transport.partials(step, bucket)
                 for message in iter_messages(pb.GetGradientsResponse, iter_pieces(buffers), offset):
                     yield message
-                offset += sum(buffer.nbytes for buffer in buffers)
+                num_bytes = sum(buffer.nbytes for buffer in buffers)
+                sent(Purpose.GRADIENTS).num_bytes += num_bytes
+                offset += num_bytes
         except ExchangeError as error:
             raise ConflictError(str(error)) from error
 
@@ -128,7 +131,9 @@ async def _stage(
 ) -> None:
     """Take chunks until the commit; nothing is applied when the stream ends without it."""
     writer = ChunkWriter(
-        manifest.total_bytes, lambda offset, data: transport.stage(step, offset, data)
+        manifest.total_bytes,
+        lambda offset, data: transport.stage(step, offset, data),
+        purpose=Purpose.GRADIENTS,
     )
     # As patient as the exchange itself: sums come as fast as the slowest member computes.
     await receive_chunks(requests, writer, transport.deadline_s)

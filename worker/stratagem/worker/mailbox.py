@@ -18,7 +18,7 @@ from torch import Tensor
 from stratagem.common.errors import InvalidInputError, LimitError, UnavailableError
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.frames import Data
-from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.common.tensors.manifest import Purpose, TensorSpec
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.staging import host_room
@@ -226,7 +226,7 @@ class Mailbox:
                 self._deliver(route, message)
                 self.changed.notify_all()
 
-        return ChunkWriter(spec.size_bytes, write), complete
+        return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
     # ---- inside ----
 

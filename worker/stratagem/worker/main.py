@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,7 @@ from pydantic import ValidationError
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import setup_logging
+from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.tensors.manifest import Limits
@@ -41,6 +43,7 @@ from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.mesh.agree import MeshOffer
+from stratagem.worker.monitoring import WorkerMonitor
 from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.security import Security
@@ -95,12 +98,17 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
-    server, health_server = make_server(gate=security.gate), None
+    process = ProcessStats()
+    server, health_server = make_server(gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))
-    async with open_channel(settings.coordinator, security.proof) as channel:
+    async with AsyncExitStack() as opened:
+        channel = open_channel(settings.coordinator, security.proof)
+        await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
         host = _host(settings, thread, mesh, reach)
         sessions = Sessions(host)
+        monitor = WorkerMonitor(process, host, sessions)
+        metrics = await opened.enter_async_context(monitor.served(settings))
         servicer = WorkerServicer(host, sessions, capability, Limits())
         add_WorkerServiceServicer_to_server(servicer, server)
         add_PeerServiceServicer_to_server(PeerServicer(host.hub), server)
@@ -112,12 +120,13 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         agent = Agent(
             settings.coordinator, identity, sessions.fences.see_term, host.clock, security.proof
         )
+        monitor.agent = agent
         beating = asyncio.create_task(agent.run())
         thread.submit(_warm_up)
         try:
             await _first_of(beating, agent.is_registered, stop)
             if settings.ready_file is not None and not stop.is_set():
-                _write_ready(settings.ready_file, identity, health_server)
+                _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(beating, stop)
             await _drain(settings, agent, sessions, server, health_server)
         finally:
@@ -250,13 +259,16 @@ async def _serve_health(security: Security, port: int) -> _Health:
     return _Health(server, servicer, address)
 
 
-def _write_ready(path: Path, identity: Identity, health_server: _Health | None) -> None:
+def _write_ready(
+    path: Path, identity: Identity, health_server: _Health | None, metrics: str
+) -> None:
     """Atomically, so that a reader finds all of it or nothing."""
     facts = {
         "address": identity.address,
         "pid": os.getpid(),
         "incarnation": identity.incarnation,
         "health_address": health_server.address if health_server is not None else "",
+        "metrics_address": metrics,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(facts))

@@ -160,6 +160,16 @@ class Sessions:
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def num_executions(self) -> tuple[int, int]:
+        """(queued or running, parked) just now."""
+        active = [each for each in self._executions() if each.phase is Phase.ACTIVE]
+        num_parked = sum(each.is_parked for each in active)
+        return len(active) - num_parked, num_parked
+
     def describe(self) -> Iterator[pb.SessionInfo]:
         for session in self._sessions.values():
             work = session.latest.work

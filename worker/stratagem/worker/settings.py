@@ -78,6 +78,9 @@ class WorkerSettings(BaseSettings):
         "this host's name where that is every address",
     )
     health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
+    )
     tags: Strings = Field([], description="labels that strategies select by")
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
     import_path: Strings = Field([], description="directories of the users' modules")

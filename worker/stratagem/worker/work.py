@@ -44,6 +44,7 @@ from stratagem.worker.peer import PeerHub
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.state_store import StateStore
+from stratagem.worker.stats import WorkStats
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -76,6 +77,7 @@ class Host:
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
+    stats: WorkStats = field(default_factory=WorkStats)
 
 
 @dataclass(slots=True)

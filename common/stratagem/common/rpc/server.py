@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.metrics.calls import CallStats, name_of
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
 from stratagem.common.rpc.credentials import server_credentials
@@ -41,14 +42,17 @@ _FOREIGN: Final = ("/grpc.health.", "/grpc.reflection.")
 
 
 def make_server(
-    *, gate: Gate | None = None, max_concurrent_rpcs: int | None = None
+    *,
+    gate: Gate | None = None,
+    calls: CallStats | None = None,
+    max_concurrent_rpcs: int | None = None,
 ) -> grpc.aio.Server:
     """A server with our options and rules; add services, `bind`, start.
 
-    gate: who is let in; everybody unless given, which is for servers without TLS.
+    gate: who is let in; everybody unless given, which is for servers without TLS. calls: counts.
     """
     return grpc.aio.server(
-        interceptors=[_Rules(gate or Gate())],
+        interceptors=[_Rules(gate or Gate(), calls or CallStats())],
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
@@ -103,8 +107,9 @@ def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
 
 
 class _Rules(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, calls: CallStats) -> None:
         self._gate = gate
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -114,10 +119,12 @@ class _Rules(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or is_open(handler_call_details.method):
             return handler
-        return _guarded(handler, handler_call_details, self._gate)
+        return _guarded(handler, handler_call_details, self._gate, self._calls)
 
 
-def _guarded(handler: Handler, call: grpc.HandlerCallDetails, gate: Gate) -> Handler:
+def _guarded(
+    handler: Handler, call: grpc.HandlerCallDetails, gate: Gate, calls: CallStats
+) -> Handler:
     """The same handler under our rules."""
     is_foreign = call.method.startswith(_FOREIGN)
     refusal = None if is_foreign else _version_refusal(call)
@@ -130,7 +137,7 @@ def _guarded(handler: Handler, call: grpc.HandlerCallDetails, gate: Gate) -> Han
     make, kind = _KINDS[(handler.request_streaming, handler.response_streaming)]
     wrap = _streaming if handler.response_streaming else _answering
     return make(
-        wrap(getattr(handler, kind), call.method, check),
+        wrap(getattr(handler, kind), call.method, check, calls),
         request_deserializer=_tolerant(handler.request_deserializer),
         response_serializer=_unless_bytes(handler.response_serializer),
     )
@@ -205,14 +212,20 @@ def _answering(
     behaviour: Callable[[Any, Context], Awaitable[Any]],
     method: str,
     check: Callable[[Any, Context], Any],
+    calls: CallStats,
 ) -> Callable[[Any, Context], Awaitable[Any]]:
+    name = name_of(method)
+
     async def call(request: Any, context: Context) -> Any:
+        began_s = calls.begin(name)
         try:
             return await behaviour(check(request, context), context)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
-            await _abort(context, method, error)
+            await _abort(context, method, error, calls)
+        finally:
+            calls.end(name, began_s)
 
     return call
 
@@ -221,8 +234,12 @@ def _streaming(
     behaviour: Callable[[Any, Context], Any],
     method: str,
     check: Callable[[Any, Context], Any],
+    calls: CallStats,
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    name = name_of(method)
+
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        began_s = calls.begin(name)
         try:
             responses = behaviour(check(request, context), context)
             async with aclosing(responses):
@@ -231,16 +248,20 @@ def _streaming(
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
-            await _abort(context, method, error)
+            await _abort(context, method, error, calls)
+        finally:
+            calls.end(name, began_s)
 
     return call
 
 
-async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
+async def _abort(context: Context, method: str, error: Exception, calls: CallStats) -> NoReturn:
     status = to_status(error)
     if status is not None:
+        calls.refuse(name_of(method), status.code.name, type(error).__name__)
         log.info("call refused", method=method, code=status.code.name, reason=status.details)
         await context.abort_with_status(status)
+    calls.refuse(name_of(method), grpc.StatusCode.INTERNAL.name, "internal")
     error_id = secrets.token_hex(6)
     log.error("call failed", method=method, error_id=error_id, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}")

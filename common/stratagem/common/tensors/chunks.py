@@ -14,6 +14,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 from stratagem.common.errors import IntegrityError, LimitError, OutOfRangeError
 from stratagem.common.tensors.frames import ChunkFrame, Data, crc32c
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.traffic import received
 from stratagem.v1 import tensor_pb2
 
 CHUNK_BYTES: Final = 2**20
@@ -108,14 +110,22 @@ class ChunkWriter:
     """Writes chunks to a sink after checking order, length and checksum of each.
 
     A chunk that fails raises and reaches the sink in no part; the writer then still stands where it
-    stood. `offset` > 0 continues a range whose beginning is already in the sink.
+    stood. `offset` > 0 continues a range whose beginning is already in the sink. `purpose` says as
+    what the bytes count.
     """
 
-    __slots__ = ("_sink", "received", "total_bytes")
+    __slots__ = ("_flow", "_sink", "received", "total_bytes")
 
-    def __init__(self, total_bytes: int, sink: Sink | memoryview, offset: int = 0) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        sink: Sink | memoryview,
+        offset: int = 0,
+        purpose: Purpose = Purpose.DATA,
+    ) -> None:
         check_offset(offset, total_bytes)
         self.total_bytes = total_bytes
+        self._flow = received(purpose)
         self.received = offset
         self._sink = into(sink) if isinstance(sink, memoryview) else sink
 
@@ -138,6 +148,7 @@ class ChunkWriter:
             raise IntegrityError(f"chunk at {chunk.offset}: wrong CRC32C")
         self._sink(self.received, data)
         self.received += size
+        self._flow.num_bytes += size
 
     def finish(self) -> None:
         """Say that the stream has ended; raises when bytes are missing."""

@@ -38,6 +38,7 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
+from stratagem.common.tensors.traffic import Flow, sent
 from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
@@ -88,8 +89,9 @@ async def serve_get(
     first = make()
     first.manifest.CopyFrom(to_proto(manifest))
     yield first
-    source = content if callable(content) else from_buffers(content)
+    source, flow = content if callable(content) else from_buffers(content), sent(manifest.purpose)
     for frame in iter_frames(source(offset), offset):
+        flow.num_bytes += len(frame)
         yield cast(M, frame)
 
 
@@ -211,7 +213,9 @@ class _Download:
     def begin(self, message: tensor_pb2.Manifest) -> ChunkWriter:
         manifest = from_proto(message, self._limits, self._purpose, self._codecs)
         if self.writer is None:
-            self.writer = ChunkWriter(manifest.total_bytes, self._accept(manifest), self._offset)
+            self.writer = ChunkWriter(
+                manifest.total_bytes, self._accept(manifest), self._offset, manifest.purpose
+            )
             self.manifest = manifest
         elif manifest != self.manifest:
             raise ConflictError("the content of the stream changed while it was resumed")
@@ -273,7 +277,7 @@ async def push_frames(
         call = method()
         try:
             agreed = await _handshake(call, header, manifest.total_bytes, idle_timeout_s)
-            await _send(call, frames(agreed), idle_timeout_s)
+            await _send(call, frames(agreed), sent(manifest.purpose), idle_timeout_s)
         finally:
             call.cancel()  # does nothing to a call that has ended
 
@@ -291,11 +295,12 @@ async def _handshake(call: Any, header: Any, total_bytes: int, idle_timeout_s: f
     return int(answer.resume_offset)
 
 
-async def _send(call: Any, frames: Iterator[bytes], idle_timeout_s: float) -> None:
+async def _send(call: Any, frames: Iterator[bytes], flow: Flow, idle_timeout_s: float) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(idle_timeout_s) as idle:
         for frame in frames:
             await write_message(call, frame)
+            flow.num_bytes += len(frame)
             idle.reschedule(loop.time() + idle_timeout_s)
         await call.done_writing()
         answer = await call.read()

@@ -33,6 +33,7 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
+from stratagem.common.tensors.traffic import sent
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.effects.coded_step import codec_of, reply_to
@@ -90,7 +91,7 @@ class _Inflow:
         self.coded = tuple(TensorLayout(t.name, tuple(t.shape)) for t in first.header.coded)
         self.step = first.header.step
         self.parts = [_part(spec.name, spec.dtype, spec.size_bytes) for spec in manifest.tensors]
-        self._writer = ChunkWriter(manifest.total_bytes, self._take)
+        self._writer = ChunkWriter(manifest.total_bytes, self._take, purpose=Purpose.GRADIENTS)
 
     async def read(self, num_bytes: int) -> bytes:
         """The next num_bytes of the stream."""
@@ -208,6 +209,7 @@ class _Outflow:
         message.chunk.data = data
         message.chunk.crc32c = google_crc32c.value(data)
         self._offset += len(data)
+        sent(Purpose.GRADIENTS).num_bytes += len(data) * len(self._calls)
         await self._send(message)
 
     async def commit(self) -> None:

@@ -8,6 +8,7 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -136,10 +137,12 @@ class GossipTrainer:
                 own.add(report)
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
+        waits_since_s = time.perf_counter()
         if self.public is None:
             distances = exchange.mix(tensors)
         else:
             distances = exchange.mix_coded(self.step + 1, tensors, self.public)
+        wait_s = time.perf_counter() - waits_since_s
         for number, distance in distances.items():
             self._nodes[number].sums.moved += distance.moved
         self.step += 1
@@ -154,6 +157,7 @@ class GossipTrainer:
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
             metrics={"neighbour_distance": neighbour_distance([*distances.values()])},
+            exchange_wait_s=wait_s,
         )
 
     def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:

@@ -8,6 +8,7 @@ Knows no gRPC, no members and no coordinator.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -59,6 +60,8 @@ class StepReport:
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else there is to say of the step, beside the loss."""
+    exchange_wait_s: float = 0.0
+    """From the end of this member's own passes until the sums of all were here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class Trainer:
         self.compressor = compressor_of(job, self.params, self.num_extras)
         self.step = 0
         self._is_training = False
+        self._wait_s = 0.0  # of the latest step, for the sums
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -151,7 +155,9 @@ class Trainer:
                 changes = self._buffers.contribution(shard, len(live))
                 changes = self._replicas.with_checksum(changes)
                 exchange.end_shard(shard, _extras(counted, stop, exchange.reached(), changes))
+            waits_since_s = time.perf_counter()
             totals = exchange.finish()
+            self._wait_s = time.perf_counter() - waits_since_s
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
             exchange.discard()
@@ -302,6 +308,7 @@ class Trainer:
             grad_norm=found.norm.item(),
             num_skipped=int(bool(found.what)),
             phase=phase,
+            exchange_wait_s=self._wait_s,
         )
 
     @property

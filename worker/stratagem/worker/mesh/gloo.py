@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from stratagem.common.tensors.traffic import RECEIVED, SENT, over
 from stratagem.worker.mesh import sockets
 from stratagem.worker.mesh.link import (
     LEAVE_BYTES_PER_S,
@@ -25,6 +26,7 @@ from stratagem.worker.mesh.link import (
 
 # One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()
+_SENT, _RECEIVED = over("gloo", SENT), over("gloo", RECEIVED)
 
 
 def form_gloo(
@@ -87,6 +89,7 @@ class GlooLink:
             work = self._open().send([tensor], peer, tag)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise ExchangeError(f"{what}: {_first_line(error)}") from None
+        _SENT.num_bytes += tensor.nbytes
         return self._begun(work, what, tensor)
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> "GlooWork":
@@ -95,6 +98,7 @@ class GlooLink:
             work = self._open().recv([tensor], peer, tag)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise ExchangeError(f"{what}: {_first_line(error)}") from None
+        _RECEIVED.num_bytes += tensor.nbytes
         return self._begun(work, what, tensor)
 
     def all_reduce(self, tensor: Tensor) -> "GlooWork":
@@ -103,6 +107,7 @@ class GlooLink:
             work = self._open().allreduce([tensor])  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise ExchangeError(f"{what}: {_first_line(error)}") from None
+        _SENT.num_bytes += tensor.nbytes
         return self._begun(work, what, tensor)
 
     def cut(self) -> None:

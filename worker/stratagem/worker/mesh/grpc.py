@@ -25,6 +25,7 @@ from stratagem.common.tensors.chunks import from_buffers
 from stratagem.common.tensors.frames import iter_frames
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
+from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
 from stratagem.worker.mailbox import Mailbox, Receive, Route
 from stratagem.worker.mesh.link import (
@@ -274,6 +275,7 @@ class _Outbound:
             pieces = from_buffers([bytes_of(tensor)])(0)
             for frame in iter_frames(pieces):
                 await write_message(call, frame)
+            sent(Purpose.MESH).num_bytes += work.size_bytes
             with self._box.changed:
                 work.is_done = True
                 self._box.changed.notify_all()

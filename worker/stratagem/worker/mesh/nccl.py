@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from stratagem.common.tensors.traffic import RECEIVED, SENT, over
 from stratagem.worker.mesh.link import ExchangeError
+
+_SENT, _RECEIVED = over("nccl", SENT), over("nccl", RECEIVED)
 
 
 def serve_nccl(host: str, timeout_s: float) -> TCPStore:
@@ -51,14 +54,17 @@ class NcclLink:
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> "NcclWork":
         what = f"send to member {peer}"
+        _SENT.num_bytes += tensor.nbytes
         return self._issue(lambda group: group.send([tensor], peer, 0), what)  # type: ignore[attr-defined]
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> "NcclWork":
         what = f"receive from member {peer}"
+        _RECEIVED.num_bytes += tensor.nbytes
         return self._issue(lambda group: group.recv([tensor], peer, 0), what)  # type: ignore[attr-defined]
 
     def all_reduce(self, tensor: Tensor) -> "NcclWork":
         what = "all-reduce among all members"
+        _SENT.num_bytes += tensor.nbytes
         return self._issue(lambda group: group.allreduce([tensor]), what)  # type: ignore[attr-defined]
 
     def cut(self) -> None:

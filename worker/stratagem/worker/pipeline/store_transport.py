@@ -22,6 +22,7 @@ from obstore.store import from_url
 
 from stratagem.common.errors import IntegrityError, InvalidInputError, UnavailableError
 from stratagem.common.tensors.torch_codec import bytes_of
+from stratagem.common.tensors.traffic import RECEIVED, SENT, over
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.message import Address, Message, pack, unpack
 
@@ -50,6 +51,7 @@ class StoreTransport:
 
     def send(self, address: Address, message: Message) -> None:
         frame = pack(address, message)
+        over("store", SENT).num_bytes += frame.nbytes
         self._submit(self._put, address, bytes_of(frame))
 
     def recv(self, address: Address, timeout_s: float) -> Message:
@@ -63,6 +65,7 @@ class StoreTransport:
             if self._is_cut.wait(pause_s) or (pause_s == LAST_POLL_S and self._was_cut()):
                 raise ExchangeError(f"receive of {address}: the party was cut")
             pause_s = min(2 * pause_s, LAST_POLL_S)
+        over("store", RECEIVED).num_bytes += len(found)
         self._submit(obstore.delete, self._store, path)
         body = memoryview(found)[:-_CRC_BYTES]
         if google_crc32c.value(bytes(body)) != int.from_bytes(found[-_CRC_BYTES:], "little"):

@@ -1,0 +1,1 @@
+"""What every process of ours tells Prometheus, and how: definitions, plain values, an endpoint."""

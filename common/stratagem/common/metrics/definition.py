@@ -1,0 +1,63 @@
+"""What a metric is called and means, as data: the scrape, the documentation and tests read it here.
+
+Owns the shape of a definition and of its values. Values are plain numbers that the process keeps
+anyway or adds up as it goes; nothing here knows how they are written down for Prometheus.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `labels` have few values each: no run, no path, nothing that a caller chooses."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+class Durations:
+    """How often something took how long: a histogram with fixed bounds, in seconds.
+
+    One thread at a time adds; any may read, at worst one observation behind.
+    """
+
+    __slots__ = ("bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        """bounds_s: upper bounds in ascending order; what is longer than the last counts apart."""
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more. A clock that went backwards counts as no time at all."""
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += max(seconds, 0.0)
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(upper bound, how many took at most as long), the last one +Inf."""
+        total, rows = 0, []
+        for bound, count in zip([*map(str, self.bounds_s), "+Inf"], self.counts, strict=True):
+            total += count
+            rows.append((bound, total))
+        return rows
+
+
+Value = float | Durations
+Values = Mapping[tuple[str, ...], Value]
+"""By the values of the labels, in the order of the definition."""
+Readings = Iterable[tuple[Metric, Values]]
+
+
+def one(value: Value) -> Values:
+    """The only value of a metric without labels."""
+    return {(): value}

@@ -1,0 +1,60 @@
+"""Readings as the text that Prometheus scrapes.
+
+Owns the one registry of the endpoint; imported only where metrics are served, since nothing else
+needs Prometheus' library. Runs in a thread of its own: it must touch nothing that belongs to the
+event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from stratagem.common.metrics.definition import Durations, Metric, Readings, Values
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+def render(read: Callable[[], Readings]) -> bytes:
+    """The text of all readings, and of the process itself."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(_Source(read))
+    return generate_latest(registry)
+
+
+class _Source(Collector):
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Family]:
+        return []  # so that registering reads nothing
+
+    def collect(self) -> Iterator[Family]:
+        for metric, values in self._read():
+            yield _family(metric, values)
+
+
+def _family(metric: Metric, values: Values) -> Family:
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+        for labels, value in values.items():
+            assert isinstance(value, Durations), metric.name
+            histogram.add_metric(labels, value.cumulative(), value.sum_s)
+        return histogram
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, metric.meaning, labels=metric.labels)
+    for labels, value in values.items():
+        assert not isinstance(value, Durations), metric.name
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,235 @@
+"""What a coordinator tells Prometheus: the definitions, and where their values come from.
+
+Takes hold of what the event loop owns when somebody scrapes, and looks at it in another thread:
+the state is a frozen value. Served from before the lead is taken, so that a coordinator that waits
+for it can be seen. No run, worker or client has a series of its own: their number has no bound.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+from stratagem.common.metrics.definition import Metric, Readings, Values, one
+from stratagem.common.metrics.endpoint import metrics_served
+from stratagem.common.metrics.process import SHARED, ProcessStats
+from stratagem.coordinator.app import App
+from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+    World,
+)
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.strategies.table import strategy_of
+
+RUNS: Final = Metric("stratagem_coordinator_runs", "gauge", "runs by phase", ("phase",))
+COMMITS: Final = Metric(
+    "stratagem_coordinator_commits_total", "counter", "states committed since the start"
+)
+SEGMENTS: Final = Metric(
+    "stratagem_coordinator_segments_total", "counter", "segments finished since the start"
+)
+ROUNDS: Final = Metric(
+    "stratagem_coordinator_rounds_total", "counter", "federated rounds closed since the start"
+)
+UPDATES: Final = Metric(
+    "stratagem_coordinator_updates_total",
+    "counter",
+    "updates of federated clients since the start: received, rejected",
+    ("outcome",),
+)
+FACTS: Final = Metric(
+    "stratagem_coordinator_facts_total", "counter", "facts journaled since the start", ("kind",)
+)
+APPEND_SECONDS: Final = Metric(
+    "stratagem_coordinator_journal_append_seconds",
+    "histogram",
+    "how long transactions of the journal took, to the disk and back",
+)
+LEASE_HELD: Final = Metric(
+    "stratagem_coordinator_lease_held", "gauge", "1 while this coordinator leads, 0 while it waits"
+)
+LEASE_AGE: Final = Metric(
+    "stratagem_coordinator_lease_age_seconds", "gauge", "since the lead was last renewed"
+)
+TERM: Final = Metric("stratagem_coordinator_term", "gauge", "number of the present lead")
+COMMANDS: Final = Metric(
+    "stratagem_coordinator_commands_waiting", "gauge", "commands that wait to be decided"
+)
+EFFECTS: Final = Metric(
+    "stratagem_coordinator_effects",
+    "gauge",
+    "what runs need done: running, or waiting for compute slots",
+    ("effect", "state"),
+)
+EFFECT_FAILURES: Final = Metric(
+    "stratagem_coordinator_effect_failures_total",
+    "counter",
+    "attempts of effects that failed and are tried again",
+    ("effect",),
+)
+PUSHES: Final = Metric(
+    "stratagem_coordinator_pushes", "gauge", "states on their way to workers now"
+)
+SPOOL_BYTES: Final = Metric(
+    "stratagem_coordinator_spool_bytes", "gauge", "updates in the spool, announced ones included"
+)
+SPOOL_LIMIT: Final = Metric(
+    "stratagem_coordinator_spool_limit_bytes", "gauge", "what `--max-spool-bytes` allows"
+)
+DISK: Final = Metric(
+    "stratagem_coordinator_disk_bytes",
+    "gauge",
+    "of the file system of `--data-dir`: free, total",
+    ("kind",),
+)
+WORKERS: Final = Metric(
+    "stratagem_coordinator_workers",
+    "gauge",
+    "workers that ever registered, as they are now: alive, draining, lost",
+    ("state",),
+)
+HEARTBEAT_AGE: Final = Metric(
+    "stratagem_coordinator_heartbeat_age_max_seconds",
+    "gauge",
+    "silence of the worker alive that has been silent for longest",
+)
+METRICS: Final = (
+    RUNS,
+    COMMITS,
+    SEGMENTS,
+    ROUNDS,
+    UPDATES,
+    FACTS,
+    APPEND_SECONDS,
+    LEASE_HELD,
+    LEASE_AGE,
+    TERM,
+    COMMANDS,
+    EFFECTS,
+    EFFECT_FAILURES,
+    PUSHES,
+    SPOOL_BYTES,
+    SPOOL_LIMIT,
+    DISK,
+    WORKERS,
+    HEARTBEAT_AGE,
+    *SHARED,
+)
+UNKNOWN: Final = "UNKNOWN"
+"""Of a run whose strategy cannot say how it stands."""
+_COUNTED: Final = (
+    (COMMITS, "SegmentCommitted"),
+    (SEGMENTS, "SegmentFinished"),
+    (ROUNDS, "RoundClosed"),
+)
+
+
+class CoordinatorMonitor:
+    """Of one process; `app` is set once it leads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.app: App | None = None
+        self.process = ProcessStats()
+        self._settings = settings
+
+    def served(self, host: str) -> AbstractAsyncContextManager[str]:
+        """Serves on `--metrics-port`, where it is set."""
+        return metrics_served(
+            self.sample,
+            self.process.lag,
+            host,
+            self._settings.metrics_port,
+            allow_insecure_network=self._settings.allow_insecure_network,
+        )
+
+    def sample(self) -> Callable[[], Readings]:
+        """On the event loop."""
+        app = self.app
+        held = [(LEASE_HELD, one(0.0))] if app is None else list(_held(app))
+        return lambda: self._readings(app, held)
+
+    def _readings(
+        self, app: App | None, held: list[tuple[Metric, Values]]
+    ) -> Iterator[tuple[Metric, Values]]:
+        """In any thread."""
+        yield from held
+        if app is not None:
+            yield RUNS, _runs(app.loop.state)
+            yield WORKERS, _workers(app.loop.state)
+            yield SPOOL_BYTES, one(app.spool.used_bytes)
+            yield APPEND_SECONDS, one(app.loop.append_seconds)
+        yield SPOOL_LIMIT, one(self._settings.max_spool_bytes)
+        yield DISK, self._disk()
+        yield from self.process.readings()
+
+    def _disk(self) -> Values:
+        try:
+            found = os.statvfs(self._settings.data_dir)
+        except OSError:  # made when the lead is taken
+            return {}
+        unit = found.f_frsize
+        return {("free",): found.f_bavail * unit, ("total",): found.f_blocks * unit}
+
+
+def _held(app: App) -> Iterator[tuple[Metric, Values]]:
+    """What only the event loop may look at."""
+    loop, supervisor = app.loop, app.supervisor
+    yield LEASE_HELD, one(1.0)
+    yield LEASE_AGE, one(time.monotonic() - loop.renewed_s)
+    yield TERM, one(loop.term)
+    yield COMMANDS, one(loop.num_waiting)
+    running, waiting = supervisor.by_kind()
+    yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
+    yield EFFECT_FAILURES, {(kind,): n for kind, n in supervisor.num_failures.items()}
+    yield PUSHES, one(len(app.env.pushes))
+    yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
+    facts = Counter(loop.facts)
+    yield FACTS, {(kind,): n for kind, n in facts.items()}
+    for metric, kind in _COUNTED:
+        yield metric, one(facts[kind])
+    yield (
+        UPDATES,
+        {
+            ("received",): facts["UpdateReceived"],
+            ("rejected",): facts["UpdateRejected"],
+        },
+    )
+
+
+def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], float]:
+    return {(kind, state): n for kind, n in counts.items()}
+
+
+def _runs(state: CoordinatorState) -> Values:
+    """Every phase is named, also one that no run is in."""
+    world = world_of(state)
+    counts = Counter(_phase(run, world) for run in state.runs.values())
+    return {(phase,): counts[phase] for phase in (*(each.value for each in RunPhase), UNKNOWN)}
+
+
+def _phase(run: RunRecord, world: World) -> str:
+    if run.ended is not None:
+        return run.ended.value
+    try:
+        return strategy_of(run.job).outlook(run.job, run.value, world).phase.value
+    except Exception:  # a plug-in that raises must not hide all other metrics
+        return UNKNOWN
+
+
+def _workers(state: CoordinatorState) -> Values:
+    counts = Counter(map(_state_of, state.workers.values()))
+    return {(each,): counts[each] for each in ("alive", "draining", "lost")}
+
+
+def _state_of(worker: WorkerRecord) -> str:
+    if not worker.is_alive:
+        return "lost"
+    return "draining" if worker.is_draining else "alive"
