@@ -14,7 +14,7 @@ from stratagem.worker.phases.adaptation import Lengths, adapted, after_failed_ch
 from stratagem.worker.phases.loss_history import LossHistory
 from stratagem.worker.phases.schedule import Phase, PhaseError, Quality, State, begin, end, initial
 from stratagem.worker.phases.schedule_json import dump_state, load_state
-from stratagem.worker.phases.statistics import Seconds, statistics_of
+from stratagem.worker.phases.statistics import Seconds, news_of, statistics_of, trends_of
 
 pytestmark = pytest.mark.core
 
@@ -130,6 +130,34 @@ def test_a_loss_that_jumps_gives_the_cycle_up_whatever_the_gradient_says() -> No
     state = step(step(state, spec), spec)
     assert begin(step(state, spec, loss=1.1), spec).phase is P
     assert begin(step(state, spec, loss=9.0), spec).phase is F
+
+
+def test_a_loss_that_diverges_keeps_all_steps_exact_until_it_settles() -> None:
+    spec = spec_of(2, 4, 9, adaptive={"enabled": False, "window": 2})
+    state, before = initial(spec), initial(spec)
+    for loss in (1.0, 1.0):
+        state = step(state, spec, loss=loss)
+    assert begin(state, spec).phase is P  # too few losses to tell
+    for _ in range(4):
+        state = step(state, spec)
+    for loss in (1.3, 1.3):
+        before, state = state, step(state, spec, loss=loss)
+    assert begin(state, spec).phase is F
+    assert begin(state, spec).num_refused == 1
+    assert trends_of(state, spec) == {
+        "full_loss": 1.3,
+        "full_loss_change": pytest.approx(0.3),
+        "is_converging": 0.0,
+        "is_diverging": 1.0,
+        "refused_cycles": 0.0,
+        "phase_fallbacks": 0.0,
+    }
+    assert "at step 8 the mean loss of the last 2 FULL steps lies 30% above" in news_of(
+        before, state, spec
+    )
+    settled = step(state, spec, loss=1.3)
+    assert "at step 9 the loss of FULL steps diverges no more" in news_of(state, settled, spec)
+    assert begin(step(settled, spec, loss=1.3), spec).phase is P
 
 
 def test_calls_that_do_not_fit_are_errors() -> None:

@@ -27,6 +27,8 @@ NOISY = {
     "adaptive": {"window": 2, "loss_threshold": 0.01},
 }
 """Bad predictions are taken too, some are not, and lengths change."""
+DIVERGING = {**SMOOTH, "adaptive": {"window": 2}, "max_relative_error": 9, "min_correlation": -1}
+"""Of a learning rate that is much too high, predictions are good enough and the loss rises."""
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.05, "schedule": "cosine"}
 STEPS = 40
@@ -56,8 +58,9 @@ def train(trainer: Trainer, num_shards: int, to_step: int = STEPS) -> list[StepR
         job(SMOOTH, accumulation={"micro_batch_size": 4}),
         job({**SMOOTH, "correction_weight": 0.0}, optimizer=SGD),
         job({**SMOOTH, "warmup_steps": 7}, batch_size=7),
+        job(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}),
     ],
-    ids=["smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused"],
+    ids=["smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused", "diverging"],
 )
 def test_equals_the_reference_to_the_bit(spec: JobSpec, num_members: int) -> None:
     expected = phases_loop(spec, ALLOWED, 3, STEPS)
@@ -277,8 +280,23 @@ def test_metrics_say_what_was_saved() -> None:
     metrics = trainer.phases.metrics
     assert metrics["step_ratio"] == 11 / 6
     assert metrics["predicted_steps"] == 5
+    assert metrics["full_loss_change"] < 0
+    assert metrics["is_diverging"] == 0
     assert metrics["cost_speedup"] > 0
     assert metrics["wall_speedup"] > 0
+
+
+def test_a_loss_that_diverges_is_told_and_leaves_no_step_predicted() -> None:
+    trainer = trainer_of(job(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}))
+    assert trainer.phases is not None
+    seen, news = "", []
+    for to_step in range(1, STEPS + 1):
+        was_diverging = trainer.phases.metrics["is_diverging"]
+        seen += letters(train(trainer, 1, to_step))
+        news += trainer.phases.take_news()
+        assert not (was_diverging and seen[-1] == "P" and seen[-2] == "F")
+    assert "no gradient is predicted until it settles" in news[0]
+    assert trainer.phases.metrics["refused_cycles"] > 0
 
 
 @pytest.mark.gpu

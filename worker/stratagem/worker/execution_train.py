@@ -111,6 +111,8 @@ def _train_under(
                 report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
             segment.is_stepping = False
             account(work, plan, segment, report)
+            if isinstance(trainer, Trainer) and trainer.phases is not None and view.rank == 0:
+                work.tell(trainer.phases.take_news())
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step. Those that stay go on under the next view.
                 work.control.check()

@@ -144,6 +144,7 @@ def phases_loop(
                 may_predict = is_good_near and cycle.is_good(gradient, forecast)
             cycle.remember(step, gradient)
             cycle.losses.append(losses[-1])
+            may_predict = may_predict and not _is_diverging(cycle.losses, spec)
             if cycle.predict and number == num_full - ahead:
                 forecast = cycle.prediction(step + ahead)
             loop.apply(step, gradient)
@@ -179,6 +180,15 @@ def _is_spike(before: list[float], loss: float, spec: PhasesSpec) -> bool:
     mean = sum(baseline) / len(baseline)
     deviation = math.sqrt(sum((each - mean) ** 2 for each in baseline) / len(baseline))
     return loss - mean > 3 * max(deviation, 1e-6 * abs(mean))
+
+
+def _is_diverging(losses: list[float], spec: PhasesSpec) -> bool:
+    """A fifth more over the last Full steps than over as many before them."""
+    window = spec.adaptive.window
+    if len(losses) < 2 * window:
+        return False
+    older, newer = sum(losses[-2 * window : -window]) / window, sum(losses[-window:]) / window
+    return newer - older > 0.2 * abs(older)
 
 
 class _Loop:

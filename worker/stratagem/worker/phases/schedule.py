@@ -5,6 +5,7 @@ the phase cannot change, however often `begin` is asked. All decisions follow fr
 whole batch, so replicas decide alike. Knows no tensor, no clock and no trainer.
 
     FULL     the gradient is computed; `full_steps` of them, then PREDICT if the back-test passed
+             and the loss does not diverge
     PREDICT  the gradient is predicted; `predict_steps` of them in a cycle, then FULL
     CORRECT  one exact step after every `correct_every` predictions: PREDICT again if they were
              good, else FULL. None where the budget is used up: the FULL step that follows is exact.
@@ -83,7 +84,7 @@ class State:
     cycle: int = 0
     counts: Counts = NO_STEPS
     num_refused: int = 0
-    """Cycles that stayed in FULL, as the back-test failed."""
+    """Cycles that stayed in FULL, as the back-test failed or the loss diverged."""
     num_fallbacks: int = 0
     """Corrections after which the cycle was given up."""
     last_check: Quality | None = None
@@ -231,6 +232,9 @@ def _end_full(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> Sta
     lengths = closed.lengths
     if closed.num_since_exact and not passed:
         lengths = after_failed_check(lengths, spec)
+    losses = closed.full_losses.recorded(loss)
+    # Whatever the gradients look like: predictions must not carry a run further away.
+    passed = passed and not losses.is_diverging(spec.adaptive.window)
     return replace(
         closed,
         lengths=lengths,
@@ -239,7 +243,7 @@ def _end_full(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> Sta
         # Only the last Full step decides, and its check is the back-test.
         may_predict=passed and closed.num_full + 1 == needed_full_steps(closed, spec),
         counts=closed.counts._replace(full=closed.counts.full + 1),
-        full_losses=closed.full_losses.recorded(loss),
+        full_losses=losses,
     )
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from stratagem.common.job.phases import PhasesSpec
+from stratagem.worker.phases.adaptation import FALL_SHARE
 from stratagem.worker.phases.loss_history import mean
 from stratagem.worker.phases.schedule import NO_STEPS, Counts, Phase, State
 
@@ -101,6 +103,40 @@ def statistics_of(state: State) -> Statistics:
         average_losses={
             phase: mean(history.losses) for phase, history in histories.items() if history.losses
         },
+    )
+
+
+def trends_of(state: State, spec: PhasesSpec) -> dict[str, float]:
+    """What the losses of FULL steps say, by name; the same on all replicas. What takes more losses
+    than there are is absent."""
+    losses, window = state.full_losses, spec.adaptive.window
+    found = {
+        "full_loss": losses.rolling_average(window),
+        "full_loss_change": losses.improvement_rate(),
+    }
+    return {
+        **{name: value for name, value in found.items() if value is not None},
+        "is_converging": float(losses.is_converging(FALL_SHARE)),
+        "is_diverging": float(losses.is_diverging(window)),
+        "refused_cycles": float(state.num_refused),
+        "phase_fallbacks": float(state.num_fallbacks),
+    }
+
+
+def news_of(before: State, after: State, spec: PhasesSpec) -> str:
+    """A sentence for people when the loss has begun to diverge, or has settled; "" otherwise."""
+    window = spec.adaptive.window
+    was, now = (each.full_losses.is_diverging(window) for each in (before, after))
+    if was == now:
+        return ""
+    step = after.total_step
+    if not now:
+        return f"phases: at step {step} the loss of FULL steps diverges no more"
+    change = after.full_losses.change(window)
+    assert change is not None  # it diverges
+    return (
+        f"phases: at step {step} the mean loss of the last {window} FULL steps lies {change:.0%} "
+        f"above that of the {window} before; no gradient is predicted until it settles"
     )
 
 

@@ -28,7 +28,13 @@ from stratagem.worker.phases.prediction import (
 )
 from stratagem.worker.phases.schedule import Phase, PhaseError, Quality, State
 from stratagem.worker.phases.schedule_json import dump_state, load_state
-from stratagem.worker.phases.statistics import Seconds, Statistics, statistics_of
+from stratagem.worker.phases.statistics import (
+    Seconds,
+    Statistics,
+    news_of,
+    statistics_of,
+    trends_of,
+)
 
 PREFIX: Final = "phases/"
 _GRADIENT: Final = f"{PREFIX}gradient/"
@@ -50,6 +56,7 @@ class PhaseTraining:
         self._dtype = flat_dtype([param.dtype for param in self._params])
         self._layout = _layout_digest(params)
         self._scratch: list[Tensor] = []
+        self._news: list[str] = []
         self.seconds = Seconds()
         self.reset()
 
@@ -89,7 +96,13 @@ class PhaseTraining:
             "cost_speedup": self.seconds.cost_speedup,
             "wall_speedup": self.seconds.wall_speedup,
             "predicted_steps": float(self._state.counts.predict),
+            **trends_of(self._state, self._spec),
         }
+
+    def take_news(self) -> list[str]:
+        """Sentences for people since the last time this was asked."""
+        news, self._news = self._news, []
+        return news
 
     def take(self, gradients: Sequence[Tensor | None], loss: float) -> None:
         """Ends an exact step. gradients: the mean over the global batch by parameter, before
@@ -119,6 +132,8 @@ class PhaseTraining:
             target = step + schedule.horizon(opened, self._spec)
             self._forecast = (target, self._history.predict(target))
         self._reached = [gradient is not None for gradient in gradients]
+        if news := news_of(self._state, closed, self._spec):
+            self._news.append(news)
         self._state = closed
 
     def predict(self) -> list[Tensor | None]:
