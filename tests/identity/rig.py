@@ -20,7 +20,9 @@ class Listing(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Answers every listing with who asks."""
 
     async def ListRuns(self, request: Any, context: Any) -> pb.ListRunsResponse:
-        return pb.ListRunsResponse(runs=[pb.RunInfo(name=current_caller().name)])
+        return pb.ListRunsResponse(
+            runs=[pb.RunInfo(name=current_caller().name, phase=pb.RUN_PHASE_RUNNING)]
+        )
 
     async def WatchRun(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         yield pb.WatchRunResponse(event=pb.RunEvent(sentence=current_caller().name))
@@ -43,12 +45,14 @@ class Ports:
 
 
 @asynccontextmanager
-async def serving(files: TlsFiles, tokens_file: Path | None = None) -> AsyncIterator[Ports]:
+async def serving(
+    files: TlsFiles, tokens_file: Path | None = None, port: int = 0
+) -> AsyncIterator[Ports]:
     book = None if tokens_file is None else TokenBook(tokens_file)
     server = make_server(gate=Gate(files.identity().trust_domain, book))
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(Listing(), server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Described(), server)
-    strict = bind_tls(server, "127.0.0.1", 0, files)
+    strict = bind_tls(server, "127.0.0.1", port, files)
     lenient = bind_tls(server, "127.0.0.1", 0, files, asks_for_certificate=False)
     await server.start()
     try:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
-from stratagem.common.errors import StratagemError, UnavailableError
+from stratagem.common.errors import StratagemError, UnauthenticatedError, UnavailableError
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.common.tensors.transfer import Retry
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -62,6 +63,7 @@ class Connection:
             tune_malloc()
         )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
         self.address = address
+        self._proof = proof
         self._patience_s = patience_s
         self._channel = open_channel(address, proof)
         self._has_answered = False
@@ -80,6 +82,7 @@ class Connection:
             try:
                 response = await method(request, timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
+                await self._raise_identity_problem(error)
                 if not self.may_retry(error) or time.monotonic() >= give_up_s:
                     raise self.translated(error) from None
                 await backoff.pause()
@@ -109,6 +112,7 @@ class Connection:
                     yield message
                 return
             except grpc.aio.AioRpcError as error:
+                await self._raise_identity_problem(error)
                 if not self.may_retry(error):
                     raise self.translated(error) from None
                 log.info("coordinator at %s is away: %s", self.address, error.details())
@@ -125,6 +129,12 @@ class Connection:
     def may_retry(self, error: grpc.aio.AioRpcError) -> bool:
         """The coordinator is restarting or gone, and was there before."""
         return self._has_answered and error.code() is grpc.StatusCode.UNAVAILABLE
+
+    async def _raise_identity_problem(self, error: grpc.aio.AioRpcError) -> None:
+        """One side is not what the other wants: waiting does not help."""
+        problem = await identity_problem(error, self.address, self._proof)
+        if problem:
+            raise UnauthenticatedError(problem) from None
 
     def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
         if error.code() is grpc.StatusCode.UNAVAILABLE and not self._has_answered:

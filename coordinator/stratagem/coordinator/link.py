@@ -4,6 +4,7 @@ A link owns a channel and turns status codes into our errors. The seam for an ou
 day: nothing else in the coordinator dials a worker.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 import grpc
@@ -12,6 +13,7 @@ from stratagem.common.errors import UnavailableError
 from stratagem.common.ids import RunId
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.rpc.tls_probe import explain
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import CoordinatorState
@@ -25,6 +27,7 @@ class WorkerLink:
     def __init__(self, member: Member, address: str, term: int, proof: Proof = PLAINTEXT) -> None:
         self.member = member
         self.address = address
+        self._proof = proof
         self._term = term
         self._channel = open_channel(address, proof, to_worker=member.worker_id)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
@@ -54,6 +57,11 @@ class WorkerLink:
         except grpc.aio.AioRpcError:
             return False
         return described.incarnation == self.member.incarnation
+
+    async def why_silent(self) -> str:
+        """Why a worker that does not answer does not, where identity is the reason; else empty."""
+        proof, name = self._proof, self.member.worker_id
+        return await asyncio.to_thread(explain, self.address, proof, name)
 
     async def close_run(self, run_id: RunId) -> None:
         """Have the worker forget a run, its blobs included. Raises when it does not answer."""

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -30,6 +31,8 @@ log = structlog.get_logger(__name__)
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 10.0
+LOOK_AGAIN_EVERY: Final = 10
+"""Failures of a row, one of which is asked whether identity is its reason."""
 
 
 def retry_delay_s(attempt: int) -> float:
@@ -100,7 +103,7 @@ class Agent:
                 log.info("registered", coordinator=self.coordinator, term=answer.term)
                 return answer
             except grpc.aio.AioRpcError as error:
-                _report(attempt, "cannot register", error)
+                await self._report(attempt, "cannot register", error)
             await asyncio.sleep(retry_delay_s(attempt))
             attempt += 1
 
@@ -126,7 +129,7 @@ class Agent:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     log.info("the coordinator does not know this worker; registering again")
                     return
-                _report(num_failed, "heartbeat failed", error)
+                await self._report(num_failed, "heartbeat failed", error)
                 num_failed += 1
             finally:
                 if request.draining:
@@ -140,8 +143,12 @@ class Agent:
         except TimeoutError:
             return
 
-
-def _report(num_before: int, what: str, error: grpc.aio.AioRpcError) -> None:
-    """The first failure of a row as a warning, the others quietly."""
-    level = log.debug if num_before else log.warning
-    level(what, code=error.code().name, details=error.details())
+    async def _report(self, num_before: int, what: str, error: grpc.aio.AioRpcError) -> None:
+        """The first failure of a row as a warning, the others quietly; the reason when it is
+        identity, as long as it lasts."""
+        details = error.details()
+        if num_before % LOOK_AGAIN_EVERY == 0:
+            details = await identity_problem(error, self.coordinator, self.proof) or details
+        is_news = num_before == 0 or details != error.details()
+        level = log.warning if is_news else log.debug
+        level(what, code=error.code().name, details=details)

@@ -136,14 +136,13 @@ def _certificates_in(path: Path) -> list[Path]:
 def _print_certificates(files: list[Path]) -> None:
     from stratagem.common.certificates import show
 
-    table = Table("file", "role", "name", "names", "expires", box=None, pad_edge=False)
     for each in map(show, files):
-        expires = f"{each.expires:%Y-%m-%d %H:%M} UTC" + (" EXPIRED" if each.has_expired else "")
-        names = ", ".join((*each.hosts, *each.uris))
-        table.add_row(each.file, each.role or "none", each.name, names, expires)
-    for column in table.columns:
-        column.overflow = "fold"
-    Console(highlight=False).print(table)
+        who = f"{each.role or 'no role'} {each.name}".rstrip()
+        expired = ", EXPIRED" if each.has_expired else ""
+        print(f"{each.file}: {who}, until {each.expires:%Y-%m-%d %H:%M} UTC{expired}")
+        names = ", ".join((*each.uris, *each.hosts))
+        if names:
+            print(f"    {names}")
 
 
 def _scope(word: str) -> Scope:

@@ -48,7 +48,11 @@ async def meet(app: App, member: Member, address: str) -> None:
     link = app.links.open(member, address)
     try:
         if not await link.answers(timeout_s=5.0):
-            raise UnavailableError(f"nobody answers at {address} as worker {member.worker_id!r}")
+            why = await link.why_silent()
+            raise UnavailableError(
+                f"nobody answers at {address} as worker {member.worker_id!r}"
+                + (f": {why}" if why else "")
+            )
     finally:
         await link.close()
 

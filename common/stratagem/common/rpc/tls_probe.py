@@ -1,0 +1,180 @@
+"""Why a connection does not come about, where identity is the reason.
+
+gRPC says "Socket closed" when a server wants a certificate, has another authority or is no TLS
+server at all. So after such a failure the handshake is done once more by hand, and what happens to
+it becomes a sentence with the file and the remedy. Blocking; asks and decides nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Material, TlsFiles, worker_name
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+TIMEOUT_S: Final = 3.0
+_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+"""How an HTTP/2 client begins: the preface and empty settings."""
+
+# Of OpenSSL, as in SSLCertVerificationError.verify_code.
+_NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
+_OTHER_HOST, _OTHER_ADDRESS = 62, 64
+
+
+async def identity_problem(
+    error: grpc.aio.AioRpcError, address: str, proof: Proof, to_worker: str | None = None
+) -> str:
+    """The sentence for a failed call; empty where identity is not the reason.
+
+    to_worker: as given to open_channel.
+    """
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return ""
+    if "Connection refused" in (error.details() or ""):
+        return ""
+    return await asyncio.to_thread(explain, address, proof, to_worker)
+
+
+def explain(
+    address: str, proof: Proof, to_worker: str | None = None, timeout_s: float = TIMEOUT_S
+) -> str:
+    """What stands between a caller and the server at host:port; empty if a handshake works, and
+    where nobody can be reached at all."""
+    try:
+        if proof.tls is None:
+            return _of_plaintext(_Probe(address, timeout_s))
+        material = proof.tls.read()
+    except InvalidInputError as error:
+        return str(error)
+    except (OSError, UnicodeError):
+        return ""
+    trust = DEFAULT_TRUST_DOMAIN if material.cert_id is None else material.cert_id.trust_domain
+    host = address.rpartition(":")[0].strip("[]")
+    expected = host if to_worker is None else worker_name(trust, to_worker)
+    try:
+        return _of_tls(_Probe(address, timeout_s), proof.tls, material, expected)
+    except (OSError, UnicodeError):
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    address: str
+    timeout_s: float
+
+    def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
+        """A connected socket; raises OSError, of which SSLError is one."""
+        host, _, port = self.address.rpartition(":")
+        context.set_alpn_protocols(["h2"])
+        plain = socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
+        try:
+            return context.wrap_socket(plain, server_hostname=name)
+        except BaseException:
+            plain.close()
+            raise
+
+    def shown(self) -> x509.Certificate:
+        """The server's certificate, whatever it is worth."""
+        from cryptography import x509
+
+        with closing(self.handshake(_without_checks(), "probe")) as connection:
+            return x509.load_der_x509_certificate(connection.getpeercert(True) or b"")
+
+
+def _of_plaintext(probe: _Probe) -> str:
+    try:
+        probe.handshake(_without_checks(), "probe").close()
+    except ssl.SSLError:
+        return ""
+    return (
+        f"{probe.address} wants TLS: give --tls-ca, and --tls-cert with --tls-key or --token-file"
+    )
+
+
+def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
+    if files.cert is not None:
+        context.load_cert_chain(files.cert, files.key)
+    try:
+        connection = probe.handshake(context, expected)
+    except ssl.SSLCertVerificationError as error:
+        return _of_server(error.verify_code, error.verify_message, probe, files, expected)
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            return f"{probe.address} speaks plaintext: it was started without certificates"
+        return _of_caller(probe, files, material)
+    with closing(connection):
+        try:
+            connection.sendall(_HELLO)
+            is_in = bool(connection.recv(1))
+        except TimeoutError:
+            return ""
+        except OSError:  # an alert about our certificate comes only now, or the end
+            is_in = False
+    return "" if is_in else _of_caller(probe, files, material)
+
+
+def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
+    """What is wrong with the server's certificate."""
+    from cryptography import x509
+
+    from stratagem.common.rpc.tls import names_of
+
+    theirs = probe.shown()
+    whose = f"the certificate of {probe.address}"
+    if code == _EXPIRED:
+        return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
+    if code == _NOT_YET_VALID:
+        return f"{whose} is valid from {theirs.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on only"
+    if code in (_OTHER_HOST, _OTHER_ADDRESS):
+        names = [*names_of(theirs, x509.DNSName), *names_of(theirs, x509.IPAddress)]
+        return f"{whose} is for {', '.join(names) or 'no host'}, and not for {expected}"
+    if code == _PURPOSE:
+        return f"{whose} is not one of a server"
+    issuer = theirs.issuer.rfc4514_string()
+    return f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words})"
+
+
+def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
+    """What is wrong with our certificate, which the server did not like."""
+    if material.cert is None:
+        return (
+            f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "
+            f"--token-listen address with --token-file"
+        )
+    if material.has_expired and material.expires is not None:
+        when = f"{material.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+        return f"the certificate {files.cert} has expired at {when}; renew it"
+    starts = _leaf(material).not_valid_before_utc
+    if starts > datetime.now(UTC):
+        return f"the certificate {files.cert} is valid from {starts:%Y-%m-%d %H:%M} UTC on only"
+    issuer = _leaf(material).issuer.rfc4514_string()
+    return (
+        f"{probe.address} does not accept the certificate {files.cert}, signed by {issuer!r}: its "
+        f"--tls-ca must hold that authority, and the certificate be one for clients"
+    )
+
+
+def _leaf(material: Material) -> x509.Certificate:
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificates(material.cert or b"")[0]
+
+
+def _without_checks() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

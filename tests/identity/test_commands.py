@@ -1,0 +1,134 @@
+"""`stratagem certs` and `stratagem token`, and settings that make no sense."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.common.certificates import Authority
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.tokens import Scope, read_tokens
+from stratagem.coordinator import listening
+from stratagem.coordinator.settings import Settings
+from stratagem.worker.security import Security
+from stratagem.worker.settings import WorkerSettings
+
+HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def invoke(*arguments: str, exit_code: int = 0) -> Any:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def test_certs_for_development(tmp_path: Path) -> None:
+    folder = str(tmp_path / "certs")
+    made = invoke("certs", "init", folder, "--worker", "w0", "--worker", "w1", "--host", "head")
+    shown = invoke("certs", "show", folder).output
+    assert sorted(made.output.split()) == sorted(shown.split())
+    assert re.search(r"/ca\.crt: authority, until 2.* UTC$", shown, re.MULTILINE)
+    uri = "spiffe://stratagem/role/worker/w1"
+    text = rf"/worker-w1\.crt: worker w1, until .*\n    {uri}, w1\.worker\.stratagem, worker\."
+    assert re.search(text, shown)
+    again = invoke("certs", "init", folder, exit_code=1)
+    assert "is there already; name another folder" in again.stderr
+    wrong = invoke("certs", "show", f"{folder}/ca.key", exit_code=1)
+    assert "ca.key holds no PEM certificate" in wrong.stderr
+
+
+def test_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    where = ("--tokens-file", str(file))
+    made = invoke("token", "create", "ci", *where, "--scopes", "read,submit", "--expires", "12h")
+    assert made.stdout.startswith("stratagem_")
+    assert made.stdout.strip() not in file.read_text()
+    assert HASH.search(file.read_text())
+    invoke("token", "create", "ops", *where, "--scopes", "admin", "--expires", "never")
+    assert [each.scopes for each in read_tokens(file)] == [
+        (Scope.READ, Scope.SUBMIT),
+        (Scope.ADMIN,),
+    ]
+    listed = invoke("token", "list", *where).output
+    assert re.search(r"ci +read, submit +2\d{3}-", listed)
+    assert re.search(r"ops +admin +never", listed)
+    for arguments, said in (
+        (("ci",), "has a token 'ci' already"),
+        (("x", "--scopes", "all"), "scopes: 'all' is not one of read, submit, admin"),
+        (("x", "--expires", "soon"), "expires: 'soon' is not a time"),
+        (("a b",), "name: 'a b' is not"),
+    ):
+        assert said in invoke("token", "create", *arguments, *where, exit_code=1).stderr
+    invoke("token", "revoke", "ci", *where)
+    assert [each.name for each in read_tokens(file)] == ["ops"]
+    assert "there are: ops" in invoke("token", "revoke", "ci", *where, exit_code=1).stderr
+
+
+def test_a_wrong_file_of_the_caller_is_named(authority: Authority, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    for arguments, said in (
+        (("--tls-ca", gone), f"error: tls_ca: {gone}: No such file or directory"),
+        (("--token-file", gone), f"error: token_file: {gone}: No such file or directory"),
+        (("--tls-cert", gone), "error: tls_ca: is needed where tls_cert is given"),
+    ):
+        assert (
+            said in invoke("list", "--coordinator", "127.0.0.1:1", *arguments, exit_code=1).stderr
+        )
+
+
+def coordinator(**settings: Any) -> listening.Security:
+    return listening.Security(Settings(_cli_parse_args=False, **settings))
+
+
+def files_of(authority: Authority, name: str) -> dict[str, Any]:
+    files = authority.files(name)
+    return {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+
+
+def test_a_coordinator_refuses_settings_that_make_no_sense(
+    authority: Authority, tmp_path: Path
+) -> None:
+    mine, tokens = files_of(authority, "coordinator"), {"tokens_file": tmp_path / "tokens.json"}
+    assert coordinator().gate.trust_domain == ""
+    assert coordinator(**mine).gate.trust_domain == "stratagem"
+    assert coordinator(**tokens).gate.tokens is not None
+    assert coordinator(**mine, **tokens, token_listen="127.0.0.1:0").gate.tokens is not None
+    for settings, said in (
+        (files_of(authority, "worker-w0"), "is of worker w0; the role must be coordinator"),
+        ({"tls_ca": mine["tls_ca"]}, "tls_cert: is needed where tls_ca is given"),
+        (mine | tokens, "tokens_file: needs --token-listen"),
+        (mine | {"token_listen": "127.0.0.1:0"}, "token_listen: needs --tokens-file"),
+        (tokens | {"token_listen": "127.0.0.1:0"}, "token_listen: needs --tokens-file, --tls-ca"),
+        (
+            tokens | {"listen": "0.0.0.0:0", "allow_insecure_network": True},
+            "tokens would come to 0.0.0.0 in plaintext",
+        ),
+        ({"listen": "7070", **tokens}, "listen: '7070' is not host:port"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            coordinator(**settings)
+
+
+def worker(name: str = "w0", **settings: Any) -> Security:
+    made = WorkerSettings(_cli_parse_args=[], coordinator="c:1", name=name, **settings)
+    return Security(made)
+
+
+def test_a_worker_refuses_settings_that_make_no_sense(authority: Authority) -> None:
+    mine = files_of(authority, "worker-w0")
+    assert (worker().data_plane, worker().mesh) == ("trusted", "auto")
+    assert (worker(**mine).data_plane, worker(**mine).mesh) == ("tls", "grpc")
+    trusted = worker(**mine, data_plane="trusted", mesh="gloo")
+    assert (trusted.data_plane, trusted.mesh) == ("trusted", "gloo")
+    assert worker(**mine, mesh="grpc").mesh == "grpc"
+    for settings, said in (
+        (mine | {"name": "w1"}, "is of worker w0; it must be of worker w1, as --name says"),
+        (files_of(authority, "client-alice"), "is of client alice; it must be of worker w0"),
+        ({"data_plane": "tls"}, "data_plane: tls needs --tls-ca"),
+        (mine | {"mesh": "gloo"}, "mesh: gloo encrypts nothing; use grpc"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            assert worker(**settings).mesh
