@@ -84,6 +84,8 @@ class RunStatus:
     reproducible: bool
     data_plane: str = ""
     """Of its present workers: "tls", "trusted", or empty where they do not say."""
+    submitted_by: str = ""
+    """As "client alice" or "token ci"; empty where nobody has to say who they are."""
 
     @property
     def seconds(self) -> float | None:
@@ -197,6 +199,7 @@ def run_status(info: pb.RunInfo) -> RunStatus:
         engine=info.engine,
         reproducible=info.reproducible,
         data_plane=info.data_plane,
+        submitted_by=info.submitted_by,
     )
 
 

@@ -232,6 +232,7 @@ class RunInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     REPRODUCIBLE_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     phase: Global___RunPhase.ValueType
@@ -262,6 +263,10 @@ class RunInfo(_message.Message):
     data_plane: _builtins.str
     """Who may read what its present workers exchange: "tls" or "trusted"; empty where they do not
     say, and without workers.
+    """
+    submitted_by: _builtins.str
+    """Who submitted it: "client NAME" by its certificate, "token NAME", or empty where nobody has to
+    say who they are.
     """
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitInfo]: ...
@@ -297,10 +302,11 @@ class RunInfo(_message.Message):
         engine: _builtins.str = ...,
         reproducible: _builtins.bool = ...,
         data_plane: _builtins.str = ...,
+        submitted_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

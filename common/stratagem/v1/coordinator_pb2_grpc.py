@@ -154,7 +154,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRun(self, request, context):
-        """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND.
+        """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
+        two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,9 @@ class CoordinatorServiceStub:
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
     """
     CancelRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]
-    """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND."""
+    """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
+    two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
+    """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
     """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
     the run is active or completed; UNAVAILABLE while its workers still let go of it.
@@ -126,7 +128,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
     """
     CancelRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]  # type: ignore[assignment]
-    """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND."""
+    """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
+    two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
+    """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
     """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
     the run is active or completed; UNAVAILABLE while its workers still let go of it.
@@ -217,7 +221,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CancelRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CancelRunResponse, _abc.Awaitable[_coordinator_pb2.CancelRunResponse]]:
-        """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND."""
+        """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
+        two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
+        """
 
     @_abc_1.abstractmethod
     def ResumeRun(

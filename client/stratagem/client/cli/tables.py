@@ -74,7 +74,7 @@ def print_status(console: Console, status: RunStatus) -> None:
         ("progress", amount_text(status)),
         ("metrics", metrics_text(status.metrics)),
         ("workers", ", ".join(status.worker_ids)),
-        ("submitted", _time_text(status.submitted_at_s)),
+        ("submitted", _submitted_text(status)),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
         ("result", "" if status.reproducible else "replayable from its journal, not reproducible"),
     ]
@@ -114,6 +114,11 @@ def _phase_text(status: RunStatus) -> str:
     if status.strategy_phase and not status.phase.is_final:
         return f"{status.phase} ({status.strategy_phase})"
     return status.phase
+
+
+def _submitted_text(status: RunStatus) -> str:
+    when = _time_text(status.submitted_at_s)
+    return f"{when} by {status.submitted_by}" if status.submitted_by else when
 
 
 def _engine_text(status: RunStatus) -> str:

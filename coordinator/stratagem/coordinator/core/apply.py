@@ -77,7 +77,13 @@ def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
 def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
     job = JobSpec.from_json(fact.job_json)
     value = strategy_of(job).init(job, ROOT)
-    return RunRecord(run_id=run_id, job=job, value=value, submitted_wall_s=fact.wall_s)
+    return RunRecord(
+        run_id=run_id,
+        job=job,
+        value=value,
+        submitted_wall_s=fact.wall_s,
+        submitted_by=fact.by,
+    )
 
 
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:

@@ -12,21 +12,26 @@ class SubmitRun:
     run_id: RunId
     job_json: str
     wall_s: float
+    by: str = ""
+    """Who asks; empty where nobody has to say who they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
     run_id: RunId
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRun:
     run_id: RunId
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteRun:
     run_id: RunId
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
     violations = require(job).check(job)
     if violations:
         raise InvalidInputError(violations=violations)
-    fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s)
+    fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s, by=command.by)
     return (Entry(command.run_id, fact, _key(fact)),)
 
 
@@ -160,7 +160,7 @@ def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | 
     if run.ended is not None:
         return ()
     kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
-    fact = RunCancelled(reason=f"stopped by request; {kept}")
+    fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
     return (Entry(command.run_id, fact),)
 
 
@@ -174,7 +174,7 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | 
     if not run.is_released:
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
-    return (Entry(command.run_id, RunResumed()),)
+    return (Entry(command.run_id, RunResumed(by=command.by)),)
 
 
 def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
@@ -186,7 +186,7 @@ def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | 
     if not run.is_released:
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
-    return (Entry(command.run_id, RunDeleted()),)
+    return (Entry(command.run_id, RunDeleted(by=command.by)),)
 
 
 def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, ...]:

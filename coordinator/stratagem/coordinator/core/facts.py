@@ -88,14 +88,17 @@ class WorkerDraining(Value):
 class RunSubmitted(Value):
     job_json: str
     wall_s: float
+    by: str = ""
+    """Who asked, as "client alice" or "token ci"; empty where nobody has to say who they are."""
 
 
 class RunCancelled(Value):
     reason: str
+    by: str = ""
 
 
 class RunResumed(Value):
-    pass
+    by: str = ""
 
 
 class RunFailed(Value):
@@ -112,7 +115,7 @@ class RunReleased(Value):
 
 
 class RunDeleted(Value):
-    pass
+    by: str = ""
 
 
 class PartyFailed(Value):

@@ -23,6 +23,10 @@ def _names(members: Sequence[f.Member]) -> str:
     return ", ".join(str(member.worker_id) for member in members) or "nobody"
 
 
+def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
+    return f"{text} by {fact.by}" if fact.by else text
+
+
 def _finished(fact: f.SegmentFinished) -> str:
     text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
     more = metrics_text(fact.metrics)
@@ -62,13 +66,13 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
-    "RunSubmitted": lambda e: "submitted",
+    "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
-    "RunResumed": lambda e: "resumed from the last commit",
+    "RunResumed": lambda e: _by("resumed from the last commit", e),
     "RunFailed": lambda e: f"failed: {e.reason}",
     "RunCompleted": lambda e: f"completed: {e.reason}",
     "RunReleased": lambda e: "the workers have let go of the run",
-    "RunDeleted": lambda e: "deleted",
+    "RunDeleted": lambda e: _by("deleted", e),
     "PartyFailed": lambda e: f"failed: {e.reason}",
     "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
     "ProcessDied": lambda e: (

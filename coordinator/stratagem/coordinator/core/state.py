@@ -64,6 +64,8 @@ class RunRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     engine: str = ""
     submitted_wall_s: float = 0.0
+    submitted_by: str = ""
+    """Who may stop, resume and delete it without the scope admin; empty: it is not known."""
     num_facts: int = 0
     """Facts journaled so far, which is the index of the next one."""
     is_released: bool = True

@@ -61,7 +61,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.SubmitRunResponse:
         run_id = check_run_id(request.run_id)
         await self._check_submit(request)
-        command = SubmitRun(run_id, request.job_json, time.time())
+        command = SubmitRun(run_id, request.job_json, time.time(), current_caller().name)
         entries = await self._app.loop.submit(command)
         if entries and request.note:
             self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))
@@ -92,19 +92,19 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def CancelRun(
         self, request: pb.CancelRunRequest, context: Context
     ) -> pb.CancelRunResponse:
-        await self._app.loop.submit(CancelRun(RunId(request.run_id)))
+        await self._app.loop.submit(CancelRun(*self._owned(request.run_id)))
         return pb.CancelRunResponse()
 
     async def ResumeRun(
         self, request: pb.ResumeRunRequest, context: Context
     ) -> pb.ResumeRunResponse:
-        await self._app.loop.submit(ResumeRun(RunId(request.run_id)))
+        await self._app.loop.submit(ResumeRun(*self._owned(request.run_id)))
         return pb.ResumeRunResponse()
 
     async def DeleteRun(
         self, request: pb.DeleteRunRequest, context: Context
     ) -> pb.DeleteRunResponse:
-        await self._app.loop.submit(DeleteRun(RunId(request.run_id)))
+        await self._app.loop.submit(DeleteRun(*self._owned(request.run_id)))
         return pb.DeleteRunResponse()
 
     async def DownloadState(
@@ -210,6 +210,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if run is None:
             raise NotFoundError(f"run {run_id!r} is not known")
         return run
+
+    def _owned(self, run_id: str) -> tuple[RunId, str]:
+        """A run that the caller may change, if it is known, and who the caller is."""
+        caller = current_caller()
+        run = self._app.loop.state.runs.get(RunId(run_id))
+        if run is not None:
+            caller.must_own(run_id, run.submitted_by)
+        return RunId(run_id), caller.name
 
     def _check_member(
         self, session: types_pb2.SessionRef, membership: int, rank: int | None = None

@@ -64,6 +64,7 @@ def run_info(
         engine=run.engine,
         reproducible=run.is_reproducible,
         data_plane=_data_plane(state, outlook),
+        submitted_by=run.submitted_by,
     )
 
 
