@@ -75,7 +75,7 @@ AFTER_ANOTHER = {
 """Reached only after another crash: of this process, at that failpoint."""
 
 OVER_AN_OBJECT_STORE = {"coordinator.objects.after_part", "coordinator.objects.after_put"}
-"""Not reached where blobs lie in a folder; see tests/store/test_shared_blobs.py."""
+"""Not reached where blobs lie in a folder; see test_object_store.py."""
 
 LATER_HITS = {
     "coordinator.segment.trained": (3,),

@@ -1,6 +1,7 @@
 """Where blobs and updates can lie, for the tests of what every place promises."""
 
 import hashlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.objects import Objects
 from stratagem.coordinator.blobs.s3 import open_s3
+from stratagem.coordinator.shared_spool import SharedSpool
+from stratagem.coordinator.spool import Spool
 from tests.store.updates import flip_bit
 
 BUCKET = "stratagem"
@@ -46,6 +49,9 @@ class Place(Protocol):
     def blobs(self, monotonic: Monotonic = time.monotonic) -> BlobStore:
         """As the next coordinator opens it, on a machine of its own where that is possible."""
 
+    def spool(self) -> Spool:
+        """The same of the spool."""
+
     def damage(self, digest: Digest, at: int) -> None:
         """Flip one bit of a blob."""
 
@@ -56,6 +62,9 @@ class Folder:
 
     def blobs(self, monotonic: Monotonic = time.monotonic) -> DirectoryBlobs:
         return DirectoryBlobs(self.root / "blobs", monotonic=monotonic)
+
+    def spool(self) -> Spool:
+        return Spool(self.root / "spool", quota_bytes=MIB)
 
     def damage(self, digest: Digest, at: int) -> None:
         flip_bit(self.blobs().path(digest), at)
@@ -80,9 +89,14 @@ class Bucket:
     environ: Mapping[str, str]
     url: str = field(default_factory=lambda: f"s3://{BUCKET}/{secrets.token_hex(4)}")
     num_coordinators: int = 0
+    _opened: dict[str, Objects] = field(default_factory=dict)
 
     def objects(self) -> Objects:
-        return open_s3(self.url, self.environ)
+        """Tried once for each endpoint."""
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
+        if endpoint not in self._opened:
+            self._opened[endpoint] = open_s3(self.url, self.environ)
+        return self._opened[endpoint]
 
     def names(self, folder: str = "blobs") -> list[str]:
         return [each.name for each in self.objects().list(folder)]
@@ -98,9 +112,18 @@ class Bucket:
         cache = cache or self.cache()
         return SharedBlobs(self.objects(), cache, self.num_coordinators, monotonic=monotonic)
 
+    def spool(self, root: Path | None = None, quota_bytes: int = MIB) -> Spool:
+        self.num_coordinators += 1
+        shared = SharedSpool(self.objects(), self.num_coordinators)
+        root = root or self.root / secrets.token_hex(4)
+        return Spool(root, quota_bytes=quota_bytes, shared=shared)
+
     def damage(self, digest: Digest, at: int) -> None:
+        self.damage_objects(f"blobs/{digest}", at)
+
+    def damage_objects(self, folder: str, at: int) -> None:
         objects = self.objects()
-        for each in objects.list(f"blobs/{digest}"):
+        for each in objects.list(folder):
             content = bytearray(b"".join(objects.read(each)))
             content[at] ^= 1
             obstore.put(objects._store, each.name, bytes(content))

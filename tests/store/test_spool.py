@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError, StaleError
 from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safefile import header_bytes, read_header
+from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator import upload
 from stratagem.coordinator.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
 from stratagem.coordinator.update_checks import DataCheck
@@ -52,43 +52,6 @@ def reopened(tmp_path: Path, quota_bytes: int = MIB) -> Spool:
 
 def files(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "spool").rglob("*") if path.is_file())
-
-
-def test_an_accepted_update_is_a_canonical_blob_and_survives_a_restart(
-    tmp_path: Path, spool: Spool
-) -> None:
-    writer = spool.open(key(3), MANIFEST)
-    assert writer.offset == 0
-    for start in range(0, len(DATA), 5):
-        writer.write(DATA[start : start + 5])
-    entry = writer.commit(MANIFEST, num_samples=17)
-    assert entry.digest == update_digest(DATA)
-    assert (entry.num_samples, entry.data_bytes) == (17, len(DATA))
-    assert entry.path.read_bytes()[entry.data_start :] == DATA
-    assert read_header(entry.path)[0].stored() == MANIFEST.stored()
-    assert reopened(tmp_path).entry(key(3)) == entry
-    assert reopened(tmp_path).entries(RUN, ROOT, 1) == {3: entry}
-    assert reopened(tmp_path).entry(key(4)) is None
-    writer.close()
-
-
-def test_entries_come_in_client_order_and_go_with_their_round(tmp_path: Path, spool: Spool) -> None:
-    for client in (10, 2, 0):
-        accept(spool, client, MANIFEST, DATA)
-    other = SpoolKey(RUN, Party("silo0/replica1"), 1, 5)
-    writer = spool.open(other, MANIFEST)
-    writer.write(DATA)
-    writer.commit(MANIFEST, 1)
-    assert list(spool.entries(RUN, ROOT, 1)) == [0, 2, 10]
-    assert list(spool.entries(RUN, other.party, 1)) == [5]
-    spool.delete_updates([key(2), key(7)])
-    assert list(spool.entries(RUN, ROOT, 1)) == [0, 10]
-    spool.delete_round(RUN, ROOT, 1)
-    assert spool.entries(RUN, ROOT, 1) == {}
-    assert list(spool.entries(RUN, other.party, 1)) == [5]
-    spool.delete_run(RUN)
-    spool.delete_run(RUN)
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, len(DATA)])

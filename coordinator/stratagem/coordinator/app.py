@@ -163,12 +163,12 @@ class App:
                 self._empty_spool(run_id, fact)
                 self._do(self._collect_blobs())
             case RunCompleted():
-                self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
+                self._delete_updates(run_id)
             case RunDeleted():
                 self.feed.forget(run_id)
                 self.logs.delete(run_id)
                 self.profiles.delete(run_id)
-                self._do(self._in_thread(lambda: self.spool.delete_run(run_id)))
+                self._delete_updates(run_id)
                 self._do(self._collect_blobs())
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
@@ -190,15 +190,19 @@ class App:
         folded = [SpoolKey(run_id, party, number - a.staleness, a.client) for a in accepted]
         self._do(self._in_thread(lambda: self.spool.delete_updates(folded)))
 
+    def _delete_updates(self, run_id: RunId) -> None:
+        before = self.spool.mark()
+        self._do(self._in_thread(lambda: self.spool.delete_run(run_id, before)))
+
     async def _collect_blobs(self) -> None:
         live = live_blobs(self.loop.state)
         await asyncio.to_thread(self.blobs.collect, live, BLOB_GRACE_S)
 
     def _clean_spool(self) -> None:
         """What a crash between a run's end and the deletion of its updates has left."""
-        for run_id, run in self.loop.state.runs.items():
-            if run.ended is RunPhase.COMPLETED:
-                self.spool.delete_run(run_id)
+        runs = self.loop.state.runs
+        completed = [run_id for run_id, run in runs.items() if run.ended is RunPhase.COMPLETED]
+        self.spool.clean(completed, runs.keys())
 
     async def _in_thread(self, call: Callable[[], object]) -> None:
         await asyncio.to_thread(call)

@@ -3,8 +3,10 @@
     root/<run>/<party>/<round>/<client>.<token>.safetensors   data, whole or on their way
     root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
 
-Owns names, quota and removal; `upload.py` owns how one update comes in. Knows nothing of rounds
-beyond their number, and does not decide who takes part in them.
+Owns names, quota and removal; `upload.py` owns how one update comes in. Where there is an object
+store (shared_spool.py), an update is accepted when that has it, and the files here are copies: what
+another coordinator has accepted is fetched. Knows nothing of rounds beyond their number, and does
+not decide who takes part in them.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from stratagem.common.errors import InvalidInputError, LimitError
-from stratagem.common.ids import Party, RunId, check_run_id
+import structlog
+
+from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError, NotFoundError
+from stratagem.common.ids import Digest, Party, RunId, check_run_id
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.blobs.durable import make_folder
+from stratagem.coordinator.shared_spool import SharedSpool, SharedUpdate
 from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.upload import SpoolEntry, SpoolWriter, Upload, noted_offset, remove_files
 
@@ -37,6 +43,8 @@ __all__ = [
 
 _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"
+Publish = Callable[[SpoolEntry], None]
+_log = structlog.get_logger(__name__)
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -53,8 +61,11 @@ class SpoolKey:
 class Spool:
     """The updates under one folder, which is made if absent; for any thread."""
 
-    def __init__(self, root: Path, *, quota_bytes: int) -> None:
+    def __init__(self, root: Path, *, quota_bytes: int, shared: SharedSpool | None = None) -> None:
+        """shared: where updates last longer than this disk."""
         self._root = root
+        self._shared = shared
+        self._of_others: dict[str, dict[int, list[SharedUpdate]]] = {}  # by round, when first seen
         self._quota_bytes = quota_bytes
         self._lock = threading.Lock()
         self._used: dict[Path, int] = {}
@@ -72,6 +83,11 @@ class Spool:
         anew. A writer that is still open on the key is replaced: its commit will fail as stale.
         Raises LimitError when the quota does not allow the update.
         """
+        return self._open(key, manifest, source, self._publish(key))
+
+    def _open(
+        self, key: SpoolKey, manifest: Manifest, source: str, publish: Publish | None
+    ) -> SpoolWriter:
         folder = self._round_folder(key.run_id, key.party, key.round_num, make=True)
         upload = Upload(
             path=folder / f"{key.client}.{secrets.token_hex(8)}{_DATA}",
@@ -82,15 +98,20 @@ class Spool:
         )
         for path in self._unfinished(folder, key.client):
             try:
-                return self._writer(replace(upload, path=path))
+                return self._writer(replace(upload, path=path), publish)
             except BlockingIOError:
                 self._remove(path)
-        return self._writer(upload)
+        return self._writer(upload, publish)
 
     def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
         """The accepted update of a client, if there is one, else from where to ask for it."""
         self._round_folder(key.run_id, key.party, key.round_num, make=True)
-        return self.entry(key), self.likely_offset(key)
+        try:
+            entry = self.entry(key)
+        except (IntegrityError, NotFoundError) as error:  # the client still has it
+            _log.warning("an update in the object store is of no use", reason=str(error))
+            entry = None
+        return entry, self.likely_offset(key)
 
     def likely_offset(self, key: SpoolKey) -> int:
         """From where to ask for an update before its manifest is known.
@@ -101,16 +122,30 @@ class Spool:
         folder = self._round_folder(key.run_id, key.party, key.round_num)
         return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
 
-    def entry(self, key: SpoolKey) -> SpoolEntry | None:
-        """The accepted update of a client, if there is one; also after a restart."""
+    def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
+        """The accepted update of a client, if there is one; also after a restart.
+
+        With a digest, that update: the client may have sent others to other coordinators. Raises
+        IntegrityError when the object store has damaged it.
+        """
         folder = self._round_folder(key.run_id, key.party, key.round_num)
-        return SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
+        entry = SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
+        if self._shared is None or (entry is not None and digest in (None, entry.digest)):
+            return entry
+        updates = self._updates(key, is_fresh=digest is not None).get(key.client, [])
+        wanted = [each for each in updates if digest in (None, each.digest)]
+        return self._fetch(key, wanted[-1]) if wanted else None
 
     def entries(self, run_id: RunId, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
         """All accepted updates of a round, in client order."""
         folder = self._round_folder(run_id, party, round_num)
-        clients = sorted(int(path.stem) for path in folder.glob(f"*{_ENTRY}"))
-        found = ((client, SpoolEntry.read(folder / f"{client}{_ENTRY}")) for client in clients)
+        clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
+        if self._shared is not None:
+            clients |= self._shared.find(self._relative(folder)).keys()
+        found = (
+            (client, self.entry(SpoolKey(run_id, party, round_num, client)))
+            for client in sorted(clients)
+        )
         return {client: entry for client, entry in found if entry is not None}
 
     @property
@@ -132,14 +167,68 @@ class Spool:
             if entry is not None:
                 path.unlink(missing_ok=True)
                 self._remove(entry.path)
+            if self._shared is not None:
+                self._shared.delete(f"{self._relative(folder)}/{key.client}")
 
-    def delete_run(self, run_id: RunId) -> None:
-        """Forget all rounds of a run."""
-        self._delete(self._root / check_run_id(run_id))
+    def mark(self) -> str:
+        """The present, for delete_run: a run of the same name may begin before that is done."""
+        return self._shared.mark() if self._shared is not None else ""
 
-    def _writer(self, upload: Upload) -> SpoolWriter:
+    def delete_run(self, run_id: RunId, before: str = "") -> None:
+        """Forget all rounds of a run; in an object store, what was written before a mark."""
+        self._delete(self._root / check_run_id(run_id), before)
+
+    def clean(self, completed: Collection[RunId], known: Collection[RunId]) -> None:
+        """Forget what crashes have left of runs that have ended, or that are not known any more."""
+        for run_id in completed:
+            if (self._root / check_run_id(run_id)).exists():
+                self._delete(self._root / run_id)
+        if self._shared is not None:
+            self._shared.clean(set(known) - set(completed))
+
+    def _publish(self, key: SpoolKey) -> Publish | None:
+        shared = self._shared
+        if shared is None:
+            return None
+        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        return lambda entry: shared.put(f"{self._relative(folder)}/{key.client}", entry)
+
+    def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
+        """What the object store has of a round: by now, or since this coordinator first looked.
+
+        What it has accepted itself lies here. So one look a round is enough, except for updates
+        that the journal names.
+        """
+        assert self._shared is not None
+        folder = self._relative(self._round_folder(key.run_id, key.party, key.round_num))
+        if is_fresh or folder not in self._of_others:
+            self._of_others[folder] = self._shared.find(folder)
+        return self._of_others[folder]
+
+    def _fetch(self, key: SpoolKey, update: SharedUpdate) -> SpoolEntry:
+        assert self._shared is not None
+        self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        manifest, pieces = self._shared.read(update)
+        with closing(self._open(key, manifest, update.found.name, None)) as writer:
+            offset = 0
+            try:
+                for piece in pieces:
+                    writer.write_at(offset, piece)
+                    offset += len(piece)
+                is_whole = writer.digest == update.digest
+            except UpdateRejectedError:
+                is_whole = False
+            if is_whole:
+                return writer.commit(manifest, update.num_samples)
+            writer.discard()
+        raise IntegrityError(f"the accepted update {update.found.name} is damaged")
+
+    def _relative(self, folder: Path) -> str:
+        return folder.relative_to(self._root).as_posix()
+
+    def _writer(self, upload: Upload, publish: Publish | None) -> SpoolWriter:
         self._reserve(upload.path, upload.num_bytes)
-        return SpoolWriter(upload, self._remove)
+        return SpoolWriter(upload, self._remove, publish)
 
     def _unfinished(self, folder: Path, client: int) -> Iterator[Path]:
         """The data files of a client that its entry does not name."""
@@ -182,8 +271,13 @@ class Spool:
             self._used.pop(path, None)
             self._of_client.get(_client_of(path), set()).discard(path)
 
-    def _delete(self, folder: Path) -> None:
+    def _delete(self, folder: Path, before: str = "") -> None:
         shutil.rmtree(folder, ignore_errors=True)
+        if self._shared is not None:
+            gone = self._relative(folder)
+            self._shared.delete(gone, before)
+            for seen in [each for each in self._of_others if Path(each).is_relative_to(gone)]:
+                self._of_others.pop(seen, None)
         with self._lock:
             self._used = {p: n for p, n in self._used.items() if folder not in p.parents}
             self._of_client = {

@@ -18,6 +18,7 @@ from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.objects import Objects
 from stratagem.coordinator.blobs.s3 import open_s3
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.shared_spool import SharedSpool
 from stratagem.coordinator.spool import Spool
 
 _log = structlog.get_logger(__name__)
@@ -50,4 +51,5 @@ class Storage:
 
     def spool(self, term: int) -> Spool:
         """The updates of open rounds, for the leader of a term."""
-        return Spool(self.data_dir / "spool", quota_bytes=self.spool_bytes)
+        shared = SharedSpool(self.objects, term) if self.objects is not None else None
+        return Spool(self.data_dir / "spool", quota_bytes=self.spool_bytes, shared=shared)

@@ -88,13 +88,21 @@ class Upload:
 class SpoolWriter:
     """One upload, for one thread at a time. After an error it can be opened again to go on."""
 
-    def __init__(self, upload: Upload, drop: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        upload: Upload,
+        drop: Callable[[Path], None],
+        publish: Callable[[SpoolEntry], None] | None = None,
+    ) -> None:
         """Go on where the file ends if it is of the same upload, else at 0.
 
-        `drop` removes a data file. Raises BlockingIOError while another writer holds the file.
+        `drop` removes a data file; `publish` takes a complete update to where it lasts longer than
+        on this disk, before it is accepted. Raises BlockingIOError while another writer holds the
+        file.
         """
         self._upload = upload
         self._drop = drop
+        self._publish = publish
         self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
         self._file = DurableFile(_open_locked(upload.path))
         self._check = DataCheck(upload.manifest)
@@ -107,6 +115,11 @@ class SpoolWriter:
         """The next byte of the data that is wanted; when just opened, all before it is durable."""
         return self._check.num_bytes
 
+    @property
+    def digest(self) -> Digest:
+        """Of the data so far."""
+        return update_digest(self._check.crc32c)
+
     def write(self, data: memoryview | bytes) -> None:
         """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""
         view = memoryview(data).cast("B")
@@ -117,7 +130,7 @@ class SpoolWriter:
             self._file.write(view)
             self._check.see(view)  # afterwards: of what it has seen, all is in the file
         except UpdateRejectedError:
-            self._discard()
+            self.discard()
             raise
         if self._file.num_bytes - self._noted_bytes >= CHECKPOINT_BYTES:
             self._note_progress()
@@ -144,7 +157,7 @@ class SpoolWriter:
             raise IntegrityError(f"{self.offset} of {manifest.total_bytes} bytes are here")
         entry = SpoolEntry(
             path=self._upload.path,
-            digest=Digest(f"crc32c:{self._check.crc32c:08x}"),
+            digest=self.digest,
             num_samples=num_samples,
             data_start=len(self._upload.header),
             data_bytes=manifest.total_bytes,
@@ -154,10 +167,13 @@ class SpoolWriter:
             check_layout(manifest, expected)
             self._check_announced(entry)
         except UpdateRejectedError:
-            self._discard()
+            self.discard()
             raise
         self._refuse_if_replaced()
         self._file.sync()
+        if self._publish is not None:
+            self._publish(entry)
+            self._refuse_if_replaced()
         before = SpoolEntry.read(self._upload.entry_path)
         with space_needed():
             entry.write(self._upload.entry_path)
@@ -173,6 +189,12 @@ class SpoolWriter:
             with suppress(StratagemError):  # what cannot be noted is sent again
                 self._note_progress()
             self._file.close()
+
+    def discard(self) -> None:
+        """Leave nothing of the upload."""
+        if os.fstat(self._file.descriptor).st_nlink:
+            self._drop(self._upload.path)
+        self._file.close()
 
     @property
     def _note_path(self) -> Path:
@@ -238,10 +260,10 @@ class SpoolWriter:
         if os.fstat(self._file.descriptor).st_nlink == 0:
             raise StaleError("a later upload of the same client has taken the place of this one")
 
-    def _discard(self) -> None:
-        if os.fstat(self._file.descriptor).st_nlink:
-            self._drop(self._upload.path)
-        self._file.close()
+
+def update_digest(crc32c: int) -> Digest:
+    """What an update is called whose data have that checksum."""
+    return Digest(f"crc32c:{crc32c:08x}")
 
 
 def noted_offset(path: Path) -> int:

@@ -11,6 +11,7 @@ Owns the library, its errors and its retries. Knows neither blobs nor spools.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 import time
@@ -32,6 +33,7 @@ _PIECE_BYTES: Final = 1 << 20
 _MAX_STALLS: Final = 5
 _FIRST_PAUSE_S: Final = 0.1
 _MAX_ERROR_CHARS: Final = 300
+_COUNTER: Final = itertools.count()
 _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 
@@ -117,8 +119,21 @@ class Objects:
 
 
 def unique_name(term: int) -> str:
-    """A name, or the start of one, that no other object has or will have."""
-    return f"{term:010}-{secrets.token_hex(8)}"
+    """A name, or the start of one, that no other object has or will have.
+
+    Names of one term sort as they were made: only one process ever has that term.
+    """
+    return f"{mark(term)}{secrets.token_hex(4)}"
+
+
+def mark(term: int) -> str:
+    """Sorts behind all names that were made so far, and before those that will be."""
+    return f"{beginning(term)}{next(_COUNTER):08x}"
+
+
+def beginning(term: int) -> str:
+    """Sorts before all names of a term."""
+    return f"{term:010}-"
 
 
 def term_of(name: str) -> int | None:
@@ -127,9 +142,13 @@ def term_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def deletable(found: Iterable[Found], term: int) -> list[Found]:
-    """Those that the coordinator of a term may delete: what later ones wrote is theirs."""
-    return [each for each in found if (by := term_of(each.name)) is not None and by <= term]
+def deletable(found: Iterable[Found], before: str) -> list[Found]:
+    """Those of our making whose names sort before a mark, so that no later term is among them."""
+    return [
+        each
+        for each in found
+        if term_of(each.name) is not None and each.name.rpartition("/")[2] < before
+    ]
 
 
 def _watched(pieces: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:

@@ -25,7 +25,14 @@ from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundE
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.durable import PIECE_BYTES, DurableFile
-from stratagem.coordinator.blobs.objects import Found, Objects, deletable, term_of, unique_name
+from stratagem.coordinator.blobs.objects import (
+    Found,
+    Objects,
+    deletable,
+    mark,
+    term_of,
+    unique_name,
+)
 from stratagem.coordinator.blobs.store import BlobWriter
 from stratagem.coordinator.blobs.temporary import Scratch
 
@@ -108,8 +115,8 @@ class SharedBlobs:
         return collected
 
     def _all(self) -> list[tuple[Digest, list[Found]]]:
-        """What this coordinator may delete: the objects of each blob, the newest term last."""
-        found = deletable(self._objects.list(_FOLDER), self._term)
+        """What this coordinator may delete: the objects of each blob, the newest last."""
+        found = deletable(self._objects.list(_FOLDER), mark(self._term))
         groups = groupby(found, key=lambda each: each.name.split("/")[1])
         return [(Digest(digest), list(each)) for digest, each in groups]
 
@@ -132,7 +139,7 @@ class SharedBlobs:
                     del self._written_s[digest]
 
     def _found(self, digest: Digest) -> list[Found]:
-        """The objects of a blob, the newest term last."""
+        """The objects of a blob, the newest last."""
         folder = f"{_FOLDER}/{_check(digest)}"
         return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
 

@@ -67,7 +67,8 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
     entries = []
     for accepted in effect.accepted:
         round_num = effect.round_num - accepted.staleness
-        entry = env.spool.entry(SpoolKey(effect.run_id, effect.party, round_num, accepted.client))
+        key = SpoolKey(effect.run_id, effect.party, round_num, accepted.client)
+        entry = env.spool.entry(key, accepted.digest)
         if entry is None or entry.digest != accepted.digest:
             where = f"round {round_num}, client {accepted.client}"
             raise IntegrityError(f"{where}: the accepted update is not in the spool")

@@ -1,0 +1,233 @@
+"""What the spool promises wherever updates lie, and what it promises beside in an object store."""
+
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.errors import IntegrityError, LimitError, UnavailableError
+from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.tensors.safefile import read_header
+from stratagem.coordinator.blobs import DirectoryBlobs
+from stratagem.coordinator.fold import fold_weighted_mean
+from stratagem.coordinator.spool import Spool, SpoolKey
+from tests.store.places import Bucket, Place
+from tests.store.programs import run
+from tests.store.troubled import FORBIDDEN, troubled
+from tests.store.updates import (
+    MIXED,
+    ROOT,
+    RUN,
+    accept,
+    data_of,
+    key,
+    manifest_of,
+    update_digest,
+)
+
+MANIFEST = manifest_of(MIXED)
+DATA = data_of(MANIFEST, 1)
+OTHER_DATA = data_of(MANIFEST, 2)
+WRITE = """
+from stratagem.coordinator.blobs.s3 import open_s3
+from stratagem.coordinator.shared_spool import SharedSpool
+from stratagem.coordinator.spool import Spool
+from tests.store.updates import MIXED, accept, data_of, manifest_of
+MANIFEST = manifest_of(MIXED)
+shared = SharedSpool(open_s3(sys.argv[1], os.environ), 1)
+spool = Spool(Path(sys.argv[2]), quota_bytes=1 << 20, shared=shared)
+accept(spool, 0, MANIFEST, data_of(MANIFEST, 1), 5)
+"""
+
+
+def content_of(spool: Spool, client: int, digest: Digest | None = None) -> bytes:
+    entry = spool.entry(key(client), digest)
+    assert entry is not None
+    return entry.path.read_bytes()[entry.data_start :]
+
+
+def digest_of(data: bytes) -> Digest:
+    return Digest(update_digest(data))
+
+
+# ---- wherever they lie ----
+
+
+def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(place: Place) -> None:
+    spool = place.spool()
+    writer = spool.open(key(3), MANIFEST)
+    assert writer.offset == 0
+    for start in range(0, len(DATA), 5):
+        writer.write(DATA[start : start + 5])
+    entry = writer.commit(MANIFEST, num_samples=17)
+    writer.close()
+    assert spool.entry(key(3)) == entry
+    again = place.spool()
+    found = again.entry(key(3))
+    assert found is not None
+    assert again.entries(RUN, ROOT, 1) == {3: found}
+    assert again.entry(key(4)) is None
+    for each in (entry, found):
+        assert each.digest == update_digest(DATA)
+        assert (each.num_samples, each.data_bytes) == (17, len(DATA))
+        assert each.path.read_bytes()[each.data_start :] == DATA
+        assert read_header(each.path)[0].stored() == MANIFEST.stored()
+    assert again.look(key(3)) == (found, 0)
+
+
+def test_entries_come_in_client_order_and_go_with_their_round(place: Place) -> None:
+    spool = place.spool()
+    for client in (10, 2, 0):
+        accept(spool, client, MANIFEST, DATA)
+    other = SpoolKey(RUN, Party("silo0/replica1"), 1, 5)
+    writer = spool.open(other, MANIFEST)
+    writer.write(DATA)
+    writer.commit(MANIFEST, 1)
+    spool = place.spool()
+    assert list(spool.entries(RUN, ROOT, 1)) == [0, 2, 10]
+    assert list(spool.entries(RUN, other.party, 1)) == [5]
+    spool.delete_updates([key(2), key(7)])
+    assert list(spool.entries(RUN, ROOT, 1)) == [0, 10]
+    spool.delete_round(RUN, ROOT, 1)
+    assert spool.entries(RUN, ROOT, 1) == {}
+    assert spool.entry(key(0)) is None
+    assert list(spool.entries(RUN, other.party, 1)) == [5]
+    spool.delete_run(RUN)
+    spool.delete_run(RUN)
+    assert place.spool().entries(RUN, other.party, 1) == {}
+
+
+def test_a_second_update_of_a_client_takes_the_place_of_the_first(place: Place) -> None:
+    spool = place.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    second = accept(spool, 0, MANIFEST, OTHER_DATA)
+    assert spool.entry(key(0)) == second
+    assert content_of(place.spool(), 0) == OTHER_DATA
+
+
+# ---- in an object store ----
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["coordinator.objects.after_put", "coordinator.spool.before_rename"]
+)
+def test_what_the_store_has_is_accepted_and_the_rest_is_a_copy(
+    bucket: Bucket, tmp_path: Path, failpoint: str
+) -> None:
+    # The first object is the store's trial.
+    (tmp_path / failpoint).write_text("1" if failpoint.startswith("coordinator.objects") else "")
+    assert run(WRITE, bucket.url, tmp_path / "spool", failpoints=tmp_path)[0] == 137
+    bucket.num_coordinators = 1
+    for spool in (bucket.spool(), bucket.spool(tmp_path / "spool")):
+        entry = spool.entry(key(0))
+        assert entry is not None
+        assert (entry.digest, entry.num_samples) == (digest_of(DATA), 5)
+
+
+def test_of_several_updates_of_a_client_the_journal_says_which(bucket: Bucket) -> None:
+    """Two coordinators have accepted different ones; the journal has the first one's."""
+    first, second = bucket.spool(), bucket.spool()
+    accept(first, 0, MANIFEST, DATA)
+    accept(second, 0, MANIFEST, OTHER_DATA)
+    for spool in (first, second, bucket.spool()):
+        assert content_of(spool, 0, digest_of(DATA)) == DATA
+        assert content_of(spool, 0, digest_of(OTHER_DATA)) == OTHER_DATA
+        assert spool.entry(key(0), Digest("crc32c:00000000")) is None
+
+
+def test_a_coordinator_deletes_nothing_that_a_later_one_has_accepted(bucket: Bucket) -> None:
+    old, new = bucket.spool(), bucket.spool()
+    accept(old, 0, MANIFEST, DATA)
+    accept(new, 0, MANIFEST, DATA)
+    accept(new, 1, MANIFEST, OTHER_DATA)
+    old.delete_updates([key(0), key(1)])
+    old.delete_round(RUN, ROOT, 1)
+    old.delete_run(RUN)
+    old.clean((), ())
+    assert len(bucket.names("spool")) == 2
+    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [0, 1]
+
+
+def test_a_new_run_of_an_old_name_keeps_what_is_accepted_while_the_old_one_is_deleted(
+    bucket: Bucket,
+) -> None:
+    spool = bucket.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    before = spool.mark()
+    accept(spool, 1, MANIFEST, DATA)
+    spool.delete_run(RUN, before)
+    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [1]
+
+
+def test_what_crashes_have_left_of_unknown_and_completed_runs_is_deleted(bucket: Bucket) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    spool = bucket.spool()
+    accept(spool, 1, MANIFEST, DATA)
+    spool.clean((), {RUN})
+    assert len(bucket.names("spool")) == 2
+    spool.clean((), {RunId("another-1")})  # but not what was accepted since this start
+    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [1]
+    bucket.spool().clean({RUN}, {RUN})
+    assert bucket.names("spool") == []
+
+
+@pytest.mark.parametrize("at", [0, 7, 20, -1])
+def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket, at: int) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    bucket.damage_objects("spool", at)
+    spool = bucket.spool()
+    with pytest.raises(IntegrityError, match="is damaged"):
+        spool.entry(key(0), digest_of(DATA))
+    assert spool.look(key(0)) == (None, 0)
+    accept(spool, 0, MANIFEST, DATA)
+    assert content_of(bucket.spool(), 0, digest_of(DATA)) == DATA
+
+
+def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        spool = bucket.spool()
+        writer = spool.open(key(0), MANIFEST, source="worker-0/a")
+        writer.write(DATA)
+        server.always = FORBIDDEN
+        with pytest.raises(UnavailableError, match="object store: writing spool/digits-1"):
+            writer.commit(MANIFEST, 1)
+        writer.close()
+        server.always = None
+        assert spool.look(key(0)) == (None, len(DATA))
+        writer = spool.open(key(0), MANIFEST, source="worker-0/a")
+        assert writer.offset == len(DATA)
+        writer.commit(MANIFEST, 1)
+        assert content_of(bucket.spool(), 0) == DATA
+
+
+def test_a_fetched_update_counts_towards_the_quota(bucket: Bucket) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    with pytest.raises(LimitError, match="does not fit"):
+        bucket.spool(quota_bytes=10).entry(key(0))
+
+
+def test_a_round_is_folded_on_another_machine_to_the_same_bits(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    first = bucket.spool()
+    for client in (0, 1):
+        accept(first, client, MANIFEST, data_of(MANIFEST, client))
+    second = bucket.spool()
+    accept(second, 2, MANIFEST, data_of(MANIFEST, 2))
+
+    def folded(spool: Spool, name: str) -> Digest:
+        entries = list(spool.entries(RUN, ROOT, 1).values())
+        store = DirectoryBlobs(tmp_path / name)
+        size = entries[0].data_start + entries[0].data_bytes
+        return fold_weighted_mean(entries, [1.0, 2.0, 3.0], MANIFEST, store.writer(size))[0]
+
+    assert folded(first, "a") == folded(second, "b") == folded(bucket.spool(), "c")
+
+
+def test_what_is_no_update_is_not_taken_for_one(bucket: Bucket) -> None:
+    spool = bucket.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)
+    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [0]
