@@ -331,3 +331,22 @@ def test_a_server_that_cannot_be_reached_is_named(
         monkeypatch.setitem(s3._RETRIES, "max_retries", 1)  # type: ignore[misc]
         with pytest.raises(InvalidInputError, match=rf"{endpoint} .* cannot be reached"):
             open_s3(bucket.url, os.environ)
+
+
+def test_a_reader_finds_the_object_that_took_the_place_of_those_it_had_listed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    reader = bucket.blobs()
+    listing = objects.Objects.list
+
+    def list_then_replace(self: objects.Objects, folder: str) -> list[objects.Found]:
+        found = listing(self, folder)
+        monkeypatch.setattr(objects.Objects, "list", listing)
+        new = bucket.blobs()
+        put(new, CONTENT)
+        new.collect({digest}, grace_s=0)
+        return found
+
+    monkeypatch.setattr(objects.Objects, "list", list_then_replace)
+    assert read(reader, digest) == CONTENT

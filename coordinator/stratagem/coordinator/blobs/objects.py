@@ -30,8 +30,9 @@ MAX_PARTS_AT_ONCE: Final = 4
 _MAX_PARTS: Final = 9000  # S3 takes 10,000
 _PIECE_BYTES: Final = 1 << 20
 
-_MAX_STALLS: Final = 5
-_FIRST_PAUSE_S: Final = 0.1
+_MAX_STALLS: Final = 2
+"""Reads in a row that bring nothing; the library has tried each of them again already."""
+_PAUSE_S: Final = 0.2
 _MAX_ERROR_CHARS: Final = 300
 _COUNTER: Final = itertools.count()
 _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
@@ -93,7 +94,7 @@ class Objects:
                 stalls += 1
                 if stalls == _MAX_STALLS:
                     raise
-                time.sleep(_FIRST_PAUSE_S * 2**stalls)
+                time.sleep(_PAUSE_S)
 
     def list(self, folder: str) -> list[Found]:
         """All objects below a folder, by name."""

@@ -59,6 +59,7 @@ class SharedBlobs:
         self._written_s: dict[Digest, float] = {}
         self._writing: Counter[Digest] = Counter()
         self._lock = threading.Lock()  # a blob is not collected while it is being named
+        self._collecting = threading.Lock()  # a slow store must not have them wait in a row
         self._fetches: dict[Digest, threading.Lock] = {}
 
     def writer(self, total_bytes: int) -> BlobWriter:
@@ -105,14 +106,19 @@ class SharedBlobs:
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore."""
-        collected = []
-        for digest, found in self._all():
-            if digest in live:
-                self._objects.delete(each.name for each in found[:-1])
-            elif self._delete(digest, found, grace_s):
-                collected.append(digest)
-        self._forget_old(grace_s)
-        return collected
+        if not self._collecting.acquire(blocking=False):  # the next one will do
+            return []
+        try:
+            collected = []
+            for digest, found in self._all():
+                if digest in live:
+                    self._objects.delete(each.name for each in found[:-1])
+                elif self._delete(digest, found, grace_s):
+                    collected.append(digest)
+            self._forget_old(grace_s)
+            return collected
+        finally:
+            self._collecting.release()
 
     def _all(self) -> list[tuple[Digest, list[Found]]]:
         """What this coordinator may delete: the objects of each blob, the newest last."""
@@ -145,15 +151,19 @@ class SharedBlobs:
 
     def _fetch(self, digest: Digest) -> BinaryIO:
         """Read the blob into the cache, verifying it on the way."""
-        found = self._found(digest)
-        if not found:
-            raise NotFoundError(f"blob {digest} is not in the store")
-        for each in reversed(found):
-            try:
-                return self._copy(digest, each)
-            except (IntegrityError, NotFoundError) as error:  # there may be another one
-                _log.warning("an object is of no use", name=each.name, reason=str(error))
-        raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+        is_damaged = False
+        for _ in range(2):  # of what was listed, all may have been replaced by a new object
+            for each in reversed(self._found(digest)):
+                try:
+                    return self._copy(digest, each)
+                except IntegrityError as error:  # there may be another one
+                    is_damaged = True
+                    _log.warning("an object is damaged", name=each.name, reason=str(error))
+                except NotFoundError:
+                    continue
+            if is_damaged:
+                raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+        raise NotFoundError(f"blob {digest} is not in the store")
 
     def _copy(self, digest: Digest, found: Found) -> BinaryIO:
         opened: list[BinaryIO] = []
@@ -172,6 +182,8 @@ class SharedBlobs:
             writer.commit()
         except BaseException:
             writer.abort()
+            for file in opened:
+                file.close()
             raise
         opened[0].seek(0)
         return opened[0]
