@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.rpc.channel import Proof
@@ -88,6 +89,12 @@ class App:
         await asyncio.to_thread(_private_folder, settings.data_dir)
         storage = await asyncio.to_thread(Storage.open, settings)
         journal, lead = await asyncio.to_thread(_take_lead, settings)
+        try:
+            identity = await asyncio.to_thread(journal.identity, lead.term)
+            await asyncio.to_thread(storage.claim, identity)
+        except StratagemError:
+            await asyncio.to_thread(journal.release, lead.term)
+            raise
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         history = await loop.replay()

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import structlog
 
+from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.objects import Objects
-from stratagem.coordinator.blobs.s3 import open_s3
+from stratagem.coordinator.blobs.s3 import SETTING, open_s3
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.shared_spool import SharedSpool
 from stratagem.coordinator.spool import Spool
+
+_OWNER: Final = "journal"
 
 _log = structlog.get_logger(__name__)
 
@@ -41,6 +44,24 @@ class Storage:
             _log.info("blobs and updates lie in an object store", url=objects.url)
         data_dir = settings.data_dir
         return cls(data_dir, objects, settings.blob_cache_bytes, settings.max_spool_bytes)
+
+    def claim(self, journal: str) -> None:
+        """Mark the object store as that of a journal.
+
+        Raises InvalidInputError where it is another one's: what that names is garbage to this one.
+        """
+        if self.objects is None:
+            return
+        mine = f"{_OWNER}/{journal}"
+        names = {each.name for each in self.objects.list(_OWNER)}
+        if others := sorted(names - {mine}):
+            raise InvalidInputError.at(
+                SETTING,
+                f"{self.objects.url} holds the states of another journal ({others[0]}); name "
+                "another prefix. If that journal is gone for good, delete all below this prefix",
+            )
+        if mine not in names:
+            self.objects.put(mine, [b""], 0)
 
     def blobs(self, term: int) -> BlobStore:
         """The blobs, for the leader of a term."""

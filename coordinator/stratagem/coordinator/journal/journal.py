@@ -9,6 +9,7 @@ Knows nothing of what an event means.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +36,7 @@ from stratagem.coordinator.journal.lead import (
 from stratagem.coordinator.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.journal.schema import migrate
 from stratagem.coordinator.journal.sqlite import open_sqlite
-from stratagem.coordinator.journal.tables import CLOCK_FLOOR, event, meta
+from stratagem.coordinator.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta
 
 _PAGE_ROWS: Final = 1000
 
@@ -131,6 +132,19 @@ class Journal:
     def release(self, term: int) -> None:
         """Give the lead up, so that the next need not wait; no error when it is lost already."""
         release(self._database, term)
+
+    def identity(self, term: int) -> str:
+        """What tells this journal from all others; it stays the same in copies of it."""
+        return self._database.persist(lambda _: self._identity(term))
+
+    def _identity(self, term: int) -> str:
+        with leading(self._database, term) as connection:
+            stored = select(meta.c.value).where(meta.c.key == IDENTITY)
+            found = connection.execute(stored).scalar()
+            if found is None:
+                found = secrets.token_hex(8)
+                connection.execute(insert(meta).values(key=IDENTITY, value=found))
+            return found
 
     # ---- the log ----
 

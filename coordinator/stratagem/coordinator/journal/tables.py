@@ -66,3 +66,5 @@ meta: Final = Table(
 )
 CLOCK_FLOOR: Final = "clock_floor_s"
 """The key of meta for the newest time of events that were deleted."""
+IDENTITY: Final = "identity"
+"""The key of meta for what tells this journal from others; absent until it is asked for."""
