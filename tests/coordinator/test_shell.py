@@ -20,7 +20,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
 from stratagem.coordinator.core.gangs import Request, grant
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.feed import Event, Feed, Progress
+from stratagem.coordinator.feed import MAX_EVENTS, Event, Feed, Progress
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.supervisor import Supervisor
@@ -274,8 +274,14 @@ async def test_no_lease_runs_while_the_process_is_frozen() -> None:
 
 
 async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -> None:
-    feed = Feed()
     fact = RunReleased()
+    last = Event(3, 3.0, fact, RunPhase.COMPLETED)
+
+    async def history(run_id: RunId, from_index: int) -> list[Event]:
+        assert from_index == 3, "only what is no longer in memory"
+        return [last]
+
+    feed = Feed(history)
     for index in range(3):
         event = Event(index, float(index), fact, RunPhase.RUNNING)
         feed.add_event(RUN, event, is_last=False)
@@ -291,15 +297,51 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     feed.set_progress(RUN, progress)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    last = Event(3, 3.0, fact, RunPhase.COMPLETED)
+    assert feed.newest(RUN, lambda each: isinstance(each, RunReleased)) == fact
+    assert feed.newest(RUN, lambda each: isinstance(each, RunFailed)) is None
     feed.add_event(RUN, last, is_last=True)
     async with asyncio.timeout(5):
         await watching
     indices = [item.index for item in seen if isinstance(item, Event)]
     assert indices == [1, 2, 3]
-    assert feed.newest(RUN, lambda each: isinstance(each, RunReleased)) == fact
-    assert feed.newest(RUN, lambda each: isinstance(each, RunFailed)) is None
     assert progress in seen
+    assert feed.num_events(RUN) == 4
+    assert feed.last_wall_s(RUN) == 3.0
+
+
+async def test_a_watcher_reads_what_memory_no_longer_holds_from_the_journal() -> None:
+    """More events than are kept, an ended run, and one that is deleted under its watcher."""
+    total = 2 * MAX_EVENTS + 1  # as many more as it takes to have them cut
+    events = [Event(n, 0.0, RunReleased(), RunPhase.RUNNING) for n in range(total)]
+    asked: list[int] = []
+
+    async def history(run_id: RunId, from_index: int) -> list[Event]:
+        asked.append(from_index)
+        return [] if run_id == "gone" else events[from_index : from_index + 5]
+
+    feed = Feed(history)
+    for name in (RUN, RunId("gone")):
+        for event in events:
+            feed.add_event(name, event, is_last=False)
+    watcher = feed.watch(RUN, 0)
+    seen = [await anext(watcher) for _ in range(total)]
+    assert seen == events
+    assert asked == list(range(0, total - MAX_EVENTS, 5)), "the newest ones are in memory"
+    feed.add_event(RUN, Event(total, 0.0, RunReleased(), RunPhase.COMPLETED), is_last=True)
+    asked.clear()
+    assert [item async for item in feed.watch(RUN, total - 3)] == events[-3:]
+    assert asked == [total - 3, total], "nothing of an ended run is kept"
+    assert [item async for item in feed.watch(RunId("gone"), 0)] == []
+
+
+async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
+    logs = RunLogs(tmp_path)
+    texts = [f"{n} " + "x" * 8000 for n in range(100)]
+    for text in texts:
+        logs.add(RUN, Line(1.0, "", "INFO", text))
+    lines = logs.tail(RUN, follow=False, is_over=lambda _: True)
+    assert [line.text async for line in lines] == texts
+    logs.close()
 
 
 async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:

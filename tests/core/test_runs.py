@@ -3,6 +3,7 @@
 import pytest
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.coordinator.core.apply import MIN_COMMITS
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
@@ -301,6 +302,19 @@ def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:
     best = best_commit(run)
     assert best is None or best.segment in (4, 5)
     assert digest("segment5") in live_blobs(simulation.state)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_long_run_remembers_the_best_commit_and_the_newest_ones(mode: str) -> None:
+    evaluation = {**EVALUATION, "every": "1 step", "mode": mode}
+    simulation = start(job(LOCAL, evaluation=evaluation, epochs=20), "a")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert len(simulation.facts(SegmentCommitted)) == 200
+    assert MIN_COMMITS <= len(run.commits) <= 2 * MIN_COMMITS + 1
+    best = {"min": 1, "max": 200}[mode]  # accuracy grows with the steps
+    assert [c.segment for c in retained(run)] == sorted({best, 199, 200})
 
 
 def test_completed_reason_is_a_sentence() -> None:

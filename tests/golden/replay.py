@@ -27,7 +27,7 @@ async def replay(journal: Journal) -> CoordinatorState:
     """The state after a journal, which is closed."""
     lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
     loop = Loop(journal, lead, lambda facts: None)
-    await loop.replay()
+    await loop.replay(lambda _: None)
     await loop.close()
     return loop.state
 

@@ -44,7 +44,7 @@ from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.loop import Committed, Loop
 from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
-from stratagem.coordinator.service.views import phase_of
+from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool import SpoolKey
 from stratagem.coordinator.storage import Storage
@@ -61,7 +61,7 @@ class App:
         data = settings.data_dir
         self.settings = settings
         self.loop = loop
-        self.feed = Feed()
+        self.feed = Feed(self._history)
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
@@ -97,10 +97,9 @@ class App:
             raise
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
-        history = await loop.replay()
-        failpoint("coordinator.replay.done")
         apps.append(cls(settings, loop, storage))
-        apps[0]._show(history)
+        await loop.replay(apps[0]._show)
+        failpoint("coordinator.replay.done")
         return apps[0]
 
     async def run(self) -> None:
@@ -150,11 +149,31 @@ class App:
             run_id = item.entry.run_id
             run = self.loop.state.runs.get(run_id)
             if run is None:
+                self.feed.forget(run_id)
                 continue
             is_newest = item.index == run.num_facts - 1
-            phase = phase_of(self.loop.state, run) if is_newest else RunPhase.RUNNING
-            event = Event(item.index, item.wall_s, item.entry.fact, phase)
+            fact = item.entry.fact
+            phase = phase_of(self.loop.state, run) if is_newest else phase_then(fact)
+            event = Event(item.index, item.wall_s, fact, phase)
             self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
+
+    async def _history(self, run_id: RunId, from_index: int) -> list[Event]:
+        """Events that are no longer in memory."""
+        facts = await self.loop.read(run_id, from_index)
+        run = self.loop.state.runs.get(run_id)
+        if run is None:
+            return []
+        now = phase_of(self.loop.state, run)
+        return [
+            Event(
+                item.index,
+                item.wall_s,
+                item.entry.fact,
+                now if item.index == run.num_facts - 1 else phase_then(item.entry.fact),
+            )
+            for item in facts
+            if item.index < run.num_facts
+        ]
 
     def _follow(self, run_id: RunId, fact: Fact) -> None:
         if run_id != CLUSTER and not isinstance(fact, RunDeleted):

@@ -1,12 +1,14 @@
 """What watchers see: per run its events by index, the latest progress, and a wake-up for both.
 
 Lives on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
-watcher can leave and come back by index; progress is a latest value without one.
+watcher can leave and come back by index; progress is a latest value without one. In memory are the
+newest events of runs that have not ended; all others are asked for when somebody wants them.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.facts import Fact
@@ -39,31 +41,48 @@ class Progress:
     """Of that step, by metric."""
 
 
+MAX_EVENTS: Final = 1024
+"""Of a run, in memory; up to twice as many until they are cut."""
+
+History = Callable[[RunId, int], Awaitable[Sequence[Event]]]
+"""Some events of a run from an index on, as many as are good at once; none when it is gone."""
+
+
 @dataclass(slots=True)
 class _Run:
     events: list[Event] = field(default_factory=list)
+    """The newest ones; none once the run has ended."""
+    num_events: int = 0
+    last_wall_s: float = 0.0
     progress: Progress | None = None
-    version: int = 0
     is_closed: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event | None = None
+    """Set at the next change; made by who waits for it."""
 
 
 class Feed:
-    def __init__(self) -> None:
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._runs: dict[RunId, _Run] = {}
 
     def add_event(self, run_id: RunId, event: Event, *, is_last: bool) -> None:
         """Append an event; indices are consecutive. is_last: the run has ended with it."""
         run = self._runs.setdefault(run_id, _Run())
-        assert event.index == len(run.events)
+        assert event.index == run.num_events
         run.events.append(event)
+        run.num_events += 1
+        run.last_wall_s = event.wall_s
         run.is_closed = is_last
+        if is_last:
+            run.events, run.progress = [], None
+        elif len(run.events) > 2 * MAX_EVENTS:
+            del run.events[:-MAX_EVENTS]
         self._wake(run)
 
     def set_progress(self, run_id: RunId, progress: Progress | None) -> None:
         """Replace the latest progress."""
         run = self._runs.get(run_id)
-        if run is not None:
+        if run is not None and not run.is_closed:
             run.progress = progress
             self._wake(run)
 
@@ -75,15 +94,15 @@ class Feed:
     def num_events(self, run_id: RunId) -> int:
         """The index of the next event."""
         run = self._runs.get(run_id)
-        return len(run.events) if run else 0
+        return run.num_events if run else 0
 
     def last_wall_s(self, run_id: RunId) -> float:
         """When the newest event happened; 0 before the first."""
         run = self._runs.get(run_id)
-        return run.events[-1].wall_s if run and run.events else 0.0
+        return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """The newest fact of a run that is wanted."""
+        """The newest fact of a run that is wanted, of those in memory."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)
@@ -101,18 +120,29 @@ class Feed:
         index = from_index
         shown: Progress | None = None
         while True:
-            changed = run.changed
-            while index < len(run.events):
-                index += 1
-                yield run.events[index - 1]
+            while index < run.num_events:
+                events = await self._from(run_id, run, index)
+                if not events:  # the run was deleted
+                    return
+                for event in events:
+                    index = event.index + 1
+                    yield event
             if run.progress is not None and run.progress is not shown:
                 shown = run.progress
                 yield shown
-            if run.is_closed and index >= len(run.events):
+            if run.is_closed and index >= run.num_events:
                 return
-            if changed is run.changed:
-                await changed.wait()
+            if index >= run.num_events and (run.progress is None or run.progress is shown):
+                run.changed = run.changed or asyncio.Event()
+                await run.changed.wait()
+
+    async def _from(self, run_id: RunId, run: _Run, index: int) -> Sequence[Event]:
+        first = run.num_events - len(run.events)
+        if index >= first:
+            return run.events[index - first :]
+        return await self._history(run_id, index)
 
     def _wake(self, run: _Run) -> None:
-        run.changed.set()
-        run.changed = asyncio.Event()
+        if run.changed is not None:
+            run.changed.set()
+            run.changed = None

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 import structlog
@@ -39,6 +40,9 @@ from stratagem.coordinator.journal import Journal, Lead, Record
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
 """Commands that share one transaction at most; bounds how long the first one waits."""
+
+PAGE_FACTS = 1000
+"""Facts that are read back at once."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -69,6 +73,10 @@ class _Batch:
     committed: list[Committed] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[Entry, ...] | StratagemError]] = field(default_factory=list)
 
+    @property
+    def ends_with_deletion(self) -> bool:
+        return any(isinstance(item.entry.fact, RunDeleted) for item in self.committed)
+
 
 class Loop:
     def __init__(
@@ -98,24 +106,30 @@ class Loop:
         """Commands that wait to be decided."""
         return self._queue.qsize()
 
-    async def replay(self) -> list[Committed]:
-        """Rebuild the state from the journal; the facts in order."""
-        stored = await self._in_thread(lambda: list(self._journal.replay()))
-        history = []
-        deleted = []
-        for item in stored:
-            record = item.record
-            fact = decode(record.kind, record.schema_version, record.payload)
-            self.state = apply(self.state, record.run_id, fact, record.time_s)
-            self._seqs[record.run_id] = record.seq + 1
-            if isinstance(fact, RunDeleted):
-                deleted.append(record.run_id)
-            entry = Entry(record.run_id, fact)
-            history.append(Committed(entry, record.seq, record.time_s, record.wall_s))
+    async def replay(self, show: Callable[[list[Committed]], None]) -> None:
+        """Rebuild the state from the journal; show is told of the facts in order, by pages."""
+        stored = self._journal.replay()
+        num_facts = 0
+        deleted: set[RunId] = set()
+        while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
+            facts = [_committed(item.record) for item in page]
+            for item in facts:
+                run_id = item.entry.run_id
+                self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
+                self._seqs[run_id] = item.index + 1
+                if isinstance(item.entry.fact, RunDeleted):
+                    deleted.add(run_id)
+            num_facts += len(facts)
+            show(facts)
         for run_id in deleted:
             await self._forget(run_id)
-        log.info("journal replayed", facts=len(history), runs=len(self.state.runs), term=self.term)
-        return [item for item in history if item.entry.run_id not in deleted]
+        log.info("journal replayed", facts=num_facts, runs=len(self.state.runs), term=self.term)
+
+    async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
+        """Some of the durable facts of a run, from a number on; none when there are none."""
+        stored = self._journal.read(run_id, from_index)
+        page = await self._in_thread(lambda: list(islice(stored, PAGE_FACTS)))
+        return await asyncio.to_thread(lambda: [_committed(item.record) for item in page])
 
     async def submit(self, command: Command) -> tuple[Entry, ...]:
         """Have a command decided; the facts it led to, durable. Raises what it was refused with."""
@@ -152,6 +166,9 @@ class Loop:
             batch = _Batch(self.state, dict(self._seqs))
             for ask in asks:
                 self._decide(batch, ask)
+                if batch.ends_with_deletion:  # what comes next may be of a new run of that name
+                    await self._commit(batch)
+                    batch = _Batch(self.state, dict(self._seqs))
             await self._commit(batch)
 
     def _decide(self, batch: _Batch, ask: _Ask) -> None:
@@ -219,6 +236,12 @@ class Loop:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _committed(record: Record) -> Committed:
+    fact = decode(record.kind, record.schema_version, record.payload)
+    entry = Entry(record.run_id, fact)
+    return Committed(entry, record.seq, record.time_s, record.wall_s)
 
 
 def _record(item: Committed) -> Record:

@@ -16,6 +16,8 @@ from stratagem.common.ids import RunId
 MAX_LINE_CHARS = 8192
 MAX_FILE_BYTES = 64 * 2**20
 """A run that prints more than this has its later lines dropped, and says so once."""
+READ_BYTES = 2**18
+"""Read for one follower at once; longer than every line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class RunLogs:
     def delete(self, run_id: RunId) -> None:
         """Forget a run's log."""
         self.close_run(run_id)
+        self._full.discard(run_id)
         self._path(run_id).unlink(missing_ok=True)
 
     async def tail(
@@ -74,15 +77,15 @@ class RunLogs:
         """The lines so far; with follow, later ones too, until the run is over."""
         position = 0
         while True:
-            changed = self._changed.setdefault(run_id, asyncio.Event())
             over = is_over(run_id)
             lines, position = self._read(run_id, position)
             for line in lines:
                 yield line
+            if lines:
+                continue  # there may be more; whoever writes meanwhile is read at the next look
             if not follow or over:
                 return
-            if changed is self._changed.get(run_id):
-                await changed.wait()
+            await self._changed.setdefault(run_id, asyncio.Event()).wait()
 
     def _read(self, run_id: RunId, position: int) -> tuple[list[Line], int]:
         path = self._path(run_id)
@@ -90,7 +93,7 @@ class RunLogs:
             return [], position
         with path.open("rb") as file:
             file.seek(position)
-            data = file.read()
+            data = file.read(READ_BYTES)
         whole = data[: data.rfind(b"\n") + 1]
         return [Line(**json.loads(raw)) for raw in whole.splitlines()], position + len(whole)
 

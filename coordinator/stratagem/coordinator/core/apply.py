@@ -36,10 +36,14 @@ from stratagem.coordinator.core.state import (
     RunPhase,
     RunRecord,
     WorkerRecord,
+    best_commit,
 )
 from stratagem.coordinator.strategies.table import strategy_of
 
 CLUSTER = RunId("")
+
+MIN_COMMITS = 64
+"""Remembered of a run: what is evaluated late may yet turn out to be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
@@ -185,7 +189,17 @@ def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:
-    return replace(record, commits=(*record.commits, commit))
+    return _trimmed(replace(record, commits=(*record.commits, commit)))
+
+
+def _trimmed(record: RunRecord) -> RunRecord:
+    """Without commits that are long past being retained, so that a long run stays small."""
+    num_kept = max(record.job.retention, MIN_COMMITS)
+    newest = record.commits[-num_kept:]
+    if len(record.commits) <= 2 * num_kept:
+        return record
+    best = best_commit(record)
+    return replace(record, commits=newest if best is None or best in newest else (best, *newest))
 
 
 def _with_metrics(record: RunRecord, metrics: Mapping[str, float]) -> RunRecord:

@@ -5,7 +5,14 @@ from collections.abc import Callable
 from stratagem.common.ids import Digest
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.decide import world_of
-from stratagem.coordinator.core.facts import Capability, ErrorRecord
+from stratagem.coordinator.core.facts import (
+    Capability,
+    ErrorRecord,
+    Fact,
+    RunCancelled,
+    RunCompleted,
+    RunFailed,
+)
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import (
     Commit,
@@ -35,6 +42,19 @@ def outlook_of(state: CoordinatorState, run: RunRecord) -> Outlook:
 def phase_of(state: CoordinatorState, run: RunRecord) -> RunPhase:
     """The phase of a run: how it ended, else what its strategy says."""
     return run.ended or outlook_of(state, run).phase
+
+
+def phase_then(fact: Fact) -> RunPhase:
+    """The phase of a run after an old fact of it, as far as the fact itself tells."""
+    match fact:
+        case RunCompleted():
+            return RunPhase.COMPLETED
+        case RunFailed():
+            return RunPhase.FAILED
+        case RunCancelled():
+            return RunPhase.CANCELLED
+        case _:
+            return RunPhase.RUNNING
 
 
 def run_info(

@@ -1,0 +1,44 @@
+"""A short soak of real processes: nothing grows once all has been used."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.soak import ROOT, Sample, measure, runs, soak, table, uploads
+from stratagem.client import LocalCluster
+
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(240)]
+
+PROCESSES = ("coordinator", "worker-0", "worker-1")
+UPLOAD_MB = 8.0
+
+
+def grown(samples: Sequence[Sample], column: str) -> float:
+    """How much more the least of the last quarter is than the most of the second quarter.
+
+    A leak raises the least as well; a busy moment does not.
+    """
+    done = samples[-1].done
+    early = [s.values[column] for s in samples if done / 4 <= s.done <= done / 2]
+    late = [s.values[column] for s in samples if s.done >= 3 * done / 4]
+    return min(late) - max(early)
+
+
+def test_uploads_and_runs_leave_nothing_behind() -> None:
+    cluster = LocalCluster(workers=2, threads=1, allow=("benchmarks.soak:*",), import_path=(ROOT,))
+    with cluster, cluster.client() as client:
+        deadline_s = time.monotonic() + 100
+        sent = soak(cluster, uploads(client, UPLOAD_MB), 400, deadline_s)
+        ended = soak(cluster, runs(client), 80, deadline_s)
+        idle = measure(cluster)
+    for what, samples in (("uploads", sent), ("runs", ended)):
+        print(table(samples, what))
+        assert samples[-1].done >= 40, f"too few {what} on this machine to tell anything"
+        for process in PROCESSES:
+            # One upload kept of every hundred would already be more.
+            assert grown(samples, f"{process} MB") < UPLOAD_MB, (process, what)
+            assert grown(samples, f"{process} fds") <= 4, (process, what)
+            assert grown(samples, f"{process} threads") <= 2, (process, what)
+    assert idle["spool MB on disk"] == 0.0
+    assert idle["workers MB on disk"] == 0.0
