@@ -40,6 +40,17 @@ def failure_of(client: Client, spec: Any) -> UserCodeError:
     return caught.value
 
 
+def test_skipped_steps_are_counted_through_all_segments(client: Client) -> None:
+    exploding = user("Exploding", at_call=3)
+    spec = job(exploding, accumulation={"non_finite": "skip_step"})
+    outcome = train(client, spec)
+    counts = [
+        event.payload["metrics"]["train.skipped_steps"] for event in outcome.of("SegmentCommitted")
+    ]
+    assert counts == [0, 1, 1, 1, 1]
+    assert outcome.status.metrics["train.skipped_steps"] == 1
+
+
 def test_what_two_workers_record_is_one_trace_and_changes_no_bit(
     client: Client, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
     Capability,
     ClientEvaluated,
     Evaluated,
@@ -162,7 +163,10 @@ def do(effect: Effect) -> list[Fact]:
                     num_rows=1,
                     seconds=1.0,
                     engine="solo",
-                    metrics={"test.accuracy": effect.to_step / 1000} if effect.evaluate else {},
+                    metrics={
+                        SKIPPED_STEPS: effect.num_skipped + 1.0,
+                        **({"test.accuracy": effect.to_step / 1000} if effect.evaluate else {}),
+                    },
                 )
             ]
         case CommitSegment():

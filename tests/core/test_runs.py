@@ -18,6 +18,7 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
 from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
     MembersFormed,
     RunCompleted,
     SegmentCommitted,
@@ -67,6 +68,25 @@ def test_run_completes_and_commits_every_segment_once(strategy: dict[str, object
     segments = [fact.segment for fact in simulation.facts(SegmentCommitted)]
     assert segments == list(range(1, len(segments) + 1))
     assert simulation.state.runs[RUN].is_released
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP], ids=str)
+def test_skipped_steps_are_counted_once_however_often_they_are_trained(
+    strategy: dict[str, object],
+) -> None:
+    """Here each segment leaves one step out; all workers are lost after any number of commands."""
+    for lost_after in range(1, 8):
+        simulation = start(job(strategy, checkpoint={"every": "5 steps"}), "a")
+        for _ in range(lost_after):
+            simulation.tell(simulation.queue.popleft())
+        simulation.queue.clear()
+        simulation.tell(LoseWorker(member("a"), "gone"))
+        simulation.crash()
+        simulation.tell(register("a", 1))
+        simulation.run()
+        counts = [fact.metrics[SKIPPED_STEPS] for fact in simulation.facts(SegmentCommitted)]
+        assert counts == [1, 2, 3, 4]
+        assert simulation.state.runs[RUN].metrics[SKIPPED_STEPS] == 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])

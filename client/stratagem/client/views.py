@@ -133,7 +133,7 @@ class Progress:
     grad_norm: float = 0.0
     """2-norm of the latest step's gradient before clipping; 0 where none is known."""
     num_skipped_steps: int = 0
-    """Steps of the open segment that were not finite and changed nothing."""
+    """Steps since the run began that were not finite and changed nothing."""
     training_phase: str = ""
     """Under phase training: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -510,7 +510,7 @@ class RunProgress(_message.Message):
     grad_norm: _builtins.float
     """2-norm of the latest step's gradient before clipping; 0 where none is known."""
     num_skipped_steps: _builtins.int
-    """Steps of the open segment that were skipped because they were not finite."""
+    """Steps since the run began that were skipped because they were not finite."""
     training_phase: _builtins.str
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
     @_builtins.property

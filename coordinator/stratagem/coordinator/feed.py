@@ -34,7 +34,7 @@ class Progress:
     grad_norm: float = 0.0
     """2-norm of the latest step's gradient before clipping."""
     num_skipped_steps: int = 0
-    """In the segment, because they were not finite."""
+    """Since the run began, because they were not finite."""
     training_phase: str = ""
     """Of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)

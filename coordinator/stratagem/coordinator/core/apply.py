@@ -9,6 +9,7 @@ from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     ROOT,
+    SKIPPED_STEPS,
     Evaluated,
     Fact,
     GenerationClosed,
@@ -151,6 +152,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_engine(record, fact)
         case UpdateReceived():
             metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
+            if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
+                metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
             return _with_metrics(record, metrics)
         case Evaluated():
             commits = tuple(

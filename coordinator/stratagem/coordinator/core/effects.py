@@ -62,6 +62,8 @@ class RunSegment:
     """For each partition of the model the rank, within a replica, that owns it; none when every
     member has the whole model."""
     evaluate: tuple[str, ...]
+    num_skipped: int = field(default=0, compare=False)
+    """Steps that earlier segments have left out."""
 
 
 @dataclass(frozen=True, slots=True)

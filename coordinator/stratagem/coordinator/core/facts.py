@@ -52,6 +52,11 @@ class Capability(Value):
     data_plane: str = ""
 
 
+SKIPPED_STEPS = "train.skipped_steps"
+"""Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
+the run began, each step of its history once, however often it was trained."""
+
+
 class ErrorRecord(Value):
     """An exception of the user's code."""
 

@@ -12,7 +12,13 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
-from stratagem.coordinator.core.facts import ROOT, Member, PartyFailed, SegmentFinished
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    Member,
+    PartyFailed,
+    SegmentFinished,
+)
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
@@ -116,7 +122,7 @@ def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
                 progress.rows_per_s,
                 progress.engine,
                 progress.grad_norm,
-                progress.num_skipped_steps,
+                effect.num_skipped + progress.num_skipped_steps,
                 progress.phase,
                 _of_training(progress.metrics),
             )
@@ -127,6 +133,13 @@ def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
 
 def _of_training(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
+
+
+def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
+    """The steps left out since the run began, where the workers count them."""
+    if SKIPPED_STEPS not in metrics:
+        return metrics
+    return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
 
 
 async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
@@ -147,7 +160,7 @@ async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainRe
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics={
-            **_of_training(first.metrics),
+            **_with_skipped(_of_training(first.metrics), effect.num_skipped),
             **fold_parts(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),

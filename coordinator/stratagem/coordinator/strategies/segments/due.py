@@ -1,8 +1,11 @@
 """What a synchronous party needs done: the commit that is due, and the segment to train."""
 
+from collections.abc import Mapping
+
 from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
+from stratagem.coordinator.core.facts import SKIPPED_STEPS
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, Schedule, schedule_of
 from stratagem.coordinator.strategies.segments.run import PartyRun, Shape
 
@@ -67,4 +70,10 @@ def _segment(
         parts=shape.parts_of(run.members, run.ranks),
         ranks=run.ranks,
         evaluate=splits,
+        num_skipped=int(_latest_metrics(run).get(SKIPPED_STEPS, 0)),
     )
+
+
+def _latest_metrics(run: PartyRun) -> Mapping[str, float]:
+    """Of the segment before the open one."""
+    return run.finished[-1].metrics if run.finished else run.metrics
