@@ -247,6 +247,45 @@ def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
     assert str(caught.value).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "dimension", "expected"),
+    [
+        ("full_steps", {"low": 2, "high": 9}, "cannot be varied: the lengths of the phases belong"),
+        ("predictor.kind", {"choices": ["wls", "momentum"]}, "cannot be varied: the gradients"),
+        ("warmup_steps", {"low": 1, "high": 9}, "cannot be varied: only the first cycle"),
+        ("tust", {"low": 0.5, "high": 2.0}, "cannot be varied: it has no meaning by itself"),
+        ("trust", {"low": -1.0, "high": 2.0}, "-1.0 is not allowed; must be > 0"),
+        ("min_correlation", {"choices": [0.5, 7.0]}, "7.0 is not allowed; must be <= 1"),
+        ("predictor.momentum", {"low": 0.1, "high": 0.9}, "belongs to kind momentum only"),
+    ],
+)
+def test_phases_are_varied_where_a_copied_state_allows_it(
+    name: str, dimension: dict[str, Any], expected: str
+) -> None:
+    space = {"search_space": {f"phases.{name}": dimension}}
+    with pytest.raises(InvalidInputError) as caught:
+        check(job(population(), **{**SECTIONS, **space, "phases": {}}))
+    assert str(caught.value).startswith(f"search_space.phases.{name}: {expected}")
+
+
+def test_members_train_with_phases_of_their_own() -> None:
+    space = {
+        "phases.trust": {"low": 0.5, "high": 2.0},
+        "phases.predictor.decay": {"choices": [0.8, 0.9], "ordered": True},
+    }
+    sections = {**SECTIONS, "search_space": space}
+    with pytest.raises(InvalidInputError, match="the job has no phases; add that section"):
+        check(job(population(), **sections))
+    simulation = start(job(population(), **sections, phases={"full_steps": 3}), "a", "b")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    seen = [member.child.job.phases for member in run.value.members]
+    assert {each.full_steps for each in seen} == {3}
+    assert len({each.trust for each in seen}) > 1
+    assert {each.predictor.decay for each in seen} <= {0.8, 0.9}
+
+
 def test_an_inner_strategy_is_checked_with_its_place() -> None:
     inner = {**INNER["DataParallel"], "num_replicas": 99}  # type: ignore[dict-item]
     found = JobSpec.from_json(spec(inner=inner))

@@ -103,7 +103,7 @@ def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
     """Every dimension is asked, in order, so that each has its own place in the stream."""
-    values = {_name(each): value_of(_plain(each)) for each in space.dimensions}
+    values = {_name(each): value_of(plain(each)) for each in space.dimensions}
     conditions = {each.name: each for each in space.dimensions if isinstance(each, Conditional)}
 
     def is_active(name: str) -> bool:
@@ -120,10 +120,11 @@ def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
 
 def _name(dimension: Dimension) -> str:
     """The hyperparameter that a dimension sets."""
-    return _plain(dimension).name
+    return plain(dimension).name
 
 
-def _plain(dimension: Dimension) -> Plain:
+def plain(dimension: Dimension) -> Plain:
+    """The dimension itself, without the conditions that it stands under."""
     while isinstance(dimension, Conditional):
         dimension = dimension.dimension
     return dimension

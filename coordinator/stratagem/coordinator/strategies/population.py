@@ -34,11 +34,11 @@ from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
 from stratagem.coordinator.strategies.evolution import draw, stream
+from stratagem.coordinator.strategies.hyperparameters import check_params
 from stratagem.coordinator.strategies.placement import why_none
 from stratagem.coordinator.strategies.population_run import (
     MemberRun,
     PopulationRun,
-    check_params,
     close_generation,
     closed,
     evolve_one,

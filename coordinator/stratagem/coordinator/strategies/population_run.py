@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stratagem.common.errors import Violation
 from stratagem.common.ids import Party, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.json_text import JSON
@@ -73,18 +72,6 @@ def inner_of(job: JobSpec) -> Strategy:
 def _segments(job: JobSpec) -> int:
     """Segments of one generation: a federated member commits every round."""
     return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
-
-
-def check_params(job: JobSpec) -> list[Violation]:
-    """Every hyperparameter must be a field of the job, and any first draw a valid job."""
-    violations = []
-    for name in draw(space_of(job), stream(job.seed, 0, 0)):
-        if not name.startswith(("optimizer.", "loss.kwargs.", "model.kwargs.")):
-            text = (
-                "is not a hyperparameter; those start with optimizer., loss.kwargs., model.kwargs."
-            )
-            violations.append(Violation(f"search_space.{name}", text))
-    return violations
 
 
 def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
