@@ -1,11 +1,18 @@
 """The estimate against peaks of real steps, and what divides what."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from stratagem.common.compression import TensorLayout
 from stratagem.common.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import CompressionSpec
+from stratagem.worker.engine import build_trainer
+from stratagem.worker.exchange.buckets import GradientBuckets
+from stratagem.worker.exchange.exchange import solo_exchange
 from stratagem.worker.exchange.plan import Party
+from stratagem.worker.planning.codec import codec_memory
 from stratagem.worker.planning.estimate import MemoryEstimate, estimate_memory
 from stratagem.worker.planning.step import measure_training
 from tests.planning.support import SITE, job, replicas
@@ -96,6 +103,46 @@ def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
     measured = measure_training(spec, SITE, Party(0, 1, 1))
     assert found.total == pytest.approx(measured, rel=0.02)
     assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *("ternary", "low_rank"),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("fp16", "int8", "top_k", "vsa")),
+    ],
+)
+def test_what_a_codec_takes_is_in_it(codec: str) -> None:
+    """Against the peak of what numpy holds in the second step of one worker with two shards."""
+    spec = job("mlp", strategy=replicas(2), compression=codec)
+    trainer = build_trainer(spec, SITE.entrypoints, device=SITE.device, fresh=True)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    exchange = solo_exchange(buckets, 2, trainer.compressor)
+    tracemalloc.start()
+    start = tracemalloc.get_traced_memory()[0]
+    trainer.train_step(exchange, range(2), 2)
+    tracemalloc.reset_peak()
+    trainer.train_step(exchange, range(2), 2)
+    measured = tracemalloc.get_traced_memory()[1] - start
+    tracemalloc.stop()
+    found = codec_memory(spec.compression, trainer.compressor.layout)  # type: ignore[arg-type, union-attr]
+    assert 2 * (2 * found.state + found.payload) + found.scratch == pytest.approx(
+        measured, rel=0.25
+    )
+    one_worker = estimate(spec, num_workers=1)
+    plain = estimate(job("mlp", strategy=replicas(2)), num_workers=1)
+    assert one_worker.gradients - plain.gradients == 2 * (2 * found.state + found.payload)
+    assert one_worker.workspace >= plain.workspace
+    assert not one_worker.notes
+
+
+def test_a_codec_takes_memory_in_proportion() -> None:
+    small = [TensorLayout("w", (500, 500)), TensorLayout("b", (500,))]
+    large = [TensorLayout("w", (2000, 2000)), TensorLayout("b", (8000,))]
+    spec = CompressionSpec(codec="ternary")
+    one, sixteen = codec_memory(spec, small), codec_memory(spec, large)
+    assert sixteen.scratch == pytest.approx(16 * one.scratch, rel=0.1)
+    assert sixteen.state == pytest.approx(16 * one.state, rel=0.05)
 
 
 def test_phases_keep_gradients() -> None:

@@ -179,3 +179,27 @@ def test_nothing_is_recommended_for_nothing(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         recommend(job("mlp"), SITE, memory_bytes, num_workers)
+
+
+def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> None:
+    spec = job("mlp", kwargs=SHALLOW, execution={"parallelism": {"ModelParallel": 2}})
+    members = [Member(name, "one-host", memory_bytes=2 * GB) for name in ("alice", "bob", "carol")]
+    found = recommend(spec, SITE, None, members=members)
+    assert isinstance(found.job.strategy, ModelParallel)
+    targets = [part.target.worker_id for part in found.job.strategy.partitions]
+    assert targets == ["alice", "bob"]
+    assert "stand for your workers" not in found.reasons[0]
+    assert "572.2 MiB that may be used" in found.reasons[-1]  # nine tenths of a third of 2 GB
+    told = recommend(spec, SITE, GB, 2)
+    assert "worker-0, worker-1 and so on stand for your workers" in told.reasons[0]
+
+
+def test_who_is_there_is_known_or_asked_for() -> None:
+    with pytest.raises(InvalidInputError, match="memory: missing"):
+        recommend(job("mlp"), SITE, None)
+    member = Member("alice", "here")
+    with pytest.raises(InvalidInputError, match="memory: the workers do not say"):
+        recommend(job("mlp"), SITE, None, members=[member])
+    with pytest.raises(InvalidInputError, match="workers: 2 asked for, and the coordinator has 1"):
+        recommend(job("mlp"), SITE, GB, 2, members=[member])
+    assert recommend(job("mlp"), SITE, GB, members=[member]).fits

@@ -109,13 +109,23 @@ def estimate_memory(
 def recommend(
     job: Job,
     *,
-    memory_bytes: int,
-    num_workers: int = 1,
+    memory_bytes: int | None = None,
+    num_workers: int | None = None,
+    workers: Sequence[Worker] | None = None,
     device: str = "",
     import_path: Sequence[Path] = (),
 ) -> Recommendation:
-    """Precision, gradient and parallelism for workers with so much memory each."""
-    asked = {"memory_bytes": memory_bytes, "num_workers": num_workers, "device": device}
+    """Precision, gradient and parallelism for workers with so much memory each.
+
+    workers: of a coordinator, as `Client.workers()` answers. They say how much memory there is and
+    how many they are, unless that is given, and give a pipeline its names.
+    """
+    asked = {
+        "memory_bytes": memory_bytes,
+        "num_workers": num_workers,
+        "device": device,
+        "members": None if workers is None else _members(workers),
+    }
     found = _ask("recommend", job, import_path=import_path, **asked)
     text = found.pop("text")
     found["estimate"] = _to_estimate({**found["estimate"], "text": text})
@@ -136,7 +146,13 @@ def resolve_parallelism(
             return changed, f"DataParallel over {number} workers, as asked for"
         case "Automatic" if job.only_evaluates:
             return _over_all(job, sum(worker.is_alive for worker in workers))
-    members = [
+    found = _ask("resolve", job, import_path=import_path, members=_members(workers))
+    return JobSpec.from_json(found["job_json"]), found["reason"]
+
+
+def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Those that are alive, in order of name, as the process with torch takes them."""
+    return [
         {
             "worker_id": worker.worker_id,
             "host": worker.address.rpartition(":")[0],
@@ -147,8 +163,6 @@ def resolve_parallelism(
         for worker in sorted(workers, key=lambda each: each.worker_id)
         if worker.is_alive
     ]
-    found = _ask("resolve", job, import_path=import_path, members=members)
-    return JobSpec.from_json(found["job_json"]), found["reason"]
 
 
 def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:

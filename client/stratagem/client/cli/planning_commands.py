@@ -17,6 +17,8 @@ from stratagem.client.cli.reporting import reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.planning import estimate_memory, import_folders
 from stratagem.client.planning import recommend as recommend_settings
+from stratagem.client.sync import Client
+from stratagem.client.views import Worker
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import load_job
 
@@ -69,10 +71,26 @@ def estimate(
 def recommend(
     job_path: JobArgument,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Of each worker, such as 8GB or 512MiB.")
-    ],
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Of each worker, such as 8GB or 512MiB; with --coordinator what they have.",
+        ),
+    ] = None,
     overrides: SetOption = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="How many there are.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", min=1, help="How many; 1 if not set, with --coordinator all there are."
+        ),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT", help="For its workers: their memory and names."
+        ),
+    ] = None,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -83,8 +101,9 @@ def recommend(
     with reporting():
         found = recommend_settings(
             load_job(job_path, overrides or []),
-            memory_bytes=parse_size(memory),
+            memory_bytes=None if memory is None else parse_size(memory),
             num_workers=workers,
+            workers=None if coordinator is None else _workers_of(coordinator),
             device=device,
             import_path=import_folders(job_path),
         )
@@ -97,6 +116,11 @@ def recommend(
             print(found.estimate)
     if not found.fits:
         raise typer.Exit(1)
+
+
+def _workers_of(coordinator: str) -> tuple[Worker, ...]:
+    with Client(coordinator) as client:
+        return tuple(client.workers())
 
 
 def parse_size(text: str) -> int:

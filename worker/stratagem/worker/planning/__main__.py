@@ -48,7 +48,14 @@ def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str,
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
-    found = recommend(job, site, request["memory_bytes"], request["num_workers"])
+    members = [Member(**each) for each in request.get("members") or ()]
+    found = recommend(
+        job,
+        site,
+        request["memory_bytes"],
+        request["num_workers"],
+        members=None if request.get("members") is None else members,
+    )
     return {**found.document(), "text": str(found.estimate)}
 
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from stratagem.common.compression import TensorLayout
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
@@ -26,6 +27,7 @@ from stratagem.common.strategy import (
     Strategy,
 )
 from stratagem.worker.exchange.plan import Party
+from stratagem.worker.planning.codec import codec_memory
 from stratagem.worker.planning.stages import play_stages
 from stratagem.worker.planning.step import (
     Reading,
@@ -62,6 +64,8 @@ class MemoryEstimate:
     num_parameters: int
     device: str
     measured: int | None = None
+    layout: tuple[TensorLayout, ...] = ()
+    """What is trained, where one party trains it."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,8 +84,10 @@ class MemoryEstimate:
 
     def document(self) -> dict[str, Any]:
         """As plain values, for JSON."""
+        fields = asdict(self)
+        del fields["layout"]
         return {
-            **asdict(self),
+            **fields,
             "notes": list(self.notes),
             "total": self.total,
             "needed": self.needed,
@@ -134,9 +140,10 @@ def estimate_memory(
     if inference or job.only_evaluates:
         reading = play_forward(played, site, job.batch_size)
         return _estimate(reading, site, job.batch_size, ())
-    estimate = _with_codec(job, _training(played, site, job.strategy, num_workers), num_workers)
-    estimate = _with_phases(job, estimate)
-    return _calibrated(played, site, estimate) if measure else estimate
+    estimate = _training(played, site, job.strategy, num_workers)
+    if measure:
+        estimate = _calibrated(played, site, estimate)
+    return _with_phases(job, _with_codec(job, estimate, num_workers))
 
 
 def _training(
@@ -173,18 +180,30 @@ def _training(
 
 
 def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None) -> MemoryEstimate:
-    """With the residuals of a codec, one of float32 for each shard that the worker owns."""
-    if job.compression is None or job.compression.codec == "none":
+    """With what a codec takes: of each shard that the worker owns its state, before and after the
+    step, and its message; and for a moment, when no activations are left, the scratch of one."""
+    spec = job.compression
+    if spec is None or spec.codec == "none":
         return estimate
-    note = "what the codec needs for a moment is not in it"
-    residuals = 0
-    if job.compression.keeps_state and isinstance(job.strategy, DataParallel):
-        num_replicas = job.strategy.num_replicas
-        party = min(num_workers or num_replicas, num_replicas)
-        residuals = 4 * estimate.num_parameters * math.ceil(num_replicas / party)
-    return replace(
-        estimate, gradients=estimate.gradients + residuals, notes=(*estimate.notes, note)
+    if isinstance(job.strategy, DataParallel) and isinstance(
+        job.strategy.aggregation, Decentralized
+    ):
+        note = "what the codec keeps of neighbours, and needs for a moment, is not in it"
+        return replace(estimate, notes=(*estimate.notes, note))
+    if estimate.device != "cpu":
+        note = "the codec works in host memory, or in scratch on the device that is not in it"
+        estimate = replace(estimate, notes=(*estimate.notes, note))
+    num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    num_owned = math.ceil(num_shards / min(num_workers or num_shards, num_shards))
+    codec = codec_memory(
+        spec, estimate.layout, with_feedback=not isinstance(job.strategy, Federated)
     )
+    held = num_owned * (2 * codec.state + codec.payload)
+    if estimate.device != "cpu":
+        held, codec = num_owned * 2 * codec.state, replace(codec, scratch=0)
+    kept = replace(estimate, gradients=estimate.gradients + held)
+    moment = kept.total - kept.activations - kept.workspace + codec.scratch
+    return replace(kept, workspace=kept.workspace + max(0, moment - kept.total))
 
 
 def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -279,6 +298,7 @@ def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -
         rows=rows,
         num_parameters=reading.num_parameters,
         device=site.device.type,
+        layout=reading.layout,
         notes=notes,
     )
 

@@ -57,8 +57,12 @@ class Member:
     num_threads: int = 1
 
     @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
     def flops(self) -> float:
-        return GPU_FLOPS if self.device.startswith("cuda") else self.num_threads * CPU_THREAD_FLOPS
+        return GPU_FLOPS if self.on_cuda else self.num_threads * CPU_THREAD_FLOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Fleet:
         return "shared memory" if self.has_one_host else "a network"
 
     def _own(self, member: Member) -> int:
-        if member.device.startswith("cuda"):
+        if member.on_cuda:
             return member.memory_bytes
         return member.memory_bytes // sum(each.host == member.host for each in self.members)
 

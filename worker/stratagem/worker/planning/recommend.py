@@ -8,21 +8,30 @@ what the workers carry out is recommended.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, JobSpec
 from stratagem.common.job.execution import Accumulated, Checkpointed
-from stratagem.common.strategy import AllReduce, DataParallel, Local, describe, dump_strategy
+from stratagem.common.strategy import (
+    AllReduce,
+    DataParallel,
+    Local,
+    ModelParallel,
+    describe,
+    dump_strategy,
+)
+from stratagem.worker.engine.execution.prepare import is_cut
 from stratagem.worker.planning.estimate import (
     MemoryEstimate,
     estimate_memory,
     rows_of_share,
     text_of,
 )
-from stratagem.worker.planning.parallel import SAFETY_MARGIN, Choice, Fleet, choose
+from stratagem.worker.planning.parallel import SAFETY_MARGIN, Choice, Fleet, Member, choose
 from stratagem.worker.planning.step import Site
 from stratagem.worker.supported import check_supported
 
@@ -62,19 +71,32 @@ class _Attempt:
     reason: str
 
 
-def recommend(job: JobSpec, site: Site, memory_bytes: int, num_workers: int = 1) -> Recommendation:
+def recommend(
+    job: JobSpec,
+    site: Site,
+    memory_bytes: int | None,
+    num_workers: int | None = None,
+    *,
+    members: Sequence[Member] | None = None,
+) -> Recommendation:
     """Precision, gradient and parallelism for workers with so much memory each.
 
-    A tenth of the memory is left free. Raises InvalidInputError for memory or workers below 1.
+    num_workers: 1 unless given, or all members. members: workers that are there; they say the
+    memory, unless it is given, and the names of a pipeline's. A tenth of the memory is left free.
+    Raises InvalidInputError for memory or workers below 1.
     """
-    if memory_bytes <= 0:
-        raise InvalidInputError.at("memory", f"{memory_bytes} bytes hold no model; must be > 0")
-    if num_workers < 1:
-        raise InvalidInputError.at("workers", f"{num_workers} is not 1 or more")
+    fleet = _fleet(site, memory_bytes, num_workers, members)
+    memory_bytes, num_workers = fleet.memory_bytes, len(fleet)
     if job.only_evaluates:
         text = "None trains nothing; `stratagem estimate` says what an evaluation needs"
         raise InvalidInputError.at("execution.gradient", text)
-    choice = _parallelism(job, site, memory_bytes, num_workers)
+    choice = _parallelism(job, site, fleet)
+    if members is None and isinstance(choice.strategy, ModelParallel) and not is_cut(job.strategy):
+        text = (
+            "worker-0, worker-1 and so on stand for your workers: with --coordinator they have "
+            "their names, or submit with execution.parallelism, which finds them"
+        )
+        choice = replace(choice, reason=f"{choice.reason}; {text}")
     execution = job.execution.with_changes(parallelism="None", gradient="Full")
     base = job.model_copy(update={"strategy": choice.strategy, "execution": execution})
     budget = int(memory_bytes * (1 - SAFETY_MARGIN))
@@ -108,9 +130,41 @@ def _recommended(attempt: _Attempt, choice: Choice, budget: int, *, fits: bool) 
     )
 
 
-def _parallelism(job: JobSpec, site: Site, memory_bytes: int, num_workers: int) -> Choice:
-    """What the job says, or, where it leaves that open, what suits so many equal workers."""
-    fleet = Fleet.of_equals(num_workers, site.device.type, memory_bytes)
+def _fleet(
+    site: Site,
+    memory_bytes: int | None,
+    num_workers: int | None,
+    members: Sequence[Member] | None,
+) -> Fleet:
+    if num_workers is not None and num_workers < 1:
+        raise InvalidInputError.at("workers", f"{num_workers} is not 1 or more")
+    if memory_bytes is not None and memory_bytes <= 0:
+        raise InvalidInputError.at("memory", f"{memory_bytes} bytes hold no model; must be > 0")
+    if members is None:
+        if memory_bytes is None:
+            raise InvalidInputError.at("memory", "missing; without a coordinator nobody else knows")
+        return Fleet.of_equals(num_workers or 1, site.device.type, memory_bytes)
+    if not members or len(members) < (num_workers or 1):
+        text = f"{num_workers or 1} asked for, and the coordinator has {len(members)}"
+        raise InvalidInputError.at("workers", text)
+    chosen = Fleet(tuple(members[: num_workers or len(members)]))
+    if memory_bytes is not None:
+        # Each has so much for itself, whoever shares its host.
+        shares = Counter(each.host for each in chosen.members if not each.on_cuda)
+        chosen = Fleet(
+            tuple(
+                replace(each, memory_bytes=memory_bytes * max(1, shares[each.host]))
+                for each in chosen.members
+            )
+        )
+    if chosen.memory_bytes <= 0:
+        raise InvalidInputError.at("memory", "the workers do not say how much they have; set it")
+    return chosen
+
+
+def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+    """What the job says, or, where it leaves that open, what suits these workers."""
+    num_workers = len(fleet)
     if job.execution.parallelism not in ("None", "Automatic"):
         return choose(job, site, fleet)
     if not isinstance(job.strategy, Local) or num_workers == 1:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
@@ -66,6 +67,8 @@ class Reading:
     num_parameters: int
     state: int
     """Of a copy of parameters, buffers and optimizer state, as each commit takes one."""
+    layout: tuple[TensorLayout, ...] = ()
+    """What is trained."""
     flops: int = 0
     """Where only forward was played: of its matrix products, convolutions and attention."""
 
@@ -104,6 +107,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
         peak=live.peak,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
         state=state,
+        layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 
 
