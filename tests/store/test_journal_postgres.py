@@ -168,15 +168,16 @@ class Cutter:
             threading.Thread(target=self._down, args=(client, server), daemon=True).start()
 
     def _up(self, client: socket.socket, server: socket.socket) -> None:
-        while data := client.recv(65536):
-            if self.armed and b"COMMIT\0" in data:
-                if self.armed == "after":
-                    client.shutdown(socket.SHUT_RDWR)  # nobody will hear the answer
-                    server.sendall(data)
-                self.armed = ""
-                break
-            server.sendall(data)
-        server.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the other thread closes both when the server goes
+            while data := client.recv(65536):
+                if self.armed and b"COMMIT\0" in data:
+                    armed, self.armed = self.armed, ""
+                    if armed == "after":
+                        client.shutdown(socket.SHUT_RDWR)  # nobody will hear the answer
+                        server.sendall(data)
+                    break
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
 
     def _down(self, client: socket.socket, server: socket.socket) -> None:
         with client, server, suppress(OSError):

@@ -52,8 +52,10 @@ def digest_of(data: bytes) -> Digest:
 # ---- wherever they lie ----
 
 
-def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(place: Place) -> None:
-    spool = place.spool()
+def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
+    blob_place: Place,
+) -> None:
+    spool = blob_place.spool()
     writer = spool.open(key(3), MANIFEST)
     assert writer.offset == 0
     for start in range(0, len(DATA), 5):
@@ -61,7 +63,7 @@ def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(pla
     entry = writer.commit(MANIFEST, num_samples=17)
     writer.close()
     assert spool.entry(key(3)) == entry
-    again = place.spool()
+    again = blob_place.spool()
     found = again.entry(key(3))
     assert found is not None
     assert again.entries(RUN, ROOT, 1) == {3: found}
@@ -74,15 +76,15 @@ def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(pla
     assert again.look(key(3)) == (found, 0)
 
 
-def test_entries_come_in_client_order_and_go_with_their_round(place: Place) -> None:
-    spool = place.spool()
+def test_entries_come_in_client_order_and_go_with_their_round(blob_place: Place) -> None:
+    spool = blob_place.spool()
     for client in (10, 2, 0):
         accept(spool, client, MANIFEST, DATA)
     other = SpoolKey(RUN, Party("silo0/replica1"), 1, 5)
     writer = spool.open(other, MANIFEST)
     writer.write(DATA)
     writer.commit(MANIFEST, 1)
-    spool = place.spool()
+    spool = blob_place.spool()
     assert list(spool.entries(RUN, ROOT, 1)) == [0, 2, 10]
     assert list(spool.entries(RUN, other.party, 1)) == [5]
     spool.delete_updates([key(2), key(7)])
@@ -93,15 +95,15 @@ def test_entries_come_in_client_order_and_go_with_their_round(place: Place) -> N
     assert list(spool.entries(RUN, other.party, 1)) == [5]
     spool.delete_run(RUN)
     spool.delete_run(RUN)
-    assert place.spool().entries(RUN, other.party, 1) == {}
+    assert blob_place.spool().entries(RUN, other.party, 1) == {}
 
 
-def test_a_second_update_of_a_client_takes_the_place_of_the_first(place: Place) -> None:
-    spool = place.spool()
+def test_a_second_update_of_a_client_takes_the_place_of_the_first(blob_place: Place) -> None:
+    spool = blob_place.spool()
     accept(spool, 0, MANIFEST, DATA)
     second = accept(spool, 0, MANIFEST, OTHER_DATA)
     assert spool.entry(key(0)) == second
-    assert content_of(place.spool(), 0) == OTHER_DATA
+    assert content_of(blob_place.spool(), 0) == OTHER_DATA
 
 
 # ---- in an object store ----

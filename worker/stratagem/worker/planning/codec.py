@@ -1,4 +1,4 @@
-"""What a codec takes of a worker's memory: asked of the codec itself, on a small copy of the layout.
+"""What a codec takes of a worker's memory: asked of itself, on a small copy of the layout.
 
 All codecs take memory in proportion to the elements, so a layout of the same proportions says how
 much per element; whoever changes a codec need not change a formula here. Of codecs on the host.
