@@ -161,6 +161,34 @@ def test_files_inline_and_local_data(tmp_path: Path) -> None:
         load_data(data_job({"path": str(tmp_path / "bad.safetensors")}), ALLOWED, DataSources())
 
 
+def test_a_job_reads_no_file_outside_of_the_folders_of_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"train.x": torch.rand(3, 2), "train.y": torch.arange(3)}
+    for folder in ("data", "data-of-others"):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "x.safetensors")
+    (tmp_path / "data" / "link.safetensors").symlink_to(tmp_path / "data-of-others/x.safetensors")
+    (tmp_path / "way-in").symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    sources = DataSources(roots=(tmp_path / "data", tmp_path / "more"))
+    for inside in ("data/x.safetensors", str(tmp_path / "data/x.safetensors")):
+        assert len(load_data(data_job({"path": inside}), ALLOWED, sources)["train"]) == 3
+    assert load_data(data_job({"path": "way-in/x.safetensors"}), ALLOWED, sources)
+    for outside in (
+        "data-of-others/x.safetensors",
+        "data/../data-of-others/x.safetensors",
+        "data/link.safetensors",
+        "/etc/none.safetensors",
+    ):
+        with pytest.raises(
+            InvalidInputError, match=rf"data\.path: .*lies below no.*{tmp_path}/data"
+        ):
+            load_data(data_job({"path": outside}), ALLOWED, sources)
+    with pytest.raises(InvalidInputError, match=r"--data-root\): none"):
+        load_data(data_job({"path": "data/x.safetensors"}), ALLOWED, DataSources(roots=()))
+
+
 def test_wrong_data_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="same number of rows"):
         as_dataset((torch.rand(3, 2), torch.rand(4)), "train")

@@ -35,6 +35,7 @@ def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: by
     assert digest == digest_of(content)
     path = tmp_path / "blobs" / digest[:2] / f"{digest}.safetensors"
     assert store.path(digest) == path
+    assert store.location(digest) == str(path.resolve())
     assert path.stat().st_mode & 0o077 == 0
     assert read(store, digest) == content
     assert read(DirectoryBlobs(tmp_path / "blobs"), digest) == content

@@ -47,6 +47,8 @@ class LocalCluster:
     """Entry points (`module:name`, with wildcards) that jobs may name."""
     import_path: Sequence[Path] = ()
     """Folders from which the workers import the user's modules."""
+    data_root: Sequence[Path] = (Path("/"),)
+    """Folders below which `data.path` of a job may lie; anywhere, as the jobs are the caller's."""
     threads: int | None = None
     """Threads per worker; None: the cores divided by the workers, at least one."""
     listen: str = "127.0.0.1:0"
@@ -206,6 +208,7 @@ class LocalCluster:
                 *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
                 *(part for each in self.allow for part in ("--allow", each)),
                 *(part for each in self.import_path for part in ("--import-path", str(each))),
+                *(part for each in self.data_root for part in ("--data-root", str(each))),
                 *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),
                 *self.worker_arguments.get(name, ()),
             ]

@@ -5,7 +5,10 @@ above a limit), and uploads that are not complete yet, which a later call may co
 visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
 
 The digest is a name here and is not computed again: the coordinator has checked the file against
-it, and the checksum of every chunk guards the way. SHA-256 of a state costs more than receiving it.
+it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
+SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which trains
+meanwhile). What it would find besides is memory that fails; of that, workers that hold the same
+state find more, as they compare what they have computed.
 """
 
 from __future__ import annotations

@@ -238,6 +238,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         device=torch.device(settings.device),
         entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
         local_data=settings.local_data,
+        data_roots=settings.data_roots,
         exchange_timeout_s=settings.exchange_timeout_s,
         mesh=mesh,
         activations=ActivationStore(settings.activation_store),

@@ -84,6 +84,9 @@ class WorkerSettings(BaseSettings):
     tags: Strings = Field([], description="labels that strategies select by")
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
     import_path: Strings = Field([], description="directories of the users' modules")
+    data_root: Strings = Field(
+        [], description="folders below which data.path of a job may lie; --import-path if unset"
+    )
     local_data: Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)] = Field(
         {}, description="NAME=FILE.safetensors, data that never leaves this worker"
     )
@@ -164,6 +167,11 @@ class WorkerSettings(BaseSettings):
     def _is_address(cls, value: str) -> str:
         split_address(value)
         return value
+
+    @property
+    def data_roots(self) -> tuple[Path, ...]:
+        """Without symbolic links."""
+        return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class Host:
     device: torch.device
     entrypoints: EntryPoints
     local_data: Mapping[str, str]
+    data_roots: tuple[Path, ...]
     exchange_timeout_s: float
     mesh: MeshOffer
     activations: ActivationStore
@@ -223,7 +225,7 @@ class Work:
         """The data that the job may name, the caller's own included."""
         inline = self.job.data.inline
         tensors = None if inline is None else self.blob(inline)[0]
-        return DataSources(worker_local=self.host.local_data, inline=tensors)
+        return DataSources(self.host.local_data, inline=tensors, roots=self.host.data_roots)
 
     def new_trainer(self, *, fresh: bool) -> Trainer:
         """A trainer of the job: really built (fresh), or waiting for a state to be loaded."""

@@ -40,6 +40,7 @@ def up(
         data_dir=data_dir,
         allow=allow or ("*:*",),
         import_path=import_path or (Path.cwd(),),
+        data_root=import_path or (Path.cwd(),),
         threads=threads,
         listen=listen,
     )

@@ -101,8 +101,9 @@ class SharedBlobs:
         return bool(found) and self._rewrite(digest)
 
     def location(self, digest: Digest) -> str:
-        """The folder of the blob's objects; whether there are any is not asked."""
-        return f"{self._objects.url}/{_FOLDER}/{_check(digest)}/"
+        """No path on this machine."""
+        _check(digest)
+        return ""
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore."""

@@ -48,7 +48,7 @@ class BlobStore(Protocol):
         """
 
     def location(self, digest: Digest) -> str:
-        """Where the blob lies, for people; "" where it is known not to be there."""
+        """The path of the blob's file, for people; "" where there is none on this machine."""
 
 
 class Adopt(Protocol):

@@ -42,6 +42,8 @@ class DataSources:
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
+    roots: tuple[Path, ...] | None = None
+    """Folders below which `data.path` must lie; None where the caller's own process reads it."""
 
 
 def load_data(
@@ -64,7 +66,7 @@ def load_data(
             raise NotFoundError(f"the inline data {spec.inline} of the job is not on this worker")
         splits = from_tensors(sources.inline)
     else:
-        splits = from_tensors(_read(Path(_required_path(spec)), "data.path"))
+        splits = from_tensors(_read(_job_path(spec, sources), "data.path"))
     return _own_rows(job, splits, client)
 
 
@@ -110,10 +112,18 @@ class ClientData:
         return self._own[client]
 
 
-def _required_path(spec: DataSpec) -> str:
+def _job_path(spec: DataSpec, sources: DataSources) -> Path:
+    """The file that a job names, where the operator lets jobs name files."""
     if spec.path is None:
         raise InvalidInputError.at("data", "names no source")
-    return spec.path
+    if sources.roots is None:
+        return Path(spec.path)
+    path = Path(spec.path).resolve()  # symbolic links lead nowhere else
+    if not any(path.is_relative_to(root) for root in sources.roots):
+        allowed = ", ".join(map(str, sources.roots)) or "none"
+        reason = f"{spec.path!r} lies below no folder of data of this worker (--data-root): "
+        raise InvalidInputError.at("data.path", reason + allowed)
+    return path
 
 
 def _from_entrypoint(
