@@ -52,6 +52,8 @@ def exact_cluster(
             "TEST_PARKING": str(parking.folder),
             "STRATAGEM_WORKER_METRICS_PORT": "0",
             "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
+            "STRATAGEM_WORKER_LOG_JSON": "true",
+            "STRATAGEM_COORDINATOR_LOG_JSON": "true",
             "STRATAGEM_WORKER_ACTIVATION_STORE": f"file://{activations}",
         },
         worker_arguments={

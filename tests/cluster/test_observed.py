@@ -1,6 +1,7 @@
 """What processes that train tell those who watch over them."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,44 @@ def test_a_run_shows_in_the_metrics(client: Client, exact_cluster: LocalCluster)
         assert total(coordinator[key]) > total(coordinator_before[key])
     updates = labelled(direction="received", kind="update")
     assert coordinator["stratagem_stream_bytes_total"][updates] > 0.0
+
+
+def lines_of(cluster: LocalCluster, process: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in cluster.log_tail(process).splitlines() if line[:1] == "{"]
+
+
+def test_every_line_about_a_run_says_which_and_where(
+    client: Client, exact_cluster: LocalCluster
+) -> None:
+    trained = client.submit(job(steps=4, strategy=data_parallel(2)))
+    trained.result()
+    rounds = client.submit(federated())
+    rounds.result()
+    runs = {trained.run_id, rounds.run_id}
+    names = ["coordinator", *(f"worker-{number}" for number in range(NUM_WORKERS))]
+    lines = {name: lines_of(exact_cluster, name) for name in names}
+    for name, each in lines.items():
+        for line in each:
+            if not any(run_id in json.dumps(line) for run_id in runs):
+                continue
+            assert line.get("run_id") in runs, line
+            assert line["term"] >= 1, line
+            if name != "coordinator":
+                assert line["worker_id"] == name, line
+                is_released = line["event"] == "call refused"
+                assert is_released or "party" in line, line
+                assert is_released or {"segment", "round"} & set(line), line
+    told = [line for line in lines["coordinator"] if line.get("run_id") == rounds.run_id]
+    received = [line for line in told if line.get("kind") == "UpdateReceived"]
+    assert received
+    assert all({"party", "round"} <= set(line) for line in received)
+    ended = [
+        line
+        for name in names[1:]
+        for line in lines[name]
+        if line["event"] == "plan ended" and line["run_id"] in runs
+    ]
+    assert {line["plan"] for line in ended} >= {"build", "train", "client_round"}
+    assert {line["round"] for line in ended if line["plan"] == "client_round"} == {1, 2, 3}
+    meshes = [line for name in names[1:] for line in lines[name] if line["event"] == "mesh"]
+    assert {line["run_id"] for line in meshes} >= {trained.run_id}

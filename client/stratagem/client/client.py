@@ -27,6 +27,7 @@ from stratagem.client.jobs import Job, parse_job
 from stratagem.client.planning import import_folders, resolve_parallelism
 from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Phase, Progress, RunStatus, Worker
+from stratagem.common import tracing
 from stratagem.common.errors import RunFailedError, UnavailableError, UserCodeError
 from stratagem.common.ids import RunId, check_run_id, new_run_id
 from stratagem.common.rpc.channel import Proof
@@ -61,6 +62,7 @@ class AsyncClient:
         self._proof = Proof(tls, token_file)
         self._patience_s = patience_s
         self._open_connection: Connection | None = None
+        tracing.adopt()
 
     async def __aenter__(self) -> Self:
         self._open_connection = Connection(self.address, self._patience_s, self._proof)
@@ -116,7 +118,8 @@ class AsyncClient:
             folders, workers = import_path or import_folders(job), await self.workers()
             spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
         request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=reason)
-        response = await connection.call(connection.stub.SubmitRun, request)
+        with tracing.span("submit", run_id=chosen):
+            response = await connection.call(connection.stub.SubmitRun, request)
         return AsyncRun(connection, RunId(response.run_id), reason)
 
     async def get(self, run_id: str) -> AsyncRun:

@@ -1,7 +1,8 @@
 """Logging of every process: structlog to stderr, as text for people or JSON for machines.
 
-Owns the format, and the names of what a log line is about (run_id, round, worker_id). Loggers of
-other libraries (grpc, sqlalchemy) come out in the same form. Knows nothing of what is logged.
+Owns the format, and the names of what a log line is about (run_id, party, segment or round,
+worker_id, term). Loggers of other libraries (grpc, sqlalchemy) come out in the same form. Knows
+nothing of what is logged.
 
     log = structlog.get_logger()
     with about(run_id=run_id, round=3):
@@ -20,6 +21,7 @@ from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+_process_ids: dict[str, str | int] = {}
 
 
 def setup_logging(process: str, level: str = "info", json: bool = False) -> None:
@@ -52,20 +54,44 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
 def about(
     *,
     run_id: str | None = None,
+    party: str | None = None,
+    segment: int | None = None,
     round: int | None = None,  # noqa: A002  (the word of the log line)
     worker_id: str | None = None,
+    term: int | None = None,
+    membership: int | None = None,
 ) -> AbstractContextManager[None]:
-    """Name what the log lines inside the `with` are about; holds across awaits of the same task."""
-    given = {"run_id": run_id, "round": round, "worker_id": worker_id}
+    """Name what the log lines inside the `with` are about; holds across awaits of the same task,
+    and for the tasks that it starts."""
+    given = {
+        "run_id": run_id,
+        "party": party,
+        "segment": segment,
+        "round": round,
+        "worker_id": worker_id,
+        "term": term,
+        "membership": membership,
+    }
     context: AbstractContextManager[None] = bound_contextvars(
         **{key: value for key, value in given.items() if value is not None}
     )
     return context
 
 
+def identify(*, worker_id: str | None = None, term: int | None = None) -> None:
+    """Name in every later line of this process which worker it is, or under which term it works.
+
+    What a line says of itself comes first.
+    """
+    given = {"worker_id": worker_id, "term": term}
+    _process_ids.update({key: value for key, value in given.items() if value is not None})
+
+
 def _shared_processors(process: str) -> list[Processor]:
     def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         event["process"] = process
+        for key, value in _process_ids.items():
+            event.setdefault(key, value)
         return event
 
     return [
@@ -84,4 +110,14 @@ def _form(json: bool) -> list[Processor]:
     if json:
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    return [
+        _without_root,
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain),
+    ]
+
+
+def _without_root(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """People need not read that a line is about the root party, whose name is empty."""
+    if event.get("party") == "":
+        del event["party"]
+    return event

@@ -15,6 +15,7 @@ import structlog
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import Proof
 from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.core.apply import CLUSTER
@@ -272,5 +273,6 @@ def _take_lead(settings: Settings) -> tuple[Journal, Lead]:
     journal = Journal.open(place, password_file=settings.journal_password_file)
     holder = Holder.of_this_process(settings.name)
     lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s)
-    log.info("taken the lead", term=lead.term, pid=os.getpid())
+    identify(term=lead.term)
+    log.info("taken the lead", pid=os.getpid())
     return journal, lead

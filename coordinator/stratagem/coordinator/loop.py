@@ -28,7 +28,7 @@ from stratagem.common.errors import (
 from stratagem.common.ids import RunId
 from stratagem.common.metrics.definition import Durations
 from stratagem.coordinator.clock import LeaderClock
-from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.decide import decide, settle
 from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunDeleted, decode, encode
@@ -36,6 +36,7 @@ from stratagem.coordinator.core.pending import next_deadline
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Journal, Lead, Record
+from stratagem.coordinator.log_ids import ids_of
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
@@ -207,8 +208,8 @@ class Loop:
         self.state = batch.state
         self._seqs = batch.seqs
         for item in batch.committed:
-            about = {"run_id": item.entry.run_id} if item.entry.run_id != CLUSTER else {}
-            log.info(sentence(item.entry.fact), kind=type(item.entry.fact).__name__, **about)
+            fact = item.entry.fact
+            log.info(sentence(fact), kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
             self._on_change(batch.committed)
         for ask, answer in batch.answers:

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 from grpc_reflection.v1alpha import reflection
 
+from stratagem.common import tracing
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
@@ -34,6 +35,7 @@ def main() -> None:
     setup_logging("coordinator", settings.log_level, settings.log_json)
     log.info("malloc", tuning=tune_malloc())
     try:
+        tracing.start("coordinator", settings.name)
         asyncio.run(_serve(settings))
     except* FencedError as group:
         log.error("another coordinator leads", reason=str(group.exceptions[0]))
@@ -41,6 +43,8 @@ def main() -> None:
     except* StratagemError as group:
         log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
         sys.exit(1)
+    finally:
+        tracing.stop()
 
 
 async def _serve(settings: Settings) -> None:

@@ -17,6 +17,7 @@ from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gangs import Request, grant
+from stratagem.coordinator.log_ids import ids_of
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
@@ -96,7 +97,7 @@ class Supervisor:
 
     async def _persist(self, effect: Effect) -> None:
         delay_s = FIRST_RETRY_S
-        bound = log.bind(run_id=effect.run_id, effect=type(effect).__name__)
+        bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         while True:
             try:
                 await self._perform(effect)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
+from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
@@ -73,11 +74,16 @@ class Agent:
             stub = CoordinatorServiceStub(channel)
             while True:
                 answer = await self._register(stub)
-                self.see_term(answer.term)
-                self.heard_s = time.monotonic()
+                self._see(answer.term)
                 self.is_registered.set()
                 await self._beat(stub, answer.heartbeat_interval_s)
                 self.is_registered.clear()
+
+    def _see(self, term: int) -> None:
+        """The coordinator has answered."""
+        self.see_term(term)
+        self.heard_s = time.monotonic()
+        identify(term=term)
 
     def drain(self) -> None:
         """Say so in every heartbeat from now on, the first one at once."""
@@ -122,8 +128,7 @@ class Agent:
                 answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
                 if answer.time_s:  # a coordinator that is older than this worker does not say
                     self.clock.note(sent_s, time.time(), answer.time_s)
-                self.see_term(answer.term)
-                self.heard_s = time.monotonic()
+                self._see(answer.term)
                 num_failed = 0
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -13,11 +13,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 import torch
 
+from stratagem.common import tracing
 from stratagem.common.errors import (
     InvalidInputError,
     LimitError,
@@ -218,7 +219,18 @@ class Execution:
 
     def _run(self) -> None:
         work = self._work
-        with about(run_id=work.key.run_id), capture.to(self._log_line):
+        ids = _ids(work)
+        with (
+            about(**ids),
+            capture.to(self._log_line),
+            tracing.span(
+                self.key.kind,
+                work.traceparent,
+                marks_errors=False,
+                worker_id=work.host.worker_id,
+                **ids,
+            ),
+        ):
             try:
                 result, membership = _run_plan(work, self._segment)
                 if work.job.execution.memory == "MinimalPeak":
@@ -239,14 +251,19 @@ class Execution:
                 work.control.let_go()
                 work.holding.drop()
                 result, membership = _users_fault(work, error), work.control.view.membership
+                tracing.fail(f"{result.error.type}: {result.error.message}")
             except BaseException as error:  # the task supervisor: reported to every caller
                 log.error("plan failed", exc_info=error)
+                tracing.fail("a defect; see the log")
                 work.host.stats.ended[DEFECT] += 1
                 work.control.let_go()
                 work.holding.drop()
                 work.post(self._failed, error)
                 return
-        work.host.stats.ended[result.WhichOneof("outcome") or DEFECT] += 1
+            outcome = result.WhichOneof("outcome") or DEFECT
+            work.host.stats.ended[outcome] += 1
+            tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
+            log.info("plan ended", plan=self.key.kind, outcome=outcome)
         work.post(self._finished, result, membership)
 
     def _log_line(self, level: str, text: str) -> None:
@@ -254,6 +271,20 @@ class Execution:
             worker_id=self._work.host.worker_id, time_s=time.time(), level=level, text=text
         )
         self._work.post(self._work.outbox.log, line)
+
+
+def _ids(work: Work) -> dict[str, Any]:
+    """What log lines and spans of an execution are about."""
+    view = work.control.view
+    is_round = work.request.HasField("client_round")
+    return {
+        "run_id": work.key.run_id,
+        "party": work.key.party,
+        "segment": None if is_round else work.segment,
+        "round": work.segment if is_round else None,
+        "term": view.term,
+        "membership": view.membership,
+    }
 
 
 def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:

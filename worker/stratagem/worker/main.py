@@ -24,9 +24,10 @@ import torch
 from grpc_health.v1 import health, health_pb2
 from pydantic import ValidationError
 
+from stratagem.common import tracing
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import new_incarnation
-from stratagem.common.logs import setup_logging
+from stratagem.common.logs import identify, setup_logging
 from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import add_health, make_server
@@ -75,15 +76,19 @@ def main(arguments: list[str], malloc: str = "") -> int:
             print(f"stratagem worker: --{field}: {each['msg']}", file=sys.stderr)
         return 1
     setup_logging(f"worker {settings.name}", settings.log_level, settings.log_json)
+    identify(worker_id=settings.name)
     log.info("allocator", result=malloc or "untouched")
     thread = TorchThread(settings.threads)
     thread.start()
     try:
+        tracing.start("worker", settings.name)
         with capture.installed():
             asyncio.run(run(settings, thread))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
+    finally:
+        tracing.stop()
     if not thread.stop(timeout_s=1.0):
         log.warning("user code did not end in time")
         sys.stderr.flush()

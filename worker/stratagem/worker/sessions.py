@@ -6,12 +6,14 @@ session is closed. Lives on the event loop; the torch thread sees single session
 
 from __future__ import annotations
 
+import contextvars
 import gc
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from stratagem.common import tracing
 from stratagem.common.errors import NotFoundError, StaleError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.v1 import types_pb2
@@ -110,6 +112,7 @@ class Sessions:
             job=job,
             segment=request.segment,
             request=request,
+            traceparent=tracing.traceparent(),
         )
 
     def get(self, ref: types_pb2.SessionRef) -> Session:
@@ -137,7 +140,8 @@ class Sessions:
             self._run_caches.pop(run_id, None)
             self._host.blobs.drop_run(run_id)
             # After the sessions have left their parties, which happens in the same thread.
-            self._host.thread.submit(lambda: self._host.activations.clear_run(run_id))
+            here = contextvars.copy_context()
+            self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))
             # Models are full of cycles (compiled code, the user's own): a few objects that hold
             # much memory, which the collector would not come by for in a long while.
             self._host.thread.submit(_collect)

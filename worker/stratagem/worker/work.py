@@ -191,6 +191,8 @@ class Work:
     job: JobSpec
     segment: int
     request: pb.ExecuteRequest
+    traceparent: str = ""
+    """Of the call that began the execution."""
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have the event loop make a call, after all that were posted before it."""

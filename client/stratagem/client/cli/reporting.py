@@ -14,6 +14,7 @@ from typing import Final
 
 import typer
 
+from stratagem.common import tracing
 from stratagem.common.errors import (
     InvalidInputError,
     StratagemError,
@@ -37,6 +38,7 @@ def complain(text: str) -> None:
 def reporting() -> Iterator[None]:
     """Turns what a command raises into lines on stderr and an exit code."""
     try:
+        tracing.start("client")
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -47,6 +49,8 @@ def reporting() -> Iterator[None]:
         for line in describe(error):
             complain(line)
         raise typer.Exit(FAILED) from None
+    finally:
+        tracing.stop()
 
 
 def describe(error: StratagemError | OSError) -> Iterator[str]:

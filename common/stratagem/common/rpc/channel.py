@@ -1,9 +1,9 @@
 """Channels to our services.
 
-Owns that each call carries the protocol version and the caller's token, that chunks are read
-without copies, and that a new certificate is used from the next call on. This is done by a channel
-around gRPC's own, and not by its interceptors: those put a queue and two tasks between a caller and
-every message of a stream. Deadlines and retries are the caller's.
+Owns that each call carries the protocol version, the caller's token and the trace that it is part
+of, that chunks are read without copies, and that a new certificate is used from the next call on.
+This is done by a channel around gRPC's own, and not by its interceptors: those put a queue and two
+tasks between a caller and every message of a stream. Deadlines and retries are the caller's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from stratagem.common import tracing
 from stratagem.common.errors import ConflictError, InvalidInputError
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
@@ -222,7 +223,8 @@ def _adding(
     def wrap(multicallable: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
             added = more() if callable(more) else more
-            return multicallable(*args, metadata=(*(metadata or ()), *added), **kwargs)
+            told = (*(metadata or ()), *added, *tracing.outgoing())
+            return multicallable(*args, metadata=told, **kwargs)
 
         return call
 

@@ -20,11 +20,13 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 
+from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.common.metrics.calls import CallStats, name_of
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
 from stratagem.common.rpc.credentials import server_credentials
+from stratagem.common.rpc.ids import bind_ids
 from stratagem.common.rpc.options import PROTOCOL_KEY, PROTOCOL_VERSION, SERVER_OPTIONS
 from stratagem.common.rpc.status import to_status
 from stratagem.common.rpc.tls import TlsFiles
@@ -137,7 +139,7 @@ def _guarded(
     make, kind = _KINDS[(handler.request_streaming, handler.response_streaming)]
     wrap = _streaming if handler.response_streaming else _answering
     return make(
-        wrap(getattr(handler, kind), call.method, check, calls),
+        wrap(getattr(handler, kind), call, check, calls),
         request_deserializer=_tolerant(handler.request_deserializer),
         response_serializer=_unless_bytes(handler.response_serializer),
     )
@@ -187,6 +189,11 @@ def _parsed(request: Any) -> Any:
     return request
 
 
+def _named(request: Any) -> Any:
+    bind_ids(request)
+    return request
+
+
 class _Parsed:
     """A stream of requests that raises at the first one that does not parse."""
 
@@ -205,21 +212,23 @@ class _Parsed:
 def _checked(request: Any, refusal: WrongStateError | None, streaming: bool) -> Any:
     if refusal is not None:
         raise refusal
-    return _Parsed(request) if streaming else _parsed(request)
+    return _Parsed(request) if streaming else _named(_parsed(request))
 
 
 def _answering(
     behaviour: Callable[[Any, Context], Awaitable[Any]],
-    method: str,
+    details: grpc.HandlerCallDetails,
     check: Callable[[Any, Context], Any],
     calls: CallStats,
 ) -> Callable[[Any, Context], Awaitable[Any]]:
-    name = name_of(method)
+    method, name = details.method, name_of(details.method)
 
     async def call(request: Any, context: Context) -> Any:
         began_s = calls.begin(name)
         try:
-            return await behaviour(check(request, context), context)
+            checked = check(request, context)
+            with tracing.Served(name, details.invocation_metadata or ()):
+                return await behaviour(checked, context)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
@@ -232,19 +241,21 @@ def _answering(
 
 def _streaming(
     behaviour: Callable[[Any, Context], Any],
-    method: str,
+    details: grpc.HandlerCallDetails,
     check: Callable[[Any, Context], Any],
     calls: CallStats,
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    name = name_of(method)
+    method, name = details.method, name_of(details.method)
 
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         began_s = calls.begin(name)
         try:
-            responses = behaviour(check(request, context), context)
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
+            checked = check(request, context)
+            with tracing.Served(name, details.invocation_metadata or ()):
+                responses = behaviour(checked, context)
+                async with aclosing(responses):
+                    async for response in responses:
+                        yield response
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary

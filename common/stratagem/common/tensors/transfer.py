@@ -20,6 +20,7 @@ import grpc.aio
 
 from stratagem.common.errors import ConflictError, InvalidInputError, UnavailableError
 from stratagem.common.rpc.channel import write_message
+from stratagem.common.rpc.ids import bind_ids
 from stratagem.common.rpc.status import from_rpc_error
 from stratagem.common.tensors.chunks import (
     CarriesChunk,
@@ -95,11 +96,14 @@ async def serve_get(
         yield cast(M, frame)
 
 
-async def receive_header(requests: AsyncIterator[R], idle_timeout_s: float = IDLE_TIMEOUT_S) -> R:
+async def receive_header(
+    requests: AsyncIterator[Any], idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> Any:
     """The first request of an upload; its field `header` is set."""
     request = await _next(requests, idle_timeout_s)
     if request is None or _kind(request) != "header":
         raise InvalidInputError.at("message", "the first one of a stream must be the header")
+    bind_ids(request.header)
     return request
 
 

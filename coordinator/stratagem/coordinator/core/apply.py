@@ -88,6 +88,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
         value=value,
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
+        traceparent=fact.traceparent,
     )
 
 

@@ -14,6 +14,8 @@ class SubmitRun:
     wall_s: float
     by: str = ""
     """Who asks; empty where nobody has to say who they are."""
+    traceparent: str = ""
+    """Of the call that submits it; see RunSubmitted."""
 
 
 @dataclass(frozen=True, slots=True)

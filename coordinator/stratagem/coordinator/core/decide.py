@@ -149,7 +149,12 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
     violations = require(job).check(job)
     if violations:
         raise InvalidInputError(violations=violations)
-    fact = RunSubmitted(job_json=command.job_json, wall_s=command.wall_s, by=command.by)
+    fact = RunSubmitted(
+        job_json=command.job_json,
+        wall_s=command.wall_s,
+        by=command.by,
+        traceparent=command.traceparent,
+    )
     return (Entry(command.run_id, fact, _key(fact)),)
 
 

@@ -95,6 +95,8 @@ class RunSubmitted(Value):
     wall_s: float
     by: str = ""
     """Who asked, as "client alice" or "token ci"; empty where nobody has to say who they are."""
+    traceparent: str = ""
+    """Where the run belongs in a trace (W3C), if somebody traces it."""
 
 
 class RunCancelled(Value):

@@ -66,6 +66,8 @@ class RunRecord:
     submitted_wall_s: float = 0.0
     submitted_by: str = ""
     """Who may stop, resume and delete it without the scope admin; empty: it is not known."""
+    traceparent: str = ""
+    """See RunSubmitted."""
     num_facts: int = 0
     """Facts journaled so far, which is the index of the next one."""
     is_released: bool = True

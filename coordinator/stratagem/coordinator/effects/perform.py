@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from stratagem.common import tracing
 from stratagem.common.logs import about
 from stratagem.coordinator.core.effects import (
     AggregateRound,
@@ -25,29 +26,37 @@ from stratagem.coordinator.effects.evaluate import evaluate_state
 from stratagem.coordinator.effects.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.release import release
 from stratagem.coordinator.effects.segment import run_segment
+from stratagem.coordinator.log_ids import ids_of
 
 
 async def perform(env: Env, effect: Effect) -> None:
     """Do what is due; ends by reporting a fact."""
-    with about(run_id=effect.run_id, round=getattr(effect, "round_num", None)):
-        match effect:
-            case Build():
-                await build(env, effect)
-            case RunSegment():
-                await run_segment(env, effect)
-            case CommitSegment():
-                await commit_segment(env, effect)
-            case TrainClient():
-                await train_client(env, effect)
-            case CollectUpdate():
-                await collect_update(env, effect)
-            case AggregateRound():
-                await aggregate_round(env, effect)
-            case EvaluateState():
-                await evaluate_state(env, effect)
-            case EvaluateTogether():
-                await evaluate_together(env, effect)
-            case Release():
-                await release(env, effect)
-            case _:
-                assert_never(effect)
+    run = env.state.runs.get(effect.run_id)
+    parent = "" if run is None else run.traceparent
+    ids = ids_of(effect.run_id, effect)
+    with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
+        await _perform(env, effect)
+
+
+async def _perform(env: Env, effect: Effect) -> None:
+    match effect:
+        case Build():
+            await build(env, effect)
+        case RunSegment():
+            await run_segment(env, effect)
+        case CommitSegment():
+            await commit_segment(env, effect)
+        case TrainClient():
+            await train_client(env, effect)
+        case CollectUpdate():
+            await collect_update(env, effect)
+        case AggregateRound():
+            await aggregate_round(env, effect)
+        case EvaluateState():
+            await evaluate_state(env, effect)
+        case EvaluateTogether():
+            await evaluate_together(env, effect)
+        case Release():
+            await release(env, effect)
+        case _:
+            assert_never(effect)

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from stratagem.common import tracing
 from stratagem.common.errors import (
     InvalidInputError,
     LimitError,
@@ -61,7 +62,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.SubmitRunResponse:
         run_id = check_run_id(request.run_id)
         await self._check_submit(request)
-        command = SubmitRun(run_id, request.job_json, time.time(), current_caller().name)
+        by, trace = current_caller().name, tracing.traceparent()
+        command = SubmitRun(run_id, request.job_json, time.time(), by, trace)
         entries = await self._app.loop.submit(command)
         if entries and request.note:
             self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))

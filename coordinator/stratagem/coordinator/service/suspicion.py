@@ -25,7 +25,8 @@ async def look_into(app: App, run_id: RunId, party: Party, membership: int, reas
         return
     answered = await asyncio.gather(*(_answers(app, member) for member in found.members))
     silent = [m for m, is_there in zip(found.members, answered, strict=True) if not is_there]
-    log.info("exchange failed", run_id=run_id, reason=reason, silent=[m.worker_id for m in silent])
+    names = [member.worker_id for member in silent]
+    log.info("exchange failed", run_id=run_id, party=party, reason=reason, silent=names)
     for member in silent:
         await app.loop.submit(LoseWorker(member, f"does not answer ({reason})"))
     if not silent:

@@ -5,6 +5,7 @@ connection would hold everybody up until a timeout. A link that comes too late i
 Knows nothing of engines.
 """
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -35,7 +36,8 @@ class Forming(Generic[F]):
 
     def link(self) -> F:
         """Blocks until the link is there. Raises what forming raises, or ExchangeError when cut."""
-        threading.Thread(target=self._run, name="forming", daemon=True).start()
+        here = contextvars.copy_context()  # what the log lines of this thread are about
+        threading.Thread(target=here.run, args=(self._run,), name="forming", daemon=True).start()
         self._is_over.wait()
         with self._lock:
             if self._link is not None:

@@ -9,6 +9,7 @@ a slow store holds nobody up, and one that fails is named in the log.
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import shutil
 import threading
@@ -133,7 +134,10 @@ class ActivationStore:
             except Exception as error:
                 log.warning("activations are left in the store", url=self._url, reason=str(error))
 
-        threading.Thread(target=run, name="activations-sweep", daemon=True).start()
+        here = contextvars.copy_context()  # what the log lines are about
+        threading.Thread(
+            target=here.run, args=(run,), name="activations-sweep", daemon=True
+        ).start()
 
 
 def _delete_if_there(store: Any, path: str) -> None:

@@ -1,0 +1,27 @@
+"""The exporter of spans: OTLP over gRPC, as the standard OTEL_* variables say.
+
+The only module that needs OpenTelemetry's SDK, and so imported by `tracing.start` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+
+def provider_of(process: str, name: str) -> TracerProvider:
+    """Of this process, called by what it is (coordinator, worker, client) and its name."""
+    told = {SERVICE_VERSION: version("stratagem")}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        told[SERVICE_NAME] = f"stratagem-{process}"
+    if name:
+        told[SERVICE_INSTANCE_ID] = name
+    # Stopped by `tracing.stop`, which waits for a bounded time; at exit it would be 30 s.
+    provider = TracerProvider(resource=Resource.create(dict(told)), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
