@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from stratagem.worker import main as worker
+from stratagem.worker.settings import WorkerSettings
 
 
 class Relay:
@@ -57,13 +58,13 @@ def record(folder: Path, argv: list[str]) -> list[str]:
     at = argv.index("--coordinator") + 1
     coordinator = sys.stdin.readline().strip() if argv[at] == "-" else argv[at]
     calls = Relay(coordinator, folder / f"{name}-calls", records_answers=False)
-    bind = worker._bind
+    advertised = worker.advertised
 
-    def bind_behind_relay(server: object, settings: object) -> str:
-        address = bind(server, settings)  # type: ignore[arg-type]
+    def advertise_relay(settings: WorkerSettings, bound_port: int) -> str:
+        address = advertised(settings, bound_port)
         return Relay(address, folder / f"{name}-answers", records_answers=True).address
 
-    worker._bind = bind_behind_relay  # type: ignore[assignment]
+    worker.advertised = advertise_relay
     return [*argv[:at], calls.address, *argv[at + 1 :]]
 
 

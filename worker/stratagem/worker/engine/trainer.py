@@ -60,7 +60,7 @@ class StepReport:
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else there is to say of the step, beside the loss."""
-    exchange_wait_s: float = 0.0
+    exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
 
 
