@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from stratagem.common import strategy as s
+from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
 
 _counts = st.integers(1, 2**64 - 1)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -36,7 +37,7 @@ _targets = st.builds(s.Tag, _texts) | st.builds(s.WorkerIdTarget, _texts)
 
 @st.composite
 def _data_parallel(draw: st.DrawFn) -> s.DataParallel:
-    num_replicas = draw(_counts)
+    num_replicas = draw(st.integers(1, MAX_REPLICAS))
     aggregation = draw(
         st.just(s.AllReduce())
         | st.just(s.ParameterServer())
@@ -54,7 +55,7 @@ def _data_parallel(draw: st.DrawFn) -> s.DataParallel:
 
 @st.composite
 def _federated(draw: st.DrawFn) -> s.Federated:
-    num_clients = draw(_counts)
+    num_clients = draw(st.integers(1, MAX_CLIENTS))
     aggregation = draw(
         st.just(s.FedAvg())
         | st.builds(s.FedProx, _not_negative)
@@ -98,7 +99,7 @@ training_strategies: st.SearchStrategy[s.Strategy] = st.one_of(
     ),
     st.builds(
         s.PopulationBased,
-        _counts,
+        st.integers(1, MAX_POPULATION),
         _counts,
         st.builds(s.Truncation, _shares) | st.builds(s.Binary, _not_negative),
         st.builds(s.Perturbation, st.floats(0, 1)) | st.just(s.Resample()),

@@ -14,6 +14,7 @@ from stratagem.common import json_forms
 from stratagem.common import strategy as s
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.strategy import describe, dump_strategy, dumps_strategy, parse_strategy
+from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
 from tests.common_job.strategies import EXAMPLES, training_strategies
 
 pytestmark = pytest.mark.core
@@ -148,15 +149,31 @@ def test_only_integers_are_counts(value: object) -> None:
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_counts_below_one_are_refused(document: dict[str, Any], field: str, value: int) -> None:
-    assert wrong(document | {field: value}) == [
-        f"strategy.{field}: {value} is not allowed; must be >= 1"
-    ]
+    (found,) = wrong(document | {field: value})
+    assert found.startswith(f"strategy.{field}: {value} is not allowed; must be >= 1")
 
 
 def test_counts_fit_64_bits() -> None:
-    largest = parse_strategy(DATA_PARALLEL | {"num_replicas": 2**64 - 1})
+    largest = parse_strategy(FEDERATED | {"rounds": 2**64 - 1})
     assert parse_strategy(dumps_strategy(largest)) == largest
-    assert wrong(DATA_PARALLEL | {"num_replicas": 2**64})
+    assert wrong(FEDERATED | {"rounds": 2**64})
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "most"),
+    [
+        (DATA_PARALLEL, "num_replicas", MAX_REPLICAS),
+        (FEDERATED, "num_clients", MAX_CLIENTS),
+        (POPULATION, "population_size", MAX_POPULATION),
+    ],
+)
+def test_what_is_kept_one_by_one_has_an_end(
+    document: dict[str, Any], field: str, most: int
+) -> None:
+    parse_strategy(document | {field: most})
+    assert wrong(document | {field: most + 1}) == [
+        f"strategy.{field}: {most + 1} is not allowed; must be >= 1 and <= {most}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +249,7 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
         "strategy.aggregation.beta1: 1.0 is not allowed; must be in [0, 1)",
         "strategy.aggregation.beta2: -0.1 is not allowed; must be in [0, 1)",
         "strategy.aggregation.tau: 0.0 is not allowed; must be > 0",
-        "strategy.num_clients: 0 is not allowed; must be >= 1",
+        f"strategy.num_clients: 0 is not allowed; must be >= 1 and <= {MAX_CLIENTS}",
     ]
 
 
@@ -262,7 +279,9 @@ def test_what_cannot_be_read_back_cannot_be_written(value: float) -> None:
 
 
 def test_strategies_made_in_code_are_checked_too() -> None:
-    with pytest.raises(InvalidInputError, match=r"^num_replicas: 0 is not allowed; must be >= 1$"):
+    with pytest.raises(
+        InvalidInputError, match=r"^num_replicas: 0 is not allowed; must be >= 1 and <= 16384$"
+    ):
         s.DataParallel(0, s.AllReduce())
     with pytest.raises(InvalidInputError, match="num_clients: True"):
         s.Federated(True, 1, s.FedAvg(), s.All())

@@ -18,6 +18,7 @@ from stratagem.common import errors
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.common.rpc.status import TABLE, from_rpc_error, rpc_errors
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
@@ -232,7 +233,7 @@ async def test_other_machines_are_kept_out(host: str) -> None:
 
 
 async def test_other_machines_may_come_in_when_allowed() -> None:
-    server = make_server(max_concurrent_rpcs=3)
+    server = make_server(CallLimits(max_calls=3))
     assert bind(server, "0.0.0.0", 0, allow_insecure_network=True) > 0
     port = bind(server, "localhost", 0)
     await server.start()

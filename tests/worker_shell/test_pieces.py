@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.errors import ConflictError, NotFoundError, StaleError
+from stratagem.common.errors import ConflictError, NotFoundError, StaleError, UnavailableError
 from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safefile import blob_digest
@@ -28,19 +28,44 @@ FENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_fro
 
 
 @given(FENCES)
-def test_a_fence_never_falls(calls: list[tuple[int, int, str]]) -> None:
-    guard, term, memberships = FenceGuard(), 0, {"a": 0, "b": 0}
+async def test_a_fence_never_falls(calls: list[tuple[int, int, str]]) -> None:
+    """`led_by` is what the coordinator says when it is asked."""
+    guard, term, memberships, led_by = FenceGuard(), 0, {"a": 0, "b": 0}, 0
+    guard.ask_with(lambda: asyncio.get_running_loop().call_soon(guard.see_term, led_by))
     for given_term, membership, party in calls:
         fence = types_pb2.Fence(term=given_term, membership=membership)
+        led_by = max(led_by, given_term)
         is_stale = given_term < term or membership < memberships[party]
         term = max(term, given_term)
         if is_stale:
             with pytest.raises(StaleError):
-                guard.check(fence, "run", party)
+                await guard.check(fence, "run", party)
         else:
-            guard.check(fence, "run", party)
+            await guard.check(fence, "run", party)
             memberships[party] = membership
     assert guard.term == term
+
+
+async def test_a_term_counts_when_the_coordinator_has_said_it() -> None:
+    guard, questions = FenceGuard(), []
+
+    def ask() -> None:
+        questions.append("?")
+        asyncio.get_running_loop().call_soon(guard.see_term, 3)
+
+    guard.ask_with(ask)
+    with pytest.raises(UnavailableError, match=r"fence\.term: 9, but the coordinator's is 3"):
+        await guard.check_term(9)
+    await guard.check_term(3)
+    assert (guard.term, len(questions)) == (3, 2)
+
+
+async def test_what_only_asks_does_not_move_the_fence() -> None:
+    guard = FenceGuard()
+    guard.see_term(1)
+    far = types_pb2.Fence(term=1, membership=2**64 - 1)
+    await guard.check(far, "run", "", is_order=False)
+    await guard.check(types_pb2.Fence(term=1, membership=1), "run", "")
 
 
 def upload(cache: BlobCache, value: float, *, purpose: Purpose = Purpose.STATE) -> str:
@@ -168,7 +193,7 @@ async def test_snapshots_and_the_live_state() -> None:
     assert store.snapshot(2) is states[2]
     with pytest.raises(NotFoundError, match="held: 1, 2"):
         store.snapshot(0)
-    waiting = asyncio.create_task(store.live(7))
+    waiting = asyncio.create_task(store.live(7, 60.0))
     await asyncio.sleep(0)
     store.set_live(6, states[0])
     await asyncio.sleep(0)

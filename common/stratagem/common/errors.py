@@ -61,7 +61,16 @@ class OutOfRangeError(InvalidInputError):
 
 
 class LimitError(StratagemError):
-    """A size or a count is over its limit; raised before anything is allocated for it."""
+    """A size or a count is over its limit; raised before anything is allocated for it.
+
+    `retry_after_s`: when the same request may succeed, where the limit is on what goes on at once.
+    """
+
+    retry_after_s: float | None
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
 
 
 class IntegrityError(StratagemError):

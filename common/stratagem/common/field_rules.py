@@ -36,6 +36,13 @@ def _is_count(value: object) -> bool:
 
 
 AT_LEAST_1: Final = Rule(_is_count, "must be >= 1")
+
+
+def count_up_to(most: int) -> Rule:
+    """A count of things that are kept one by one: without an end it would be an attack."""
+    return Rule(lambda value: _is_count(value) and value <= most, f"must be >= 1 and <= {most}")
+
+
 POSITIVE: Final = Rule(lambda v: _is_number(v) and v > 0, "must be > 0")
 NOT_NEGATIVE: Final = Rule(lambda v: _is_number(v) and v >= 0, "must be >= 0")
 FRACTION: Final = Rule(lambda v: _is_number(v) and 0 < v <= 1, "must be in (0, 1]")

@@ -21,6 +21,8 @@ MAX_ID_CHARS: Final = 64
 
 _RUN_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PARTY: Final = re.compile(r"|(?!\.+(/|$))[A-Za-z0-9._-]+(/(?!\.+(/|$))[A-Za-z0-9._-]+)*")
+_MAX_PARTY_CHARS: Final = 256
 _SUFFIX_BYTES: Final = 4
 _MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
 
@@ -49,7 +51,7 @@ def new_incarnation() -> Incarnation:
 def check_run_id(value: str) -> RunId:
     """The value as a run id, or an error that says what one looks like."""
     if not _RUN_ID.fullmatch(value):
-        raise InvalidInputError.at("run_id", f"{value!r} is not 1 to 64 of a-z, 0-9, '-'")
+        raise InvalidInputError.at("run_id", f"{value[:80]!r} is not 1 to 64 of a-z, 0-9, '-'")
     return RunId(value)
 
 
@@ -67,6 +69,18 @@ def check_worker_id(value: str) -> WorkerId:
     if not _WORKER_ID.fullmatch(value) or not value.strip("."):
         # "." and ".." are directory names, and worker ids become file names
         raise InvalidInputError.at(
-            "worker_id", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
+            "worker_id", f"{value[:80]!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
         )
     return WorkerId(value)
+
+
+def check_party(value: str) -> Party:
+    """The value as the path of a party, or an error that says what one looks like."""
+    if len(value) > _MAX_PARTY_CHARS or not _PARTY.fullmatch(value):
+        # parties become the names of folders, so none may be "." or ".."
+        raise InvalidInputError.at(
+            "party",
+            f"{value[:80]!r} is not a path of A-Z, a-z, 0-9, '.', '_', '-' of at most "
+            f"{_MAX_PARTY_CHARS} characters, such as 'silo0/replica1'",
+        )
+    return Party(value)

@@ -19,6 +19,9 @@ from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 MAX_DRAWS: Final = 100
 """How often a random graph is drawn again when it is not connected."""
 
+MAX_LINKS: Final = 2**18
+"""A dense graph of many nodes would cost its reader minutes and gigabytes."""
+
 Graph = tuple[tuple[int, ...], ...]
 """For each node its neighbours, ascending, without itself."""
 
@@ -38,6 +41,7 @@ def graph_of(topology: str, num_nodes: int, seed: int) -> Graph:
         case "ring" if not argument:
             edges = [(i, (i + 1) % num_nodes) for i in range(num_nodes)]
         case "complete" if not argument:
+            _check_links(topology, num_nodes, num_nodes * (num_nodes - 1) // 2)
             edges = [(i, j) for i in range(num_nodes) for j in range(i)]
         case "star" if not argument:
             edges = [(0, i) for i in range(1, num_nodes)]
@@ -119,6 +123,7 @@ def _random(argument: str, num_nodes: int, seed: int) -> Graph:
         raise ValueError(
             f"random:{degree} needs at least {degree + 1} nodes to draw from, not {num_nodes}"
         )
+    _check_links(f"random:{degree}", num_nodes, degree * num_nodes)
     for draw in range(MAX_DRAWS):
         graph = _graph(_drawn_edges(degree, num_nodes, seed, draw), num_nodes)
         if is_connected(graph):
@@ -142,6 +147,13 @@ def _drawn_edges(degree: int, num_nodes: int, seed: int, draw: int) -> list[tupl
             others |= {other} - {i}
         edges += [(i, other) for other in others]
     return edges
+
+
+def _check_links(topology: str, num_nodes: int, num_links: int) -> None:
+    if num_links > MAX_LINKS:
+        raise ValueError(
+            f"{topology} has {num_links} links between {num_nodes} nodes; at most {MAX_LINKS}"
+        )
 
 
 def _numbers(topology: str, words: list[str], count: int) -> list[int]:

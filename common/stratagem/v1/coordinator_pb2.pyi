@@ -11,7 +11,9 @@ Status codes that every call can answer, and when:
   UNAUTHENTICATED      the caller did not prove who it is
   PERMISSION_DENIED    the caller's role may not use this call
   FAILED_PRECONDITION  the protocol version differs
-  RESOURCE_EXHAUSTED   a limit of the coordinator is reached; the limit is named
+  RESOURCE_EXHAUSTED   a limit of the coordinator is reached; the limit is named, and RetryInfo
+                       says when to try again where it passes by itself
+  DEADLINE_EXCEEDED    the caller went silent inside a request
   UNAVAILABLE          this coordinator does not lead, or is shutting down
   INTERNAL             a defect of the coordinator; carries an id that stands in its log
 Further codes stand at each call.

@@ -187,7 +187,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DownloadProfile(self, request, context):
-        """What the workers recorded of their steps, as one trace of all of them.
+        """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
+        not here, or has recorded nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,7 +220,8 @@ class CoordinatorServiceServicer(object):
         """---- called by workers ----
 
         Makes a worker known; each process start is a new incarnation. Durable once answered.
-        ALREADY_EXISTS when a live worker of this id has another incarnation and answers.
+        ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
+        when nobody answers at the address under this incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,7 +238,7 @@ class CoordinatorServiceServicer(object):
     def Rendezvous(self, request, context):
         """The membership barrier: answers all members of (run, party, membership) once each has called,
         with what each has said. FAILED_PRECONDITION when the membership is not the current one;
-        DEADLINE_EXCEEDED when members stayed away, who are then suspected.
+        UNAVAILABLE when members stayed away, who are then suspected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

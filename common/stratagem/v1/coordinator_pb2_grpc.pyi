@@ -11,7 +11,9 @@ Status codes that every call can answer, and when:
   UNAUTHENTICATED      the caller did not prove who it is
   PERMISSION_DENIED    the caller's role may not use this call
   FAILED_PRECONDITION  the protocol version differs
-  RESOURCE_EXHAUSTED   a limit of the coordinator is reached; the limit is named
+  RESOURCE_EXHAUSTED   a limit of the coordinator is reached; the limit is named, and RetryInfo
+                       says when to try again where it passes by itself
+  DEADLINE_EXCEEDED    the caller went silent inside a request
   UNAVAILABLE          this coordinator does not lead, or is shutting down
   INTERNAL             a defect of the coordinator; carries an id that stands in its log
 Further codes stand at each call.
@@ -79,7 +81,9 @@ class CoordinatorServiceStub:
     damaged; OUT_OF_RANGE when offset lies behind the end.
     """
     DownloadProfile: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]
-    """What the workers recorded of their steps, as one trace of all of them."""
+    """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
+    not here, or has recorded nothing.
+    """
     UploadData: _grpc.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
@@ -92,7 +96,8 @@ class CoordinatorServiceStub:
     """---- called by workers ----
 
     Makes a worker known; each process start is a new incarnation. Durable once answered.
-    ALREADY_EXISTS when a live worker of this id has another incarnation and answers.
+    ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
+    when nobody answers at the address under this incarnation.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
@@ -101,7 +106,7 @@ class CoordinatorServiceStub:
     Rendezvous: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
     with what each has said. FAILED_PRECONDITION when the membership is not the current one;
-    DEADLINE_EXCEEDED when members stayed away, who are then suspected.
+    UNAVAILABLE when members stayed away, who are then suspected.
     """
     Suspect: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.SuspectResponse]
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
@@ -145,7 +150,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     damaged; OUT_OF_RANGE when offset lies behind the end.
     """
     DownloadProfile: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]  # type: ignore[assignment]
-    """What the workers recorded of their steps, as one trace of all of them."""
+    """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
+    not here, or has recorded nothing.
+    """
     UploadData: _aio.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]  # type: ignore[assignment]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
@@ -158,7 +165,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """---- called by workers ----
 
     Makes a worker known; each process start is a new incarnation. Durable once answered.
-    ALREADY_EXISTS when a live worker of this id has another incarnation and answers.
+    ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
+    when nobody answers at the address under this incarnation.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
@@ -167,7 +175,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Rendezvous: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]  # type: ignore[assignment]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
     with what each has said. FAILED_PRECONDITION when the membership is not the current one;
-    DEADLINE_EXCEEDED when members stayed away, who are then suspected.
+    UNAVAILABLE when members stayed away, who are then suspected.
     """
     Suspect: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.SuspectResponse]  # type: ignore[assignment]
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
@@ -262,7 +270,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DownloadProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DownloadProfileResponse], _abc.AsyncIterator[_coordinator_pb2.DownloadProfileResponse]]:
-        """What the workers recorded of their steps, as one trace of all of them."""
+        """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
+        not here, or has recorded nothing.
+        """
 
     @_abc_1.abstractmethod
     def UploadData(
@@ -299,7 +309,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """---- called by workers ----
 
         Makes a worker known; each process start is a new incarnation. Durable once answered.
-        ALREADY_EXISTS when a live worker of this id has another incarnation and answers.
+        ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
+        when nobody answers at the address under this incarnation.
         """
 
     @_abc_1.abstractmethod
@@ -320,7 +331,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.RendezvousResponse, _abc.Awaitable[_coordinator_pb2.RendezvousResponse]]:
         """The membership barrier: answers all members of (run, party, membership) once each has called,
         with what each has said. FAILED_PRECONDITION when the membership is not the current one;
-        DEADLINE_EXCEEDED when members stayed away, who are then suspected.
+        UNAVAILABLE when members stayed away, who are then suspected.
         """
 
     @_abc_1.abstractmethod

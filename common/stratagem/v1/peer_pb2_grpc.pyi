@@ -37,9 +37,13 @@ class PeerServiceStub:
     message is a header followed by its chunks. The first header of a stream has no tensors and only
     says who sends. The receiver answers with the number of messages
     taken so far; the sender keeps at most a window of unanswered bytes under way.
-    Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
-    for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the
-    buffer limit, DATA_LOSS for a wrong CRC, UNAVAILABLE when the receiver left the party.
+    Answers INVALID_ARGUMENT for a duplicate or ill-formed message, UNAUTHENTICATED when the caller
+    did not prove who it is, PERMISSION_DENIED when its role may not use this call,
+    FAILED_PRECONDITION when the protocol version differs or the membership is older than one seen
+    before, RESOURCE_EXHAUSTED when early messages exceed the buffer limit or another limit is
+    reached, DATA_LOSS for a wrong CRC, DEADLINE_EXCEEDED when the first header stays away,
+    UNAVAILABLE when the receiver is not in the party (any more), INTERNAL for a defect of the
+    receiver, with an id that stands in its log.
     """
 
 @_typing.type_check_only
@@ -51,9 +55,13 @@ class PeerServiceAsyncStub(PeerServiceStub):
     message is a header followed by its chunks. The first header of a stream has no tensors and only
     says who sends. The receiver answers with the number of messages
     taken so far; the sender keeps at most a window of unanswered bytes under way.
-    Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
-    for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the
-    buffer limit, DATA_LOSS for a wrong CRC, UNAVAILABLE when the receiver left the party.
+    Answers INVALID_ARGUMENT for a duplicate or ill-formed message, UNAUTHENTICATED when the caller
+    did not prove who it is, PERMISSION_DENIED when its role may not use this call,
+    FAILED_PRECONDITION when the protocol version differs or the membership is older than one seen
+    before, RESOURCE_EXHAUSTED when early messages exceed the buffer limit or another limit is
+    reached, DATA_LOSS for a wrong CRC, DEADLINE_EXCEEDED when the first header stays away,
+    UNAVAILABLE when the receiver is not in the party (any more), INTERNAL for a defect of the
+    receiver, with an id that stands in its log.
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -68,9 +76,13 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         message is a header followed by its chunks. The first header of a stream has no tensors and only
         says who sends. The receiver answers with the number of messages
         taken so far; the sender keeps at most a window of unanswered bytes under way.
-        Answers FAILED_PRECONDITION when the membership is older than one seen before, INVALID_ARGUMENT
-        for a duplicate or ill-formed message, RESOURCE_EXHAUSTED when early messages exceed the
-        buffer limit, DATA_LOSS for a wrong CRC, UNAVAILABLE when the receiver left the party.
+        Answers INVALID_ARGUMENT for a duplicate or ill-formed message, UNAUTHENTICATED when the caller
+        did not prove who it is, PERMISSION_DENIED when its role may not use this call,
+        FAILED_PRECONDITION when the protocol version differs or the membership is older than one seen
+        before, RESOURCE_EXHAUSTED when early messages exceed the buffer limit or another limit is
+        reached, DATA_LOSS for a wrong CRC, DEADLINE_EXCEEDED when the first header stays away,
+        UNAVAILABLE when the receiver is not in the party (any more), INTERNAL for a defect of the
+        receiver, with an id that stands in its log.
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

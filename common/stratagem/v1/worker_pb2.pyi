@@ -12,8 +12,9 @@ Status codes that every call can answer, and when:
   PERMISSION_DENIED    the caller's role may not use this call
   FAILED_PRECONDITION  the protocol version differs, or the fence is older than one seen before
   RESOURCE_EXHAUSTED   a limit of the worker is reached; the limit is named
-  DEADLINE_EXCEEDED    the peer went silent inside a stream
-  UNAVAILABLE          the worker is shutting down
+  DEADLINE_EXCEEDED    the caller went silent inside a request
+  UNAVAILABLE          the worker is shutting down, or the coordinator it talks to does not lead
+                       under the fence's term (yet)
   INTERNAL             a defect of the worker; carries an id that stands in its log
 Further codes stand at each call. Errors of the user's code are never status codes: they are
 results of Execute.

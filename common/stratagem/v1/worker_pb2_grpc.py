@@ -95,7 +95,8 @@ class WorkerServiceServicer(object):
     def GetState(self, request, context):
         """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
         Also answers: NOT_FOUND when the session or the snapshot is not here;
-        OUT_OF_RANGE when offset lies behind the end.
+        OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+        membership within the worker's exchange timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,11 +106,11 @@ class WorkerServiceServicer(object):
         """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
         The first request carries the header, the worker answers with the offset from which it wants
         the bytes (the total length when it has them all), the caller sends chunks from there, and
-        the worker ends with committed = true once CRCs, length and digest are right. A stream that
+        the worker ends with committed = true once CRCs and length are right. A stream that
         breaks resumes at the offset that the next call is told; nothing becomes visible before
         committed.
-        Also answers: DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the
-        same blob.
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+        ABORTED when another stream uploads the same blob.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +120,8 @@ class WorkerServiceServicer(object):
         """ParameterServer: streams the gradient sums of the session's step out, bucket by bucket as
         backward finishes them: a GradientHeader, then chunks.
         Also answers: NOT_FOUND when the session is not here; ABORTED when the party re-forms
-        meanwhile; CANCELLED when the plan was aborted.
+        meanwhile, or the plan was aborted; UNAVAILABLE when the session does not join the membership
+        within the worker's exchange timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

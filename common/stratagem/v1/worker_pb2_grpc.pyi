@@ -12,8 +12,9 @@ Status codes that every call can answer, and when:
   PERMISSION_DENIED    the caller's role may not use this call
   FAILED_PRECONDITION  the protocol version differs, or the fence is older than one seen before
   RESOURCE_EXHAUSTED   a limit of the worker is reached; the limit is named
-  DEADLINE_EXCEEDED    the peer went silent inside a stream
-  UNAVAILABLE          the worker is shutting down
+  DEADLINE_EXCEEDED    the caller went silent inside a request
+  UNAVAILABLE          the worker is shutting down, or the coordinator it talks to does not lead
+                       under the fence's term (yet)
   INTERNAL             a defect of the worker; carries an id that stands in its log
 Further codes stand at each call. Errors of the user's code are never status codes: they are
 results of Execute.
@@ -59,23 +60,25 @@ class WorkerServiceStub:
     GetState: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.GetStateResponse]
     """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
     Also answers: NOT_FOUND when the session or the snapshot is not here;
-    OUT_OF_RANGE when offset lies behind the end.
+    OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+    membership within the worker's exchange timeout.
     """
     SetState: _grpc.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
     The first request carries the header, the worker answers with the offset from which it wants
     the bytes (the total length when it has them all), the caller sends chunks from there, and
-    the worker ends with committed = true once CRCs, length and digest are right. A stream that
+    the worker ends with committed = true once CRCs and length are right. A stream that
     breaks resumes at the offset that the next call is told; nothing becomes visible before
     committed.
-    Also answers: DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the
-    same blob.
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+    ABORTED when another stream uploads the same blob.
     """
     GetGradients: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetGradientsRequest, _worker_pb2.GetGradientsResponse]
     """ParameterServer: streams the gradient sums of the session's step out, bucket by bucket as
     backward finishes them: a GradientHeader, then chunks.
     Also answers: NOT_FOUND when the session is not here; ABORTED when the party re-forms
-    meanwhile; CANCELLED when the plan was aborted.
+    meanwhile, or the plan was aborted; UNAVAILABLE when the session does not join the membership
+    within the worker's exchange timeout.
     """
     ApplyGradients: _grpc.StreamUnaryMultiCallable[_worker_pb2.ApplyGradientsRequest, _worker_pb2.ApplyGradientsResponse]
     """ParameterServer: stages the summed gradients of a step and applies them on the trailing
@@ -108,23 +111,25 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetState: _aio.UnaryStreamMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.GetStateResponse]  # type: ignore[assignment]
     """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
     Also answers: NOT_FOUND when the session or the snapshot is not here;
-    OUT_OF_RANGE when offset lies behind the end.
+    OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+    membership within the worker's exchange timeout.
     """
     SetState: _aio.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]  # type: ignore[assignment]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
     The first request carries the header, the worker answers with the offset from which it wants
     the bytes (the total length when it has them all), the caller sends chunks from there, and
-    the worker ends with committed = true once CRCs, length and digest are right. A stream that
+    the worker ends with committed = true once CRCs and length are right. A stream that
     breaks resumes at the offset that the next call is told; nothing becomes visible before
     committed.
-    Also answers: DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the
-    same blob.
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+    ABORTED when another stream uploads the same blob.
     """
     GetGradients: _aio.UnaryStreamMultiCallable[_worker_pb2.GetGradientsRequest, _worker_pb2.GetGradientsResponse]  # type: ignore[assignment]
     """ParameterServer: streams the gradient sums of the session's step out, bucket by bucket as
     backward finishes them: a GradientHeader, then chunks.
     Also answers: NOT_FOUND when the session is not here; ABORTED when the party re-forms
-    meanwhile; CANCELLED when the plan was aborted.
+    meanwhile, or the plan was aborted; UNAVAILABLE when the session does not join the membership
+    within the worker's exchange timeout.
     """
     ApplyGradients: _aio.StreamUnaryMultiCallable[_worker_pb2.ApplyGradientsRequest, _worker_pb2.ApplyGradientsResponse]  # type: ignore[assignment]
     """ParameterServer: stages the summed gradients of a step and applies them on the trailing
@@ -166,7 +171,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetStateResponse], _abc.AsyncIterator[_worker_pb2.GetStateResponse]]:
         """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
         Also answers: NOT_FOUND when the session or the snapshot is not here;
-        OUT_OF_RANGE when offset lies behind the end.
+        OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+        membership within the worker's exchange timeout.
         """
 
     @_abc_1.abstractmethod
@@ -178,11 +184,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
         The first request carries the header, the worker answers with the offset from which it wants
         the bytes (the total length when it has them all), the caller sends chunks from there, and
-        the worker ends with committed = true once CRCs, length and digest are right. A stream that
+        the worker ends with committed = true once CRCs and length are right. A stream that
         breaks resumes at the offset that the next call is told; nothing becomes visible before
         committed.
-        Also answers: DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the
-        same blob.
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+        ABORTED when another stream uploads the same blob.
         """
 
     @_abc_1.abstractmethod
@@ -194,7 +200,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """ParameterServer: streams the gradient sums of the session's step out, bucket by bucket as
         backward finishes them: a GradientHeader, then chunks.
         Also answers: NOT_FOUND when the session is not here; ABORTED when the party re-forms
-        meanwhile; CANCELLED when the plan was aborted.
+        meanwhile, or the plan was aborted; UNAVAILABLE when the session does not join the membership
+        within the worker's exchange timeout.
         """
 
     @_abc_1.abstractmethod

@@ -14,6 +14,7 @@ from stratagem.common import tracing
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
@@ -24,6 +25,8 @@ from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 STOP_GRACE_S = 1.0
+FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Rendezvous", "Suspect")
+"""Calls that keep workers alive: however many clients there are, these get in."""
 EXIT_FENCED = 3
 
 log = structlog.get_logger()
@@ -59,7 +62,8 @@ async def _serve(settings: Settings) -> None:
 async def _serve_led(
     settings: Settings, app: App, security: Security, monitor: CoordinatorMonitor, metrics: str
 ) -> None:
-    server = make_server(gate=security.gate, calls=monitor.process.calls)
+    limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls, unlimited=FROM_WORKERS)
+    server = make_server(limits, gate=security.gate, calls=monitor.process.calls)
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     if settings.reflection:

@@ -63,6 +63,20 @@ class Settings(BaseSettings):
         default=256 * 2**30, gt=0, description="size of all spooled updates"
     )
     max_active_runs: int = Field(default=1000, gt=0, description="runs that may be active at once")
+    max_state_tensors: int = Field(default=32_768, gt=0, description="tensors of one state")
+    max_workers: int = Field(default=10_000, gt=0, description="workers that may be registered")
+    max_uploads: int = Field(default=16, gt=0, description="data sets that arrive at once")
+    max_watchers: int = Field(
+        default=1000, gt=0, description="clients that follow a run's events or log"
+    )
+    max_calls: int = Field(
+        default=4096, gt=0, description="calls of clients that may be open at once"
+    )
+    stream_idle_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="a caller that is silent this long inside a request is given up",
+    )
     allow_insecure_network: bool = Field(
         default=False, description="serve on other than loopback addresses without TLS"
     )

@@ -90,6 +90,10 @@ class Agent:
         self._is_draining = True
         self._beat_now.set()
 
+    def beat(self) -> None:
+        """Send a heartbeat at once."""
+        self._beat_now.set()
+
     async def until_drain_is_said(self) -> None:
         """Until the coordinator knows that we drain, or could not be reached to be told."""
         if self.is_registered.is_set():

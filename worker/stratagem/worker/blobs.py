@@ -23,13 +23,15 @@ from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
-from stratagem.common.errors import ConflictError
+from stratagem.common.errors import ConflictError, LimitError
 from stratagem.common.tensors.chunks import ChunkWriter, Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.common.tensors.torch_codec import allocate, load_file
 
 NUM_STATES_PER_RUN: Final = 2
+MAX_UPLOADS: Final = 16
+RETRY_AFTER_S: Final = 1.0
 
 Tensors = Mapping[str, Tensor]
 
@@ -91,7 +93,13 @@ class _OnDisk:
 class _MemoryPlace:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self.sink, self._finish = allocate(manifest)
+        try:
+            self.sink, self._finish = allocate(manifest)
+        except (MemoryError, RuntimeError) as error:  # torch has no type of its own for it
+            raise LimitError(
+                f"{manifest.total_bytes} bytes are more than this worker's memory; give it a "
+                "data_dir for what exceeds max_blob_memory_bytes"
+            ) from error
 
     def finish(self) -> Blob:
         return _InMemory(self._manifest, self._finish())
@@ -142,9 +150,12 @@ class Upload:
 class BlobCache:
     """The blobs of all runs of this worker."""
 
-    def __init__(self, data_dir: Path | None, max_memory_bytes: int) -> None:
+    def __init__(
+        self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
+    ) -> None:
         self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
         self._max_memory_bytes = max_memory_bytes
+        self._max_uploads = max_uploads
         self._runs: dict[str, OrderedDict[str, Blob]] = {}
         self._uploads: dict[tuple[str, str], Upload] = {}
         self._changed = asyncio.Event()
@@ -166,6 +177,7 @@ class BlobCache:
         upload = self._uploads.get((run_id, digest))
         if upload is not None and upload.is_open:
             raise ConflictError(f"another stream uploads blob {digest}")
+        self._check_uploads()
         if upload is None or upload.manifest != manifest:
             if upload is not None:
                 upload.drop()
@@ -173,6 +185,14 @@ class BlobCache:
             self._uploads[run_id, digest] = upload
         upload.is_open = True
         return upload
+
+    def _check_uploads(self) -> None:
+        num_open = sum(each.is_open for each in self._uploads.values())
+        if num_open >= self._max_uploads:
+            raise LimitError(
+                f"max_uploads: {num_open} uploads are open, the limit is {self._max_uploads}",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def commit(self, run_id: str, upload: Upload) -> None:
         """Make a complete upload a blob."""

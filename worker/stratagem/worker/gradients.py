@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from stratagem.common.errors import ConflictError, InvalidInputError, StaleError
+from stratagem.common.errors import ConflictError, InvalidInputError, StaleError, UnavailableError
 from stratagem.common.tensors.chunks import ChunkWriter, iter_messages, iter_pieces
 from stratagem.common.tensors.manifest import (
     Manifest,
@@ -54,9 +54,14 @@ class GradientPort:
 
     # ---- what the coordinator asks ----
 
-    async def outgoing(self, membership: int) -> AsyncGenerator[pb.GetGradientsResponse, None]:
-        """The partial sums of the next step that is exchanged, bucket by bucket."""
-        transport = await self._at(membership)
+    async def outgoing(
+        self, membership: int, wait_s: float
+    ) -> AsyncGenerator[pb.GetGradientsResponse, None]:
+        """The partial sums of the next step that is exchanged, bucket by bucket.
+
+        Raises UnavailableError when the session does not join the membership within wait_s.
+        """
+        transport = await self._at(membership, wait_s)
         try:
             step = await transport.step_after(self._applied)
             entries, layout = await transport.header(step), await transport.layout(step)
@@ -80,13 +85,16 @@ class GradientPort:
             raise ConflictError(str(error)) from error
 
     async def incoming(
-        self, header: pb.ApplyGradientsHeader, rest: AsyncIterator[pb.ApplyGradientsRequest]
+        self,
+        header: pb.ApplyGradientsHeader,
+        rest: AsyncIterator[pb.ApplyGradientsRequest],
+        wait_s: float,
     ) -> int:
         """Stage the sums of a step and apply them on commit; the steps applied afterwards.
 
         A step that was applied before is answered at once: the caller has lost our answer.
         """
-        transport = await self._at(header.fence.membership)
+        transport = await self._at(header.fence.membership, wait_s)
         if header.step <= self._applied:
             return self._applied
         codecs = ("", transport.codec)
@@ -103,10 +111,15 @@ class GradientPort:
             raise ConflictError(str(error)) from error
         return await self._until_applied(header.fence.membership, header.step)
 
-    async def _at(self, membership: int) -> ServerTransport:
+    async def _at(self, membership: int, wait_s: float) -> ServerTransport:
         """The transport of a membership, as soon as the session has joined it."""
-        while self._transport is None or self._membership < membership:
-            await self._changed.wait()
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._transport is None or self._membership < membership:
+                    await self._changed.wait()
+        except TimeoutError:
+            text = f"the session has not joined membership {membership} within {wait_s:g} s"
+            raise UnavailableError(text) from None
         if self._membership > membership:
             raise StaleError(f"the party is at membership {self._membership}, not {membership}")
         return self._transport

@@ -30,6 +30,7 @@ from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
 from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
@@ -48,7 +49,7 @@ from stratagem.worker.monitoring import WorkerMonitor
 from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.security import Security
-from stratagem.worker.server import WorkerServicer
+from stratagem.worker.server import WorkerLimits, WorkerServicer
 from stratagem.worker.sessions import Sessions
 from stratagem.worker.settings import (
     WorkerSettings,
@@ -104,19 +105,21 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
     process = ProcessStats()
-    server, health_server = make_server(gate=security.gate, calls=process.calls), None
+    limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls)
+    server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))
     async with AsyncExitStack() as opened:
         channel = open_channel(settings.coordinator, security.proof)
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
         host = _host(settings, thread, mesh, reach)
-        sessions = Sessions(host)
+        sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
         metrics = await opened.enter_async_context(monitor.served(settings))
-        servicer = WorkerServicer(host, sessions, capability, Limits())
+        servicer = WorkerServicer(host, sessions, capability, _limits(settings))
         add_WorkerServiceServicer_to_server(servicer, server)
-        add_PeerServiceServicer_to_server(PeerServicer(host.hub), server)
+        peers = PeerServicer(host.hub, settings.stream_idle_timeout_s)
+        add_PeerServiceServicer_to_server(peers, server)
         await server.start()
         if settings.health_port is not None:
             health_server = await _serve_health(security, settings.health_port)
@@ -125,6 +128,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         agent = Agent(
             settings.coordinator, identity, sessions.fences.see_term, host.clock, security.proof
         )
+        sessions.fences.ask_with(agent.beat)
         monitor.agent = agent
         beating = asyncio.create_task(agent.run())
         thread.submit(_warm_up)
@@ -138,6 +142,16 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             host.blobs.clear()
+
+
+def _limits(settings: WorkerSettings) -> WorkerLimits:
+    return WorkerLimits(
+        tensors=Limits(
+            max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+        ),
+        idle_timeout_s=settings.stream_idle_timeout_s,
+        wait_s=settings.exchange_timeout_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +261,11 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         exchange_timeout_s=settings.exchange_timeout_s,
         mesh=mesh,
         activations=ActivationStore(settings.activation_store),
-        hub=PeerHub(reach.address, reach.proof),
+        hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),
         coordinator=reach.coordinator,
-        blobs=BlobCache(settings.data_dir, settings.max_blob_memory_bytes),
+        blobs=BlobCache(
+            settings.data_dir, settings.max_blob_memory_bytes, max_uploads=settings.max_uploads
+        ),
         thread=thread,
         loop=asyncio.get_running_loop(),
         clock=CoordinatorClock(),

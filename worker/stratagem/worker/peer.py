@@ -160,13 +160,13 @@ class PeerHub:
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     """Takes the streams of other members and puts their messages into the mailboxes."""
 
-    def __init__(self, hub: PeerHub) -> None:
-        self._hub = hub
+    def __init__(self, hub: PeerHub, hello_timeout_s: float = HELLO_TIMEOUT_S) -> None:
+        self._hub, self._hello_timeout_s = hub, hello_timeout_s
 
     async def Send(
         self, request_iterator: AsyncIterator[peer_pb2.SendRequest], context: Any
     ) -> AsyncIterator[peer_pb2.SendResponse]:
-        hello = (await receive_header(request_iterator, HELLO_TIMEOUT_S)).header
+        hello = (await receive_header(request_iterator, self._hello_timeout_s)).header
         endpoint = self._hub.find(hello)
         stream = _Inbound(endpoint, request_iterator, hello)
         reason = f"member {hello.source} has left"

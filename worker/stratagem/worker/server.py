@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,13 +17,19 @@ import grpc
 
 from stratagem.common.errors import InvalidInputError, NotFoundError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.ids import check_run_id
+from stratagem.common.ids import check_party, check_run_id
 from stratagem.common.job import JobSpec
-from stratagem.common.tensors.manifest import Limits, from_proto
-from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
+from stratagem.common.tensors.transfer import (
+    IDLE_TIMEOUT_S,
+    receive_header,
+    receive_upload,
+    serve_get,
+)
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
+from stratagem.worker.plan_checks import check_plan
 from stratagem.worker.sessions import Session, Sessions
 from stratagem.worker.state_store import Frozen
 from stratagem.worker.work import Host
@@ -30,7 +37,18 @@ from stratagem.worker.work import Host
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_PARTY: Final = re.compile(r"[A-Za-z0-9._/-]{0,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What the calls of this service accept.
+
+    idle_timeout_s: a caller may be silent inside a stream. wait_s: a call may wait for the plan.
+    """
+
+    tensors: Limits = DEFAULT_LIMITS
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    wait_s: float = 120.0
 
 
 @lru_cache(maxsize=16)
@@ -43,7 +61,7 @@ class WorkerServicer(WorkerServiceServicer):
     """What the coordinator and fellow workers may ask of this worker."""
 
     def __init__(
-        self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: Limits
+        self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
     ) -> None:
         self._host = host
         self._sessions = sessions
@@ -53,7 +71,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def Execute(
         self, request: pb.ExecuteRequest, context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        self._pass(request.fence, request.session)
+        await self._pass(request.fence, request.session)
         job = self._job(request)
         execution, attached = self._sessions.execute(request, job)
         yield pb.ExecuteResponse(
@@ -80,12 +98,14 @@ class WorkerServicer(WorkerServiceServicer):
     async def SetState(
         self, request_iterator: AsyncIterator[pb.SetStateRequest], context: Context
     ) -> AsyncIterator[pb.SetStateResponse]:
-        header = (await receive_header(request_iterator)).header
-        self._sessions.fences.check_term(header.fence.term)
+        idle_timeout_s = self._limits.idle_timeout_s
+        header = (await receive_header(request_iterator, idle_timeout_s)).header
         run_id = check_run_id(header.run_id)
-        manifest = from_proto(header.manifest, self._limits)
         if not _DIGEST.fullmatch(header.digest):
             raise InvalidInputError.at("header.digest", "must be 64 lower-case hex digits")
+        manifest = from_proto(header.manifest, self._limits.tensors)
+        await self._sessions.fences.check_term(header.fence.term)
+        self._sessions.check_run(run_id)
         if self._host.blobs.find(run_id, header.digest) is not None:
             yield pb.SetStateResponse(resume_offset=manifest.total_bytes)
             yield pb.SetStateResponse(committed=True)
@@ -98,7 +118,7 @@ class WorkerServicer(WorkerServiceServicer):
 
         try:
             async for response in receive_upload(
-                request_iterator, pb.SetStateResponse, upload.writer, commit
+                request_iterator, pb.SetStateResponse, upload.writer, commit, idle_timeout_s
             ):
                 yield response
         finally:
@@ -107,34 +127,35 @@ class WorkerServicer(WorkerServiceServicer):
     async def GetGradients(
         self, request: pb.GetGradientsRequest, context: Context
     ) -> AsyncIterator[pb.GetGradientsResponse]:
-        session = self._session(request.fence, request.session)
-        async with aclosing(session.gradients.outgoing(request.fence.membership)) as messages:
+        session = await self._session(request.fence, request.session)
+        outgoing = session.gradients.outgoing(request.fence.membership, self._limits.wait_s)
+        async with aclosing(outgoing) as messages:
             async for message in messages:
                 yield message
 
     async def ApplyGradients(
         self, request_iterator: AsyncIterator[pb.ApplyGradientsRequest], context: Context
     ) -> pb.ApplyGradientsResponse:
-        header = (await receive_header(request_iterator)).header
-        session = self._session(header.fence, header.session)
-        return pb.ApplyGradientsResponse(
-            step=await session.gradients.incoming(header, request_iterator)
-        )
+        header = (await receive_header(request_iterator, self._limits.idle_timeout_s)).header
+        session = await self._session(header.fence, header.session)
+        step = await session.gradients.incoming(header, request_iterator, self._limits.wait_s)
+        return pb.ApplyGradientsResponse(step=step)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        self._pass(request.fence, request.session)
+        await self._pass(request.fence, request.session)
         self._sessions.abort(request.session)
         return pb.AbortResponse()
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
-        # A run has no membership of its own, so closing one is fenced by the term alone.
-        self._sessions.fences.check_term(request.fence.term)
+        run_id = check_run_id(request.run_id)
         ref = request.session if request.HasField("session") else None
-        if ref is not None and ref.run_id != request.run_id:
+        if ref is not None and ref.run_id != run_id:
             raise InvalidInputError.at("session.run_id", "must be that of the request")
-        self._sessions.close(request.run_id, ref)
+        # A run has no membership of its own, so closing one is fenced by the term alone.
+        await self._sessions.fences.check_term(request.fence.term)
+        self._sessions.close(run_id, ref)
         return pb.CloseSessionResponse()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
@@ -145,23 +166,19 @@ class WorkerServicer(WorkerServiceServicer):
             sessions=self._sessions.describe(),
         )
 
-    def _pass(self, fence: types_pb2.Fence, session: types_pb2.SessionRef) -> None:
-        """The one fence of calls about a session."""
-        run_id = check_run_id(session.run_id)
-        if not _PARTY.fullmatch(session.party):
-            raise InvalidInputError.at("session.party", f"{session.party!r} is no path")
-        self._sessions.fences.check(fence, run_id, session.party)
+    async def _pass(
+        self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
+    ) -> None:
+        """The one fence of calls about a session. What only asks does not move the fence."""
+        run_id, party = check_run_id(session.run_id), check_party(session.party)
+        await self._sessions.fences.check(fence, run_id, party, is_order=is_order)
 
-    def _session(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> Session:
-        self._pass(fence, ref)
+    async def _session(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> Session:
+        await self._pass(fence, ref, is_order=False)
         return self._sessions.get(ref)
 
     def _job(self, request: pb.ExecuteRequest) -> JobSpec:
-        if request.WhichOneof("plan") is None:
-            raise InvalidInputError.at("plan", "is missing")
-        view = request.train.view
-        if request.HasField("train") and view.rank >= len(view.members):
-            raise InvalidInputError.at("train.view.rank", f"{view.rank} names no member")
+        check_plan(request)
         job = _parsed(request.job_json)
         local = job.data.worker_local
         if local is not None and local not in self._host.local_data:
@@ -170,11 +187,11 @@ class WorkerServicer(WorkerServiceServicer):
         return job
 
     async def _state(self, request: pb.GetStateRequest) -> Frozen:
-        session = self._session(request.fence, request.session)
+        session = await self._session(request.fence, request.session)
         match request.WhichOneof("which"):
             case "snapshot":
                 return session.states.snapshot(request.snapshot)
             case "live":
-                return await session.states.live(request.fence.membership)
+                return await session.states.live(request.fence.membership, self._limits.wait_s)
             case _:
                 raise InvalidInputError.at("which", "name a snapshot or the live state")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stratagem.common import tracing
-from stratagem.common.errors import NotFoundError, StaleError, UnavailableError
+from stratagem.common.errors import LimitError, NotFoundError, StaleError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
@@ -73,8 +73,8 @@ class Session:
 class Sessions:
     """Everything that this worker holds of runs."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, max_sessions: int = 16_384) -> None:
+        self._host, self._max_sessions = host, max_sessions
         self._sessions: dict[SessionKey, Session] = {}
         self._run_caches: dict[str, RunCache] = {}
         self._is_draining = False
@@ -91,6 +91,7 @@ class Sessions:
         if self._is_draining:
             raise UnavailableError(f"worker {self._host.worker_id} is draining")
         if session is None:
+            self._check_room()
             cache = self._run_caches.setdefault(key.run_id, RunCache())
             session = self._sessions[key] = Session(key, cache)
         session.refuse_older(plan_key)
@@ -114,6 +115,18 @@ class Sessions:
             request=request,
             traceparent=tracing.traceparent(),
         )
+
+    def _check_room(self) -> None:
+        if len(self._sessions) >= self._max_sessions:
+            raise LimitError(
+                f"max_sessions: {len(self._sessions)} sessions are open on this worker, the limit "
+                f"is {self._max_sessions}"
+            )
+
+    def check_run(self, run_id: str) -> None:
+        """Raise NotFoundError for a run of which nothing is here."""
+        if run_id not in self._run_caches:
+            raise NotFoundError(f"this worker holds no session of run {run_id!r}")
 
     def get(self, ref: types_pb2.SessionRef) -> Session:
         session = self._sessions.get(key_from(ref))

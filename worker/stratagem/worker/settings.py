@@ -99,6 +99,17 @@ class WorkerSettings(BaseSettings):
     max_blob_memory_bytes: int = Field(
         MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
     )
+    max_state_bytes: int = Field(64 << 30, gt=0, description="size of one state or data set")
+    max_state_tensors: int = Field(32_768, gt=0, description="tensors of one state or data set")
+    max_uploads: int = Field(16, gt=0, description="states and data sets that arrive at once")
+    max_early_bytes: int = Field(
+        256 << 20, gt=0, description="messages of other members that come before they are awaited"
+    )
+    max_sessions: int = Field(16_384, gt=0, description="pieces of runs that this worker holds")
+    max_calls: int = Field(4096, gt=0, description="calls that may be open at once")
+    stream_idle_timeout_s: float = Field(
+        30.0, gt=0, description="a caller that is silent this long inside a request is given up"
+    )
     allow_insecure_network: bool = Field(
         False, description="serve without TLS on other addresses than loopback"
     )

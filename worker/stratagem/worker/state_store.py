@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import Tensor
 
-from stratagem.common.errors import NotFoundError
+from stratagem.common.errors import NotFoundError, UnavailableError
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 
@@ -75,11 +75,16 @@ class StateStore:
         """A step was applied with everybody in it: nobody heals any more."""
         self._live = None
 
-    async def live(self, membership: int) -> Frozen:
+    async def live(self, membership: int, wait_s: float) -> Frozen:
         """The state to heal from at a membership; waits until it has been frozen.
 
-        The caller's deadline and the members' own suspicion end the wait.
+        The caller's deadline and the members' own suspicion end the wait, or UnavailableError.
         """
-        while self._live is None or self._live[0] < membership:
-            await self._changed.wait()
-        return self._live[1]
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._live is None or self._live[0] < membership:
+                    await self._changed.wait()
+                return self._live[1]
+        except TimeoutError:
+            text = f"no state of membership {membership} to heal from within {wait_s:g} s"
+            raise UnavailableError(text) from None

@@ -1,17 +1,19 @@
 """Servers of our services.
 
 Owns what holds for every call of every service: the caller may make it (see `authorization.py`),
-the protocol version is right, what does not parse is the caller's fault (INVALID_ARGUMENT), errors
-of our tree become their status with the reason, any other exception becomes INTERNAL with an id
-that stands in the log, never a traceback. Handlers that stream answers must be async generators,
-and read requests from their iterator.
+the protocol version is right, requests arrive in time and within the limits (see `intake.py`), what
+does not parse is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status with
+the reason, any other exception becomes INTERNAL with an id that stands in the log, never a
+traceback. Handlers that stream answers must be async generators, and read requests from their
+iterator.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -27,6 +29,14 @@ from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
 from stratagem.common.rpc.credentials import server_credentials
 from stratagem.common.rpc.ids import bind_ids
+from stratagem.common.rpc.intake import (
+    DEFAULT_LIMITS,
+    MALFORMED,
+    Admission,
+    CallLimits,
+    ParsedStream,
+    only_request,
+)
 from stratagem.common.rpc.options import PROTOCOL_KEY, PROTOCOL_VERSION, SERVER_OPTIONS
 from stratagem.common.rpc.status import to_status
 from stratagem.common.rpc.tls import TlsFiles
@@ -38,26 +48,22 @@ log = structlog.get_logger()
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
-_MALFORMED: Final = object()
 # Standard services that know nothing of our protocol version.
 _FOREIGN: Final = ("/grpc.health.", "/grpc.reflection.")
 
 
 def make_server(
+    limits: CallLimits = DEFAULT_LIMITS,
     *,
     gate: Gate | None = None,
     calls: CallStats | None = None,
-    max_concurrent_rpcs: int | None = None,
 ) -> grpc.aio.Server:
     """A server with our options and rules; add services, `bind`, start.
 
     gate: who is let in; everybody unless given, which is for servers without TLS. calls: counts.
     """
-    return grpc.aio.server(
-        interceptors=[_Rules(gate or Gate(), calls or CallStats())],
-        options=SERVER_OPTIONS,
-        maximum_concurrent_rpcs=max_concurrent_rpcs,
-    )
+    rules = _Rules(gate or Gate(), calls or CallStats(), Admission(limits))
+    return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)
 
 
 def add_health(server: grpc.aio.Server) -> health.aio.HealthServicer:
@@ -109,9 +115,8 @@ def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
 
 
 class _Rules(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Gate, calls: CallStats) -> None:
-        self._gate = gate
-        self._calls = calls
+    def __init__(self, gate: Gate, calls: CallStats, admission: Admission) -> None:
+        self._gate, self._calls, self._admission = gate, calls, admission
 
     async def intercept_service(
         self,
@@ -119,46 +124,90 @@ class _Rules(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or is_open(handler_call_details.method):
-            return handler
-        return _guarded(handler, handler_call_details, self._gate, self._calls)
+        if handler is None:
+            return None
+        call = _Call(
+            details=handler_call_details,
+            takes_stream=handler.request_streaming,
+            gate=self._gate,
+            calls=self._calls,
+            admission=self._admission,
+        )
+        return _guarded(handler, call)
 
 
-def _guarded(
-    handler: Handler, call: grpc.HandlerCallDetails, gate: Gate, calls: CallStats
-) -> Handler:
-    """The same handler under our rules."""
-    is_foreign = call.method.startswith(_FOREIGN)
-    refusal = None if is_foreign else _version_refusal(call)
-    metadata = call.invocation_metadata or ()
-
-    def check(request: Any, context: Context) -> Any:
-        gate.admit(call.method, context.auth_context(), metadata)
-        return _checked(request, refusal, handler.request_streaming)
-
-    make, kind = _KINDS[(handler.request_streaming, handler.response_streaming)]
-    wrap = _streaming if handler.response_streaming else _answering
+def _guarded(handler: Handler, call: _Call) -> Handler:
+    """The same handler under our rules; it takes a stream of requests, even if only of one."""
+    behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
+    make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
+    wrap: Callable[..., Any] = _answering
+    if handler.response_streaming:
+        make, wrap = grpc.stream_stream_rpc_method_handler, _streaming
     return make(
-        wrap(getattr(handler, kind), call, check, calls),
+        wrap(behaviour, call),
         request_deserializer=_tolerant(handler.request_deserializer),
         response_serializer=_unless_bytes(handler.response_serializer),
     )
 
 
-_KINDS: Final[dict[tuple[bool, bool], tuple[Callable[..., Handler], str]]] = {
-    (False, False): (grpc.unary_unary_rpc_method_handler, "unary_unary"),
-    (False, True): (grpc.unary_stream_rpc_method_handler, "unary_stream"),
-    (True, False): (grpc.stream_unary_rpc_method_handler, "stream_unary"),
-    (True, True): (grpc.stream_stream_rpc_method_handler, "stream_stream"),
+_KINDS: Final[dict[tuple[bool, bool], str]] = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
 }
 
 
-def _version_refusal(call: grpc.HandlerCallDetails) -> WrongStateError | None:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call on its way to its handler."""
+
+    details: grpc.HandlerCallDetails
+    takes_stream: bool
+    gate: Gate
+    calls: CallStats
+    admission: Admission
+
+    @property
+    def method(self) -> str:
+        """Its full path."""
+        method: str = self.details.method
+        return method
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """While it is open; raises LimitError when too many are."""
+        name = name_of(self.method)
+        began_s = self.calls.begin(name)
+        try:
+            with self.admission.entered(self.method):
+                yield
+        finally:
+            self.calls.end(name, began_s)
+
+    async def request(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        """What the handler is given, once the caller may make the call."""
+        if not is_open(self.method):
+            metadata = self.details.invocation_metadata or ()
+            self.gate.admit(self.method, context.auth_context(), metadata)
+        if not self.method.startswith(_FOREIGN):
+            _check_version(self.details)
+        if self.takes_stream:
+            return ParsedStream(requests)
+        request = await only_request(aiter(requests), self.admission.limits.idle_timeout_s)
+        bind_ids(request)
+        return request
+
+    def served(self) -> tracing.Served:
+        return tracing.Served(name_of(self.method), self.details.invocation_metadata or ())
+
+
+def _check_version(call: grpc.HandlerCallDetails) -> None:
     versions = [value for key, value in call.invocation_metadata or () if key == PROTOCOL_KEY]
     if versions == [PROTOCOL_VERSION]:
-        return None
-    said = f"says {', '.join(map(repr, versions))}" if versions else "says none"
-    return WrongStateError(
+        return
+    said = f"says {', '.join(map(repr, versions[:4]))}" if versions else "says none"
+    raise WrongStateError(
         f"protocol version: this side speaks {PROTOCOL_VERSION!r}, the caller {said} "
         f"(metadata key {PROTOCOL_KEY!r})"
     )
@@ -171,7 +220,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return read(data)
         except DecodeError:
-            return _MALFORMED  # gRPC would make UNKNOWN of an exception
+            return MALFORMED  # gRPC would make UNKNOWN of an exception
 
     return decode
 
@@ -183,85 +232,42 @@ def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], b
     )
 
 
-def _parsed(request: Any) -> Any:
-    if request is _MALFORMED:
-        raise InvalidInputError.at("request", "does not parse as the message of this call")
-    return request
-
-
-def _named(request: Any) -> Any:
-    bind_ids(request)
-    return request
-
-
-class _Parsed:
-    """A stream of requests that raises at the first one that does not parse."""
-
-    __slots__ = ("_requests",)
-
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = aiter(requests)
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        return _parsed(await anext(self._requests))
-
-
-def _checked(request: Any, refusal: WrongStateError | None, streaming: bool) -> Any:
-    if refusal is not None:
-        raise refusal
-    return _Parsed(request) if streaming else _named(_parsed(request))
-
-
 def _answering(
-    behaviour: Callable[[Any, Context], Awaitable[Any]],
-    details: grpc.HandlerCallDetails,
-    check: Callable[[Any, Context], Any],
-    calls: CallStats,
+    behaviour: Callable[[Any, Context], Awaitable[Any]], rules: _Call
 ) -> Callable[[Any, Context], Awaitable[Any]]:
-    method, name = details.method, name_of(details.method)
-
-    async def call(request: Any, context: Context) -> Any:
-        began_s = calls.begin(name)
+    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
         try:
-            checked = check(request, context)
-            with tracing.Served(name, details.invocation_metadata or ()):
-                return await behaviour(checked, context)
+            with rules.counted():
+                request = await rules.request(requests, context)
+                with rules.served():
+                    return await behaviour(request, context)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
-            await _abort(context, method, error, calls)
-        finally:
-            calls.end(name, began_s)
+            await _abort(context, rules.method, error, rules.calls)
 
     return call
 
 
 def _streaming(
-    behaviour: Callable[[Any, Context], Any],
-    details: grpc.HandlerCallDetails,
-    check: Callable[[Any, Context], Any],
-    calls: CallStats,
+    behaviour: Callable[[Any, Context], Any], rules: _Call
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    method, name = details.method, name_of(details.method)
-
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-        began_s = calls.begin(name)
+    async def call(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
         try:
-            checked = check(request, context)
-            with tracing.Served(name, details.invocation_metadata or ()):
-                responses = behaviour(checked, context)
-                async with aclosing(responses):
-                    async for response in responses:
-                        yield response
+            with rules.counted():
+                request = await rules.request(requests, context)
+                with rules.served():
+                    responses = behaviour(request, context)
+                    if not hasattr(responses, "aclose"):  # a coroutine that writes by itself
+                        await responses
+                        return
+                    async with aclosing(responses):
+                        async for response in responses:
+                            yield response
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
-            await _abort(context, method, error, calls)
-        finally:
-            calls.end(name, began_s)
+            await _abort(context, rules.method, error, rules.calls)
 
     return call
 

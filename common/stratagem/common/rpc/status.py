@@ -7,6 +7,7 @@ wrong come as BadRequest violations. Knows no service.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -75,8 +76,12 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
 _BY_NAME: Final = {each.__name__: each for each, _ in TABLE if issubclass(each, StratagemError)}
 
 _DOMAIN: Final = "stratagem"
-_MAX_MESSAGE_CHARS: Final = 1500  # percent-coded in a header, and headers end at 16 KiB
+# All of a status must fit into 16 KiB of headers: the message stands there percent-coded, three
+# bytes for one, and once more in the details, which are coded four bytes for three.
+_MAX_MESSAGE_BYTES: Final = 1800
 _MAX_DETAIL_BYTES: Final = 6000
+_MAX_VIOLATION_BYTES: Final = 1000
+_NOT_SHOWN: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def code_of(error: Exception) -> grpc.StatusCode | None:
@@ -89,22 +94,38 @@ def to_status(error: Exception) -> grpc.Status | None:
     code = code_of(error)
     if code is None:
         return None
-    status = status_pb2.Status(code=code.value[0], message=str(error)[:_MAX_MESSAGE_CHARS])
+    status = status_pb2.Status(code=code.value[0], message=shown(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     if isinstance(error, UserCodeError):
         for key in ("type", "message", "worker_id", "activity"):
-            info.metadata[key] = getattr(error, key)[:_MAX_MESSAGE_CHARS]
+            info.metadata[key] = shown(getattr(error, key), _MAX_VIOLATION_BYTES)
     status.details.add().Pack(info)
+    if isinstance(error, LimitError) and error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
     if isinstance(error, InvalidInputError):
         _add_violations(status, error)
     made: grpc.Status = rpc_status.to_status(status)
     return made
 
 
+def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
+    """Text of a caller as others may see it: not too long, and nothing that moves a cursor."""
+    text = _NOT_SHOWN.sub(lambda found: f"\\x{ord(found[0]):02x}", text[:max_bytes])
+    raw = text.encode(errors="replace")
+    if len(raw) <= max_bytes:
+        return raw.decode()
+    return f"{raw[: max_bytes - 3].decode(errors='ignore')}..."
+
+
 def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None:
     request = error_details_pb2.BadRequest()
     for each in error.violations:
-        violation = request.field_violations.add(field=each.field, description=each.message)
+        violation = request.field_violations.add(
+            field=shown(each.field, _MAX_VIOLATION_BYTES),
+            description=shown(each.message, _MAX_VIOLATION_BYTES),
+        )
         if status.ByteSize() + request.ByteSize() > _MAX_DETAIL_BYTES:
             request.field_violations.remove(violation)
             break

@@ -18,6 +18,7 @@ from stratagem.common.field_rules import (
     POSITIVE,
     Rule,
     check_fields,
+    count_up_to,
     must,
 )
 from stratagem.common.json_text import JSON, check_json
@@ -46,6 +47,10 @@ _IS_SCHEDULE: Final = Rule(
     lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
 )
 _POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
+
+MAX_REPLICAS: Final = 16_384
+MAX_CLIENTS: Final = 1_000_000
+MAX_POPULATION: Final = 10_000
 
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
 DEFAULT_MAX_STALENESS: Final = 4
@@ -82,7 +87,7 @@ class DataParallelOptions:
 class DataParallel:
     """The model is replicated, each batch is split, gradients are combined every step."""
 
-    num_replicas: int = field(metadata=must(AT_LEAST_1))
+    num_replicas: int = field(metadata=must(count_up_to(MAX_REPLICAS)))
     aggregation: GradientAggregation
     options: DataParallelOptions = DataParallelOptions()
 
@@ -168,7 +173,7 @@ class FederatedOptions:
 class Federated:
     """Clients train on data of their own; only models travel, and are combined every round."""
 
-    num_clients: int = field(metadata=must(AT_LEAST_1))
+    num_clients: int = field(metadata=must(count_up_to(MAX_CLIENTS)))
     rounds: int = field(metadata=must(AT_LEAST_1))
     aggregation: FederatedAggregation
     client_selection: ClientSelection
@@ -217,7 +222,7 @@ class PopulationOptions:
 class PopulationBased:
     """A population trains side by side; the worse copy the better and explore from there."""
 
-    population_size: int = field(metadata=must(AT_LEAST_1))
+    population_size: int = field(metadata=must(count_up_to(MAX_POPULATION)))
     generations: int = field(metadata=must(AT_LEAST_1))
     exploit: ExploitStrategy
     explore: ExploreStrategy

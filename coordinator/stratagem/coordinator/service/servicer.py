@@ -44,6 +44,14 @@ from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.feed import Event
 from stratagem.coordinator.run_logs import Line
 from stratagem.coordinator.service import streams, views
+from stratagem.coordinator.service.limits import (
+    Places,
+    check_address,
+    check_capability,
+    check_endpoint,
+    check_note,
+    clipped_reason,
+)
 from stratagem.coordinator.service.suspicion import look_into, meet
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2
@@ -54,6 +62,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, app: App) -> None:
         self._app = app
+        self._uploads = streams.Uploads(app)
+        self._watchers = Places("max_watchers", app.settings.max_watchers)
 
     # ---- clients ----
 
@@ -61,7 +71,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.SubmitRunRequest, context: Context
     ) -> pb.SubmitRunResponse:
         run_id = check_run_id(request.run_id)
-        await self._check_submit(request)
+        await self._check_submit(run_id, request)
         by, trace = current_caller().name, tracing.traceparent()
         command = SubmitRun(run_id, request.job_json, time.time(), by, trace)
         entries = await self._app.loop.submit(command)
@@ -84,12 +94,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if request.from_index > num_events:
             message = f"{request.from_index} lies behind the newest event, {num_events - 1}"
             raise OutOfRangeError.at("from_index", message)
-        async for item in self._app.feed.watch(run_id, request.from_index):
-            if isinstance(item, Event):
-                yield pb.WatchRunResponse(event=views.event(item))
-            elif (run := self._app.loop.state.runs.get(run_id)) is not None:
-                progress = views.progress(self._app.loop.state, run, item)
-                yield pb.WatchRunResponse(progress=progress)
+        with self._watchers.taken():
+            async for item in self._app.feed.watch(run_id, request.from_index):
+                if isinstance(item, Event):
+                    yield pb.WatchRunResponse(event=views.event(item))
+                elif (run := self._app.loop.state.runs.get(run_id)) is not None:
+                    progress = views.progress(self._app.loop.state, run, item)
+                    yield pb.WatchRunResponse(progress=progress)
 
     async def CancelRun(
         self, request: pb.CancelRunRequest, context: Context
@@ -127,7 +138,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def UploadData(
         self, request_iterator: AsyncIterator[pb.UploadDataRequest], context: Context
     ) -> AsyncIterator[pb.UploadDataResponse]:
-        async for response in streams.upload(self._app, request_iterator):
+        async for response in self._uploads.receive(request_iterator):
             yield response
 
     async def TailLogs(
@@ -135,11 +146,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.TailLogsResponse]:
         run_id = self._run(request.run_id).run_id
         lines = self._app.logs.tail(run_id, follow=request.follow, is_over=self._app.is_over)
-        async for line in lines:
-            if request.worker_id in ("", line.worker_id):
-                yield pb.TailLogsResponse(
-                    time_s=line.time_s, worker_id=line.worker_id, level=line.level, text=line.text
-                )
+        with self._watchers.taken():
+            async for line in lines:
+                if request.worker_id in ("", line.worker_id):
+                    yield pb.TailLogsResponse(
+                        time_s=line.time_s,
+                        worker_id=line.worker_id,
+                        level=line.level,
+                        text=line.text,
+                    )
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
@@ -158,6 +173,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.RegisterWorkerResponse:
         current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
+        check_address(request.address)
+        check_capability(request.capability)
+        self._check_room(member)
         await meet(self._app, member, request.address)
         capability = views.capability(request.capability)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability))
@@ -185,6 +203,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.RendezvousResponse:
         self._check_member(request.session, request.fence.membership, request.rank)
         applied = request.applied_step if request.HasField("applied_step") else None
+        check_endpoint(request.endpoint)
+        if request.address:
+            check_address(request.address)
         arrivals = await streams.rendezvous(
             self._app,
             RunId(request.session.run_id),
@@ -202,7 +223,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
         run_id, party = RunId(request.session.run_id), Party(request.session.party)
         self._check_member(request.session, request.fence.membership)
-        await look_into(self._app, run_id, party, request.fence.membership, request.reason)
+        reason = clipped_reason(request.reason)
+        await look_into(self._app, run_id, party, request.fence.membership, reason)
         return pb.SuspectResponse()
 
     # ---- shared ----
@@ -241,18 +263,26 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         last_wall_s = app.feed.last_wall_s(run.run_id)
         return views.run_info(app.loop.state, run, app.path_of, last_wall_s)
 
-    async def _check_submit(self, request: pb.SubmitRunRequest) -> None:
+    def _check_room(self, member: Member) -> None:
+        workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
+        if member.worker_id not in workers and len(workers) >= limit:
+            raise LimitError(f"{len(workers)} workers are registered, the limit is {limit}")
+
+    async def _check_submit(self, run_id: RunId, request: pb.SubmitRunRequest) -> None:
         settings = self._app.settings
+        check_note(request.note)
         size = len(request.job_json.encode())
         if size > settings.max_job_bytes:
             raise LimitError(f"job_json: {size} bytes, the limit is {settings.max_job_bytes}")
         active = sum(run.ended is None for run in self._app.loop.state.runs.values())
-        if active >= settings.max_active_runs:
+        if active >= settings.max_active_runs and run_id not in self._app.loop.state.runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
         await streams.check_blobs(self._app.blobs, request.job_json)
 
 
 def _member(worker_id: str, incarnation: str) -> Member:
     if not 1 <= len(incarnation) <= 64:
-        raise InvalidInputError.at("incarnation", f"{incarnation!r} must have 1 to 64 characters")
+        raise InvalidInputError.at(
+            "incarnation", f"{incarnation[:80]!r} must have 1 to 64 characters"
+        )
     return Member(worker_id=check_worker_id(worker_id), incarnation=Incarnation(incarnation))

@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
 from stratagem.common.errors import (
@@ -14,13 +15,14 @@ from stratagem.common.errors import (
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import ChunkWriter
-from stratagem.common.tensors.manifest import Limits, Purpose, from_proto
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
 from stratagem.common.tensors.safefile import from_open, header_bytes, header_of
 from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.core.state import RunRecord, best_commit, retained
+from stratagem.coordinator.service.limits import Keys, Places
 from stratagem.coordinator.service.suspicion import look_into
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -37,10 +39,11 @@ def which(run: RunRecord, name: str) -> Digest:
         if best is None:
             raise NotFoundError(f"run {run.run_id!r} has no best state: set evaluation.best")
         return best.digest
-    if name.isdigit() and int(name) in kept:
-        return kept[int(name)]
-    known = ", ".join(["final", "best", *map(str, kept)])
-    raise NotFoundError(f"run {run.run_id!r} has no state {name!r}; kept are {known}")
+    by_name = {str(segment): digest for segment, digest in kept.items()}
+    if name in by_name:
+        return by_name[name]
+    known = ", ".join(["final", "best", *by_name])
+    raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {known}")
 
 
 async def download(
@@ -56,17 +59,38 @@ async def download(
             yield response
 
 
-async def upload(
-    app: App, requests: AsyncIterator[pb.UploadDataRequest]
-) -> AsyncIterator[pb.UploadDataResponse]:
-    """Store an inline data set under its digest."""
-    header = (await receive_header(requests)).header
-    limits = Limits(max_total_bytes=app.settings.max_state_bytes)
-    manifest = from_proto(header.manifest, limits, Purpose.DATA)
-    if await asyncio.to_thread(app.blobs.keep, Digest(header.digest)):
-        yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
-        yield pb.UploadDataResponse(committed=True)
-        return
+class Uploads:
+    """The data sets that are on their way in."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._places = Places("max_uploads", app.settings.max_uploads)
+        self._digests = Keys("uploads the data set")
+
+    async def receive(
+        self, requests: AsyncIterator[pb.UploadDataRequest]
+    ) -> AsyncIterator[pb.UploadDataResponse]:
+        """Store an inline data set under its digest."""
+        settings = self._app.settings
+        header = (await receive_header(requests, settings.stream_idle_timeout_s)).header
+        limits = Limits(
+            max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+        )
+        manifest = from_proto(header.manifest, limits, Purpose.DATA)
+        if await asyncio.to_thread(self._app.blobs.keep, Digest(header.digest)):
+            yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
+            yield pb.UploadDataResponse(committed=True)
+            return
+        with self._digests.holding(header.digest), self._places.taken():
+            async with aclosing(_store(self._app, header.digest, manifest, requests)) as responses:
+                async for response in responses:
+                    yield response
+
+
+async def _store(
+    app: App, announced: str, manifest: Manifest, requests: AsyncIterator[pb.UploadDataRequest]
+) -> AsyncGenerator[pb.UploadDataResponse, None]:
+    idle_timeout_s = app.settings.stream_idle_timeout_s
     prefix = header_bytes(manifest)
     writer = app.blobs.writer(len(prefix) + manifest.total_bytes)
     digest = hashlib.sha256(prefix)
@@ -77,13 +101,15 @@ async def upload(
         writer.write(data)
 
     async def commit() -> None:
-        if digest.hexdigest() != header.digest:
+        if digest.hexdigest() != announced:
             raise IntegrityError(f"the data have the digest {digest.hexdigest()}")
         await asyncio.to_thread(writer.commit)
 
     chunks = ChunkWriter(manifest.total_bytes, take)
     try:
-        async for response in receive_upload(requests, pb.UploadDataResponse, chunks, commit):
+        async for response in receive_upload(
+            requests, pb.UploadDataResponse, chunks, commit, idle_timeout_s
+        ):
             yield response
     finally:
         writer.abort()

@@ -4,7 +4,7 @@ import asyncio
 
 import structlog
 
-from stratagem.common.errors import AlreadyExistsError, InvalidInputError, UnavailableError
+from stratagem.common.errors import AlreadyExistsError, UnavailableError
 from stratagem.common.ids import Party, RunId
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
@@ -38,9 +38,6 @@ async def meet(app: App, member: Member, address: str) -> None:
 
     Raises AlreadyExistsError when another process of that name lives.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidInputError.at("address", f"{address!r} is not host:port")
     known = app.loop.state.workers.get(member.worker_id)
     is_other = known is not None and known.is_alive and known.member != member
     if known is not None and is_other and await _answers(app, known.member):

@@ -1,0 +1,130 @@
+"""What the coordinator accepts of its callers' words, beside what jobs and tensor streams check.
+
+Owns the sizes that are no settings: nobody needs another one, and every caller's code relies on
+them. Knows no state.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from stratagem.common.errors import ConflictError, InvalidInputError, LimitError
+from stratagem.common.rpc.intake import RETRY_AFTER_S
+from stratagem.v1 import types_pb2
+
+MAX_NOTE_CHARS: Final = 2000
+MAX_REASON_CHARS: Final = 1000
+MAX_WORD_CHARS: Final = 256
+MAX_LABELS: Final = 256
+MAX_ENDPOINT_BYTES: Final = 64 * 2**10
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+
+
+def check_note(note: str) -> None:
+    """The sentence that a client gives for a run's log."""
+    if len(note) > MAX_NOTE_CHARS:
+        raise LimitError(f"note: {len(note)} characters, the limit is {MAX_NOTE_CHARS}")
+    _check_printable("note", note)
+
+
+def clipped_reason(reason: str) -> str:
+    """What a worker says has failed: as much of it as a log needs."""
+    return _CONTROL.sub(" ", reason[:MAX_REASON_CHARS])
+
+
+def check_address(address: str, field: str = "address") -> None:
+    """host:port and nothing else: gRPC would also take unix sockets, name servers and more."""
+    host, colon, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
+    if not colon or not is_port or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
+        raise InvalidInputError.at(field, f"{address[:80]!r} is not host:port")
+
+
+def check_capability(capability: types_pb2.Capability) -> None:
+    """What a worker says of itself is journaled, and shown to people."""
+    for name in ("device", "device_name", "numerics_fingerprint"):
+        _check_word(f"capability.{name}", getattr(capability, name))
+    _check_word("capability.numerics_description", capability.numerics_description, 4)
+    for name in ("local_data", "tags"):
+        values = getattr(capability, name)
+        if len(values) > MAX_LABELS:
+            raise LimitError(f"capability.{name}: {len(values)} entries, the limit is {MAX_LABELS}")
+        for index, value in enumerate(values):
+            _check_word(f"capability.{name}[{index}]", value)
+
+
+def check_endpoint(endpoint: bytes) -> None:
+    """What a member tells the others at the rendezvous."""
+    if len(endpoint) > MAX_ENDPOINT_BYTES:
+        raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
+
+
+class Places:
+    """A number of places that calls take while they are open."""
+
+    def __init__(self, setting: str, limit: int) -> None:
+        self._setting, self._limit, self._num_taken = setting, limit, 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Raises LimitError when all are."""
+        if self._num_taken >= self._limit:
+            raise LimitError(
+                f"{self._setting}: {self._num_taken} are open, the limit is {self._limit}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1
+
+
+class Keys:
+    """Things that only one call at a time may work on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._held: set[str] = set()
+
+    @property
+    def held(self) -> Collection[str]:
+        return self._held
+
+    @contextmanager
+    def holding(self, key: str) -> Iterator[None]:
+        """Raises ConflictError while another call holds the key."""
+        if key in self._held:
+            raise ConflictError(f"another stream {self._what} {key}")
+        self._held.add(key)
+        try:
+            yield
+        finally:
+            self._held.discard(key)
+
+
+def _check_word(field: str, value: str, times: int = 1) -> None:
+    limit = times * MAX_WORD_CHARS
+    if len(value) > limit:
+        raise LimitError(f"{field}: {len(value)} characters, the limit is {limit}")
+    _check_printable(field, value)
+
+
+def _check_printable(field: str, value: str) -> None:
+    if _CONTROL.search(value):
+        raise InvalidInputError.at(field, f"{value[:80]!r} has control characters")
+
+
+def _is_bracketed_v6(host: str) -> bool:
+    if not (host.startswith("[") and host.endswith("]")):
+        return False
+    try:
+        return ipaddress.ip_address(host[1:-1].partition("%")[0]).version == 6
+    except ValueError:
+        return False
