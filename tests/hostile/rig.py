@@ -1,0 +1,174 @@
+"""A real coordinator and a real worker under attack, while runs go on that must not notice."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import psutil
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import LoopThread
+from stratagem.common.job import JobSpec
+from stratagem.v1 import worker_pb2 as wpb
+from tests.cluster.jobs import Outcome, job, outcome_of
+from tests.hostile.attack import Answer, lawless_channel, say
+from tests.hostile.promises import Method, method
+from tests.hostile.samples import Target, execute
+
+ROOT: Final = Path(__file__).parents[2]
+IDLE_TIMEOUT_S: Final = 1.0
+KEPT: Final = "kept"
+WORKER_RUN: Final = "victim"
+
+
+def calm_job() -> JobSpec:
+    """Short, with commits and an evaluation."""
+    return job(steps=6, evaluation={"split": "test", "metrics": ["accuracy"]})
+
+
+@dataclass
+class Rig:
+    """What is attacked, and the hands that attack."""
+
+    cluster: LocalCluster
+    loop: LoopThread
+    target: Target
+    digests: list[str]
+    """Of the commits of a calm run that nobody disturbs."""
+    channels: dict[str, Any] = field(default_factory=dict)
+    num_calm_runs: int = 0
+
+    def address_of(self, each: Method) -> str:
+        name = "coordinator" if each.service == "CoordinatorService" else "worker-0"
+        return self.cluster.processes[name].address
+
+    def say(self, each: Method, frames: list[bytes], **options: Any) -> Answer:
+        """See attack.say."""
+        return self.loop.call(self.saying(each, frames, **options))
+
+    async def saying(self, each: Method, frames: list[bytes], **options: Any) -> Answer:
+        """The same, on the loop."""
+        address = self.address_of(each)
+        if address not in self.channels:
+            self.channels[address] = lawless_channel(address)
+        return await say(self.channels[address], each, frames, **options)
+
+    def rss(self) -> Mapping[str, int]:
+        """Resident bytes of both processes."""
+        return {
+            name: psutil.Process(view.pid).memory_info().rss
+            for name, view in self.cluster.processes.items()
+        }
+
+    def files(self) -> set[str]:
+        """All that lies in the data folders, but for the runs' logs."""
+        folders = [self.cluster.folder / name for name in self.cluster.processes]
+        return {
+            str(path.relative_to(self.cluster.folder))
+            for folder in folders
+            for path in folder.rglob("*")
+            if path.is_file() and path.parent.name != "logs" and "journal" not in path.name
+        }
+
+    def facts(self) -> Counter[tuple[str, str]]:
+        """How often which kind of fact stands in the journal, by run."""
+        path = self.cluster.folder / "coordinator" / "journal.sqlite"
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        try:
+            rows = connection.execute("SELECT run_id, kind FROM event").fetchall()
+        finally:
+            connection.close()
+        return Counter((run_id, kind) for run_id, kind in rows if not run_id.startswith("calm-"))
+
+    def num_starts(self) -> dict[str, int]:
+        """How often each process was started: once, unless an attack has ended it."""
+        return {name: view.num_starts for name, view in self.cluster.processes.items()}
+
+
+@contextmanager
+def under_attack(folder: Path) -> Iterator[Rig]:
+    """A cluster of one worker, with a run that has ended and a session that nobody else uses."""
+    limits = {
+        "STRATAGEM_COORDINATOR_STREAM_IDLE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
+        "STRATAGEM_WORKER_STREAM_IDLE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
+        "STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
+    }
+    with LocalCluster(
+        workers=1,
+        threads=1,
+        data_dir=folder,
+        import_path=[ROOT],
+        allow=["tests.cluster.userland:*"],
+        environment=limits,
+    ) as cluster:
+        with cluster.client() as client:
+            outcome = outcome_of(client.submit(calm_job(), KEPT))
+        target = Target(KEPT, WORKER_RUN, calm_job())
+        loop = LoopThread()
+        rig = Rig(cluster, loop, target, outcome.digests)
+        try:
+            built = execute(target, build=wpb.BuildPlan())
+            answer = rig.say(method("Execute"), [built.SerializeToString()], limit_s=30.0)
+            assert answer.code is grpc.StatusCode.OK, answer
+            yield rig
+        finally:
+            for channel in rig.channels.values():
+                loop.call(channel.close())
+            loop.close()
+
+
+@contextmanager
+def calm_runs(rig: Rig) -> Iterator[None]:
+    """One undisturbed run after the other; each must end with the same commits."""
+    is_over = threading.Event()
+    failures: list[BaseException] = []
+
+    def keep_running() -> None:
+        try:
+            with rig.cluster.client() as client:
+                while not is_over.is_set():
+                    run = client.submit(calm_job(), f"calm-{rig.num_calm_runs}")
+                    _check(rig, outcome_of(run))
+                    run.delete()
+                    rig.num_calm_runs += 1
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=keep_running, name="calm runs")
+    before = rig.num_calm_runs
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(60)
+    if failures:
+        raise failures[0]
+    assert rig.num_calm_runs > before
+
+
+def _check(rig: Rig, outcome: Outcome) -> None:
+    assert outcome.digests == rig.digests
+    kinds = {event.kind for event in outcome.events}
+    assert not kinds & {"PartyFailed", "ProcessDied"}, kinds
+    assert len(outcome.of("MembersFormed")) == 1, "the run was disturbed"
+
+
+@contextmanager
+def nothing_left_behind(rig: Rig, max_growth_bytes: int = 64 * 2**20) -> Iterator[None]:
+    """Facts, files and processes are as before, and memory is back within a limit."""
+    facts, files, starts, rss = rig.facts(), rig.files(), rig.num_starts(), rig.rss()
+    yield
+    assert rig.num_starts() == starts
+    assert rig.facts() == facts
+    assert rig.files() == files
+    grown = {name: after - rss[name] for name, after in rig.rss().items()}
+    assert all(each <= max_growth_bytes for each in grown.values()), grown

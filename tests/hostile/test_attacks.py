@@ -1,0 +1,126 @@
+"""Every call is told what no honest caller says; it answers in time, with a code that its proto
+promises and a reason. The runs beside it, the journal and the data folders notice nothing."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from stratagem.v1 import coordinator_pb2 as cpb
+from tests.hostile.attack import PROTOCOL
+from tests.hostile.by_hand import Attack, attacks
+from tests.hostile.generate import conversations, damaged, noise
+from tests.hostile.promises import Method, method, methods
+from tests.hostile.rig import Rig
+from tests.hostile.samples import samples, upload_of
+from tests.hostile.slow import ENDS, LYING, SILENT, Act, end_of
+
+pytestmark = pytest.mark.cluster
+
+Code = grpc.StatusCode
+MANY = settings(
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+NUM_QUICK, NUM_SWEEP = 6, 150
+
+
+def hammer(rig: Rig, each: Method, num_examples: int) -> None:
+    """Noise, damaged messages and messages of the right type."""
+    valid = [message.SerializeToString() for message in samples(rig.target)[each.name]]
+    wrong: list[str] = []
+
+    @settings(MANY, max_examples=3 * num_examples)
+    @given(st.one_of(noise(), damaged(valid), conversations(each.request)))
+    def say(frames: list[bytes]) -> None:
+        answer = rig.say(each, frames)
+        if found := answer.wrong(each):
+            wrong.append(f"{found} to {[frame[:100] for frame in frames[:3]]}")
+
+    say()
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("each", methods(), ids=str)
+def test_generated_conversations(rig: Rig, each: Method) -> None:
+    hammer(rig, each, NUM_QUICK)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("each", methods(), ids=str)
+def test_many_generated_conversations(rig: Rig, each: Method) -> None:
+    hammer(rig, each, NUM_SWEEP)
+
+
+def test_attacks_by_hand(rig: Rig) -> None:
+    wrong = [found for attack in attacks(rig.target) if (found := fails(rig, attack))]
+    assert not wrong, "\n".join(wrong)
+
+
+def fails(rig: Rig, attack: Attack) -> str:
+    each = method(attack.method)
+    answer = rig.say(each, attack.frames)
+    if answer.code not in attack.codes or attack.reason not in answer.reason:
+        return f"{attack.name}: {each} answers {answer}"
+    return answer.wrong(each)
+
+
+@pytest.mark.parametrize("name", [*SILENT, *LYING])
+def test_callers_that_no_library_makes(rig: Rig, name: str) -> None:
+    act, valid = {**SILENT, **LYING}[name], samples(rig.target)
+    ends = rig.loop.call(all_at_once(rig, act, valid))
+    for each, (end, seconds) in zip(methods(), ends, strict=True):
+        assert end.code in ENDS[name], f"{each}: {end}"
+        assert seconds < 2 + 3, f"{each}: {seconds:.1f} s"
+
+
+async def all_at_once(rig: Rig, act: Act, valid: Any) -> Sequence[Any]:
+    def ending(each: Method) -> Any:
+        frames = [message.SerializeToString() for message in valid[each.name]]
+        return end_of(rig.address_of(each), act, each.path, frames)
+
+    return await asyncio.gather(*map(ending, methods()))
+
+
+def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig: Rig) -> None:
+    digest, manifest, _ = upload_of(9000, seed=1)
+    header = cpb.UploadDataRequest(
+        header=cpb.UploadDataHeader(digest=digest, manifest=manifest)
+    ).SerializeToString()
+    each = method("UploadData")
+
+    async def silent_and_busy() -> list[Any]:
+        silent = asyncio.create_task(rig.saying(each, [header], is_last=False, patience_s=5.0))
+        await asyncio.sleep(0.3)
+        busy = await rig.saying(each, [header], is_last=False)
+        return [busy, await silent]
+
+    busy, silent = rig.loop.call(silent_and_busy())
+    assert (busy.code, silent.code) == (Code.ABORTED, Code.DEADLINE_EXCEEDED)
+    assert digest in busy.reason
+    assert "silent for 1 s" in silent.reason
+    false = cpb.UploadDataRequest(chunk=upload_of(9000, seed=2)[2][0]).SerializeToString()
+    assert rig.say(each, [header, false]).code is Code.DATA_LOSS
+
+
+@pytest.mark.parametrize("name", ["SubmitRun", "WatchRun", "UploadData", "Execute", "Send"])
+def test_ten_thousand_metadata_entries(rig: Rig, name: str) -> None:
+    each = method(name)
+    metadata = (*PROTOCOL, *((f"key-{number}", "x") for number in range(10_000)))
+    answer = rig.say(each, [b""], metadata=metadata)
+    assert answer.code is Code.RESOURCE_EXHAUSTED  # by gRPC itself, which need not give a reason
+
+
+def test_wrong_protocol_versions(rig: Rig) -> None:
+    for versions in ([], ["2"], ["1", "1"], ["x" * 5000], [str(n) for n in range(300)]):
+        metadata = [("stratagem-protocol", each) for each in versions]
+        for each in methods():
+            answer = rig.say(each, [b""], metadata=metadata)
+            assert answer.code is Code.FAILED_PRECONDITION, (each, answer)
+            assert not answer.wrong(each), answer
