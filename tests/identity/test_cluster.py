@@ -1,0 +1,165 @@
+"""A whole cluster with certificates: the same bits, strangers stay out, certificates run out."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.client.views import Phase
+from stratagem.common.certificates import Authority, make_authority
+from stratagem.common.errors import UnauthenticatedError
+from stratagem.common.rpc.tls import Role, TlsFiles
+from stratagem.worker.reference import federated_loop, sharded_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    gates_in,
+    job,
+    model_parallel,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+from tests.crash.rig import until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
+
+ROOT = Path(__file__).parents[2]
+WORKERS = ("worker-0", "worker-1")
+HOSTS = ("127.0.0.1",)
+
+
+def flags(files: TlsFiles) -> list[str]:
+    return ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    made = make_authority(tmp_path_factory.mktemp("authority") / "certs")
+    made.issue(Role.COORDINATOR, "coordinator", HOSTS)
+    for name in WORKERS:
+        made.issue(Role.WORKER, name)
+    made.issue(Role.CLIENT, "alice")
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    coordinator = authority.files("coordinator")
+    with LocalCluster(
+        workers=2,
+        threads=1,
+        data_dir=tmp_path_factory.mktemp("tls"),
+        import_path=[ROOT],
+        allow=["tests.cluster.userland:*"],
+        environment={
+            "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
+            "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
+            "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
+        },
+        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster, authority: Authority) -> Iterator[Client]:
+    with Client(cluster.address, tls=authority.files("client-alice")) as client:
+        yield client
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Iterator[Gates]:
+    with gates_in(tmp_path) as gates:
+        yield gates
+
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "AllReduce": data_parallel(2),
+    "ParameterServer": data_parallel(2, "ParameterServer"),
+    "Direct": model_parallel({"0 1": "worker-0", "2": "worker-1"}),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_tls_changes_no_bits(client: Client, exchange: str) -> None:
+    spec = job(strategy=EXCHANGES[exchange])
+    outcome = train(client, spec)
+    replicas = 1 if exchange == "Direct" else 2
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, replicas).state)
+    assert outcome.status.submitted_by == "client alice"
+    assert {each.data_plane for each in client.workers()} == {"tls"}
+    if exchange == "AllReduce":  # on one host, where shared memory is faster
+        assert outcome.status.engine == "grpc"
+
+
+def test_federated_rounds_under_tls(client: Client) -> None:
+    spec = federated(rounds=2, partition={"method": "contiguous"})
+    outcome = train(client, spec)
+    everybody = list(range(4))
+    assert_same_bits(outcome.state, federated_loop(spec, ALLOWED, lambda _: everybody).state)
+
+
+def test_strangers_stay_out(cluster: LocalCluster, authority: Authority, tmp_path: Path) -> None:
+    stranger = make_authority(tmp_path / "stranger")
+    theirs = stranger.issue(Role.WORKER, "worker-2")
+    mixed = TlsFiles(authority.folder / "ca.crt", theirs.cert, theirs.key)
+    command = [sys.executable, "-m", "stratagem.worker", "--coordinator", cluster.address]
+    command += ["--name", "worker-2", *flags(mixed)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        line = next(line for line in process.stderr if "cannot register" in line)
+        process.kill()
+        process.stderr.read()
+    process.wait()
+    assert f"{cluster.address} does not accept the certificate {theirs.cert}" in line
+    for files in (None, stranger.issue(Role.CLIENT, "alice")):
+        with pytest.raises(UnauthenticatedError), Client(cluster.address, tls=files) as client:
+            client.workers()
+    with Client(cluster.address, tls=authority.files("client-alice")) as client:
+        assert [each.worker_id for each in client.workers()] == list(WORKERS)
+
+
+def test_certificates_run_out_and_are_renewed_during_a_run(
+    cluster: LocalCluster, client: Client, authority: Authority, tmp_path: Path, gates: Gates
+) -> None:
+    gates.close("batch-4")
+    spec = job(data=user("gated", folder=str(tmp_path)), strategy=data_parallel(2))
+    run = client.submit(spec)
+    gates.wait_reached("batch-4")
+    past = timedelta(seconds=-1)
+    authority.issue(Role.COORDINATOR, "coordinator", HOSTS, past, renew=True)
+    for name in WORKERS:
+        authority.issue(Role.WORKER, name, (), past, renew=True)
+    # A worker that is started anew is not let in, and says why. Those that are in go on.
+    cluster.kill("worker-1")
+    gates.open()
+    until(lambda: "has expired at" in cluster.log_tail("worker-1"), "worker-1 says why")
+    heard = {each.worker_id: each for each in client.workers()}
+    assert heard["worker-0"].is_alive
+    authority.issue(Role.COORDINATOR, "coordinator", HOSTS, renew=True)
+    for name in WORKERS:
+        authority.issue(Role.WORKER, name, renew=True)
+    outcome = outcome_of(run)
+    assert outcome.status.phase is Phase.COMPLETED
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
+    until(lambda: all(each.is_alive for each in client.workers()), "worker-1 is back")
+    assert cluster.processes["worker-0"].num_starts == 1
+    assert cluster.processes["coordinator"].num_starts == 1
+    # Everybody can be met anew.
+    again = job(strategy=data_parallel(2))
+    assert_same_bits(train(client, again).state, sharded_loop(again, ALLOWED, 2).state)
+    assert wait_for(client.submit(again), "MembersFormed")
