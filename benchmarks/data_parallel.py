@@ -6,8 +6,9 @@ Processes on this machine over loopback, one thread each, tuned malloc in all. T
 turns inside one run, so that whatever else the machine does hits all of them. The time of a round
 is that of its slowest member. Printed are median and minimum over rounds, the CPU time of a
 member (steadier under foreign load), and the medians of the per-round ratios to DDP and to "none",
-which computes the same and exchanges nothing: the floor. "shm", "gloo" and "grpc" have the same
-bits; "ring" and "native" go over gloo too and have bits of their own.
+which computes the same and exchanges nothing: the floor. "shm", "gloo", "grpc" and "tls", which is
+gRPC with certificates, have the same bits; "ring" and "native" go over gloo too and have bits of
+their own.
 """
 
 import argparse
@@ -15,20 +16,27 @@ import asyncio
 import itertools
 import multiprocessing as mp
 import os
+import shutil
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stratagem.common.certificates import make_authority
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.authorization import Gate
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.server import bind, bind_tls, make_server
+from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
@@ -36,7 +44,7 @@ from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.shared import SharedListener, form_shared
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
 
-ENGINES = ("shm", "gloo", "grpc")
+ENGINES = ("shm", "gloo", "grpc", "tls")
 UNORDERED = ("ring", "native")
 VARIANTS = (*ENGINES, *UNORDERED, "ddp", "none")
 GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
@@ -80,6 +88,7 @@ class Setup:
     rank: int
     size: int
     pipe: Connection
+    certificate: TlsFiles
 
 
 def make_step(variant: str, setup: Setup) -> Callable[[], None]:
@@ -140,20 +149,25 @@ def form(variant: str, setup: Setup) -> Link | SharedGroup:
         case "shm":
             listener = SharedListener()
             return form_shared(listener, rank, size, rendezvous(listener.address), 60.0)
-        case "grpc":
-            return form_grpc(serve_peers(), Group("run", "", 1, 1, rank, size), rendezvous, 60.0)
+        case "grpc" | "tls":
+            hub = serve_peers(setup.certificate if variant == "tls" else None)
+            return form_grpc(hub, Group("run", "", 1, 1, rank, size), rendezvous, 60.0)
         case _:
             return form_gloo(rank, size, "127.0.0.1", rendezvous, 60.0)
 
 
-def serve_peers() -> PeerHub:
+def serve_peers(certificate: TlsFiles | None) -> PeerHub:
     """As a worker process does, on an event loop in a thread that lives as long as the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     async def start() -> PeerHub:
-        server = make_server()
-        hub = PeerHub(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
+        server = make_server(gate=Gate("" if certificate is None else "stratagem"))
+        if certificate is None:
+            port = bind(server, "127.0.0.1", 0)
+        else:
+            port = bind_tls(server, "127.0.0.1", 0, certificate)
+        hub = PeerHub(f"127.0.0.1:{port}", Proof(certificate))
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
         await server.start()
         _kept.append(server)
@@ -170,7 +184,7 @@ def run_member(pipe: Connection, name: str, rank: int, size: int, args: argparse
     torch.set_num_threads(1)
     store = dist.FileStore(args.store, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    setup = Setup(name, rank, size, pipe)
+    setup = Setup(name, rank, size, pipe, args.certificate)
     steps = {variant: make_step(variant, setup) for variant in args.variants}
     for step in steps.values():
         for _ in range(args.warmup):
@@ -204,7 +218,9 @@ class Times:
 def measure(name: str, size: int, args: argparse.Namespace) -> dict[str, Times]:
     """By variant."""
     context = mp.get_context("spawn")
-    args.store = f"/tmp/stratagem-benchmark-{os.getpid()}-{name}"
+    folder = Path(tempfile.mkdtemp(prefix="stratagem-benchmark-"))
+    args.store = str(folder / "store")
+    args.certificate = make_authority(folder).issue(Role.WORKER, "w")
     pipes = []
     for rank in range(size):
         ours, theirs = context.Pipe()
@@ -223,7 +239,7 @@ def measure(name: str, size: int, args: argparse.Namespace) -> dict[str, Times]:
         times[told[0][0]].cpu_s.append(statistics.mean(cpu_s for *_, cpu_s in told))
     for pipe in pipes:
         pipe.send(None)
-    os.unlink(args.store)
+    shutil.rmtree(folder)
     return times
 
 
