@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from stratagem.coordinator.blobs.credentials import credentials_from_file
+from stratagem.coordinator.blobs.s3 import check_url
 from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.settings import Settings
 from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
@@ -57,7 +59,8 @@ def port_of(address: str) -> int:
 
 def test_both_generations_of_compose_know_the_keys() -> None:
     """1.29 refuses `name`, `include`, `develop` and `depends_on.required`."""
-    assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
+    known = {"services", "secrets", "volumes"}
+    assert {key for key in COMPOSE if not key.startswith("x-")} == known
     for service in SERVICES.values():
         assert set(service.get("depends_on", [])) <= set(SERVICES)
         assert isinstance(service.get("depends_on", []), list)
@@ -67,7 +70,7 @@ def test_both_generations_of_compose_know_the_keys() -> None:
 def test_docker_compose_reads_the_file() -> None:
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine")
-    for profile in ([], ["--profile", "gpu"], ["--profile", "observability"]):
+    for profile in ([], ["--profile", "gpu"], ["--profile", "s3"], ["--profile", "observability"]):
         command = ["docker-compose", "--file", str(FILE), *profile, "config", "--quiet"]
         subprocess.run(command, check=True, capture_output=True)
 
@@ -134,9 +137,10 @@ def test_a_container_has_time_to_stop() -> None:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_images_of_others_are_pinned_and_stay_out_unless_asked_for(name: str) -> None:
     service = SERVICES[name]
-    assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
-    assert service["profiles"] == ["observability"]
-    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    version = r"v?\d+\.\d+\.\d+|RELEASE\.\d{4}(-\d\d){2}T(\d\d-){2}\d\dZ"
+    assert re.fullmatch(rf"[a-z]+/[a-z]+:({version})", service["image"])
+    assert service["profiles"] in (["observability"], ["s3"])
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     for source, target, *mode in (volume.split(":") for volume in service["volumes"]):
         if source.startswith("."):
             assert mode == ["ro"], target
@@ -149,6 +153,61 @@ def test_what_must_survive_lies_on_a_volume() -> None:
     volume, _, path = SERVICES["coordinator"]["volumes"][0].partition(":")
     assert volume in COMPOSE["volumes"]
     assert str(coordinator().data_dir) == path
+
+
+# ---- the profile s3 ----
+
+
+def test_keys_are_files_and_none_where_no_object_store_is_used() -> None:
+    files = {name: each["file"] for name, each in COMPOSE["secrets"].items()}
+    assert set(files.values()) == {"/dev/null"}
+    used = {secret for service in SERVICES.values() for secret in service.get("secrets", [])}
+    assert used == set(files)
+    environment = SERVICES["coordinator"]["environment"]
+    assert environment["AWS_SHARED_CREDENTIALS_FILE"] == "/run/secrets/s3_credentials"
+    assert SERVICES["s3"]["environment"]["MINIO_CONFIG_ENV_FILE"] == "/run/secrets/s3_server"
+    for service in SERVICES.values():
+        for name in service.get("environment", {}):
+            assert not re.search(r"SECRET|PASSWORD|TOKEN|ACCESS_KEY", name)
+
+
+def test_the_coordinator_keeps_its_states_in_a_folder_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And in the bucket that the server has once it is told so."""
+    for name, value in SERVICES["coordinator"]["environment"].items():
+        monkeypatch.setenv(name, str(value or ""))
+    assert coordinator().blob_store == ""
+    assert "--address :9000" in SERVICES["s3"]["entrypoint"][-1]
+    assert SERVICES["coordinator"]["environment"]["AWS_ENDPOINT_URL"] == "http://s3:9000"
+    assert "s3" in dict(line.partition("=")[::2] for line in instructions("ARG"))[
+        "COORDINATOR_EXTRAS"
+    ].split(",")
+
+
+def test_the_keys_of_server_and_coordinator_are_the_same(tmp_path: Path) -> None:
+    script = [sys.executable, str(DOCKER / "s3_secrets.py"), str(tmp_path / "s3")]
+
+    def made() -> tuple[dict[str, str], list[str]]:
+        out = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+        named = dict(line.split("=", 1) for line in out.splitlines())
+        return named, [p.read_text() for p in sorted((tmp_path / "s3").iterdir())]
+
+    named, contents = made()
+    assert made() == (named, contents)
+    text = FILE.read_text()
+    assert all(f"${{{name}:-" in text for name in named)
+    check_url(named["STRATAGEM_BLOB_STORE"])
+    assert "mkdir -p /data/stratagem " in SERVICES["s3"]["entrypoint"][-1]
+    read = credentials_from_file({"AWS_SHARED_CREDENTIALS_FILE": named["S3_CREDENTIALS"]})
+    assert read is not None
+    keys = read()
+    told = Path(named["S3_SERVER_SECRETS"]).read_text()
+    assert f"MINIO_ROOT_USER={keys['access_key_id']}\n" in told
+    assert f"MINIO_ROOT_PASSWORD={keys['secret_access_key']}\n" in told
+    assert (tmp_path / "s3").stat().st_mode & 0o077 == 0
+    (tmp_path / "s3" / "server").unlink()
+    assert subprocess.run(script, capture_output=True, text=True).returncode == 1
 
 
 # ---- the Dockerfile ----

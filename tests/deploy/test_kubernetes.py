@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stratagem.coordinator.blobs.s3 import check_url
 from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.settings import Settings
 from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = [*sorted(path.name for path in (FOLDER / "overlays").iterdir()), "cpu+metrics"]
+OVERLAYS = [*sorted(path.name for path in (FOLDER / "overlays").iterdir()), "cpu+metrics", "cpu+s3"]
 """With a component behind a plus."""
 VERSIONS = ("1.29", "1.32", "1.37")
 """The oldest that has all fields, one in the middle, the newest that there are schemas of."""
@@ -206,7 +207,7 @@ def test_pods_fit_the_restricted_standard(objects: tuple[Object, ...]) -> None:
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
-        assert {key for v in spec["volumes"] for key in v} == {"name", "emptyDir"}
+        assert {key for v in spec["volumes"] for key in v} <= {"name", "emptyDir", "secret"}
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -302,6 +303,26 @@ def test_metrics_are_scraped_where_they_are_served_and_only_from_there(
         assert rule["ports"] == [{"port": port}]
         assert all("namespaceSelector" in peer for peer in rule["from"])
     assert coordinator(rendered("cpu")).metrics_port is None
+
+
+def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects = rendered("cpu+s3")
+    mounted = {component(pod): pod["spec"] for pod in templates(objects)}
+    assert [v for v in mounted["worker"]["volumes"] if "secret" in v] == []
+    (volume,) = [v for v in mounted["coordinator"]["volumes"] if "secret" in v]
+    assert volume["secret"] == {"secretName": "stratagem-s3", "defaultMode": 0o440}
+    (container,) = mounted["coordinator"]["containers"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    (source,) = container["envFrom"]
+    environ = named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+    assert environ["AWS_SHARED_CREDENTIALS_FILE"] == f"{mount['mountPath']}/credentials"
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    check_url(coordinator(objects).blob_store)
+    (rule,) = named(objects, "NetworkPolicy", "stratagem-s3")["spec"]["egress"]
+    assert rule == {"ports": [{"protocol": "TCP", "port": 443}]}
 
 
 # ---- what Kubernetes knows ----
