@@ -22,6 +22,7 @@ from stratagem.coordinator.core.gangs import Request, grant
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.feed import MAX_EVENTS, Event, Feed, Progress
 from stratagem.coordinator.leases import Leases
+from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.supervisor import Supervisor
 
@@ -362,3 +363,27 @@ async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:
     async with asyncio.timeout(5):
         await following
     assert texts == ["first", "second"]
+
+
+# ---- chores ----
+
+
+async def test_a_chore_is_shared_by_all_who_ask_while_it_is_due() -> None:
+    num_done = 0
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def chore() -> None:
+        nonlocal num_done
+        num_done += 1
+        has_begun.set()
+        await may_end.wait()
+
+    paced = Paced(chore, pause_s=0.0)
+    asking = [asyncio.create_task(paced.ask()) for _ in range(3)]
+    await has_begun.wait()
+    asking += [asyncio.create_task(paced.ask()) for _ in range(3)]  # after it has begun
+    await asyncio.sleep(0)
+    may_end.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*asking)
+    assert num_done == 2

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from stratagem.common.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.coordinator.core.agenda import Agenda
 from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import (
     Command,
@@ -14,7 +15,7 @@ from stratagem.coordinator.core.commands import (
     Report,
     SubmitRun,
 )
-from stratagem.coordinator.core.decide import decide, settle
+from stratagem.coordinator.core.decide import decide, settle, world_of
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
@@ -42,7 +43,7 @@ from stratagem.coordinator.core.facts import (
     decode,
     encode,
 )
-from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import CoordinatorState
 
 RUN = RunId("run-1")
@@ -91,6 +92,7 @@ class Simulation:
     queue: deque[Command] = field(default_factory=deque)
     seen: set[Effect] = field(default_factory=set)
     now_s: float = 0.0
+    agenda: Agenda = field(default_factory=lambda: Agenda(CoordinatorState()))
 
     def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
         """Decide, journal and apply one command, and start what it made due."""
@@ -99,8 +101,17 @@ class Simulation:
             return decision
         for entry in decision:
             self._add(entry)
-        for entry in settle(self.state, self.now_s):
-            self._add(entry)
+        expected = list(settle(self.state, self.now_s))
+        followed: list[Entry] = []
+
+        def add(entry: Entry) -> CoordinatorState:
+            followed.append(entry)
+            return self._add(entry)
+
+        self.agenda.settle(self.state, self.now_s, add)
+        assert followed == expected, "the agenda has forgotten to ask a run, or asks in other order"
+        assert self.agenda.world.usable() == world_of(self.state).usable()
+        assert self.agenda.next_deadline == next_deadline(self.state)
         self._start()
         return decision
 
@@ -119,6 +130,7 @@ class Simulation:
         self.seen.clear()
         for run_id, kind, payload, time_s in self.journal:
             self.state = apply(self.state, run_id, decode(kind, 1, payload), time_s)
+        self.agenda = Agenda(self.state)
         self._start()
 
     def facts(self, kind: type) -> list[Fact]:
@@ -126,10 +138,12 @@ class Simulation:
         name = kind.__name__
         return [decode(k, 1, payload) for _, k, payload, _ in self.journal if k == name]
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: Entry) -> CoordinatorState:
         kind, payload = encode(entry.fact)
         self.journal.append((entry.run_id, kind, payload, self.now_s))
         self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)
+        self.agenda.note(self.state, entry.run_id)
+        return self.state
 
     def _start(self) -> None:
         due = pending(self.state)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Holder, Journal
@@ -34,7 +35,8 @@ async def replay(journal: Journal) -> CoordinatorState:
 
 def summary_of(state: CoordinatorState) -> str:
     """What people see of every run, the workers, and what is due, as JSON."""
-    runs = [run_info(state, run, lambda _: "", 0.0) for _, run in sorted(state.runs.items())]
+    world = world_of(state)
+    runs = [run_info(world, run, lambda _: "", 0.0) for _, run in sorted(state.runs.items())]
     workers = {each.member.worker_id: each.is_alive for each in state.workers.values()}
     due = sorted(type(effect).__name__ for effect in pending(state))
     summary = {"runs": [MessageToDict(run) for run in runs], "workers": workers, "due": due}

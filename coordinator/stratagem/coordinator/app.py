@@ -21,6 +21,7 @@ from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.decide import parties_of
+from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
     Fact,
     Member,
@@ -32,7 +33,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.pending import live_blobs, pending, pending_of
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.env import Env
@@ -43,6 +44,7 @@ from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.loop import Committed, Loop
+from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.profiles import Profiles
 from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of, phase_then
@@ -53,6 +55,9 @@ from stratagem.coordinator.supervisor import Supervisor
 
 BLOB_GRACE_S = 600.0
 """A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
+
+COLLECT_PAUSE_S = 5.0
+"""Collecting looks at every blob there is, however many runs commit meanwhile."""
 
 log = structlog.get_logger()
 
@@ -82,6 +87,7 @@ class App:
             settings=settings,
             yield_slots=self.supervisor.yield_slots,
         )
+        self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
         self._chores: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -108,7 +114,7 @@ class App:
         workers = self.loop.state.workers.values()
         self.leases.grant(worker.member for worker in workers if worker.is_alive)
         self.supervisor.reconcile(pending(self.loop.state))
-        self._do(self._collect_blobs())
+        self._do(self._collecting.ask())
         self._do(self._in_thread(self._clean_spool))
         try:
             async with asyncio.TaskGroup() as group:
@@ -140,9 +146,13 @@ class App:
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact)
         self.barriers.drop_stale()
-        for link in self.links.drop_lost(self.loop.state):
-            self._do(link.close())
-        self.supervisor.reconcile(pending(self.loop.state))
+        changed = {item.entry.run_id for item in facts}
+        if CLUSTER in changed:
+            for link in self.links.drop_lost(self.loop.state):
+                self._do(link.close())
+        runs = self.loop.state.runs
+        due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
+        self.supervisor.reconcile(frozenset[Effect]().union(*due), changed)
 
     def _show(self, facts: list[Committed]) -> None:
         """Give watchers the events; only the newest one of a run carries its present phase."""
@@ -154,7 +164,7 @@ class App:
                 continue
             is_newest = item.index == run.num_facts - 1
             fact = item.entry.fact
-            phase = phase_of(self.loop.state, run) if is_newest else phase_then(fact)
+            phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
             event = Event(item.index, item.wall_s, fact, phase)
             self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
 
@@ -164,7 +174,7 @@ class App:
         run = self.loop.state.runs.get(run_id)
         if run is None:
             return []
-        now = phase_of(self.loop.state, run)
+        now = phase_of(self.loop.world, run)
         return [
             Event(
                 item.index,
@@ -188,7 +198,7 @@ class App:
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():
                 self._empty_spool(run_id, fact)
-                self._do(self._collect_blobs())
+                self._do(self._collecting.ask())
             case RunCompleted():
                 self._delete_updates(run_id)
             case RunDeleted():
@@ -196,7 +206,7 @@ class App:
                 self.logs.delete(run_id)
                 self.profiles.delete(run_id)
                 self._delete_updates(run_id)
-                self._do(self._collect_blobs())
+                self._do(self._collecting.ask())
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
 

@@ -28,11 +28,11 @@ from stratagem.common.errors import (
 from stratagem.common.ids import RunId
 from stratagem.common.metrics.definition import Durations
 from stratagem.coordinator.clock import LeaderClock
+from stratagem.coordinator.core.agenda import Agenda
 from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
-from stratagem.coordinator.core.decide import decide, settle
+from stratagem.coordinator.core.decide import decide, world_of
 from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunDeleted, decode, encode
-from stratagem.coordinator.core.pending import next_deadline
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Journal, Lead, Record
@@ -88,6 +88,9 @@ class Loop:
     ) -> None:
         """on_change is told of every batch after it is durable and applied, on the event loop."""
         self.state = CoordinatorState()
+        self._agenda = Agenda(self.state)
+        self.world = self._agenda.world
+        """What strategies may look at, of the same state."""
         self.term = lead.term
         self.clock = LeaderClock(lead.last_time_s)
         self._journal = journal
@@ -121,9 +124,12 @@ class Loop:
                 if isinstance(item.entry.fact, RunDeleted):
                     deleted.add(run_id)
             num_facts += len(facts)
+            self.world = world_of(self.state)
             show(facts)
         for run_id in deleted:
             await self._forget(run_id)
+        self._agenda = Agenda(self.state)
+        self.world = self._agenda.world
         log.info("journal replayed", facts=num_facts, runs=len(self.state.runs), term=self.term)
 
     async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
@@ -184,12 +190,17 @@ class Loop:
         now_s = self.clock.now()
         for entry in decision:
             self._add(batch, entry, now_s)
-        for entry in settle(batch.state, now_s):
+
+        def add(entry: Entry) -> CoordinatorState:
             self._add(batch, entry, now_s)
+            return batch.state
+
+        self._agenda.settle(batch.state, now_s, add)
         batch.answers.append((ask, decision))
 
     def _add(self, batch: _Batch, entry: Entry, now_s: float) -> None:
         batch.state = apply(batch.state, entry.run_id, entry.fact, now_s)
+        self._agenda.note(batch.state, entry.run_id)
         index = batch.seqs.get(entry.run_id, 0)
         batch.seqs[entry.run_id] = index + 1
         batch.committed.append(Committed(entry, index, now_s, time.time()))
@@ -205,7 +216,7 @@ class Loop:
             if isinstance(item.entry.fact, RunDeleted):
                 await self._forget(item.entry.run_id)
                 batch.seqs.pop(item.entry.run_id, None)
-        self.state = batch.state
+        self.state, self.world = batch.state, self._agenda.world
         self._seqs = batch.seqs
         for item in batch.committed:
             fact = item.entry.fact
@@ -225,7 +236,7 @@ class Loop:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        deadline_s = next_deadline(self.state)
+        deadline_s = self._agenda.next_deadline
         if deadline_s is not None:
             delay_s = max(0.0, deadline_s - self.clock.now()) + 0.001
             loop = asyncio.get_running_loop()

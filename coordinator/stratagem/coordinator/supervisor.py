@@ -7,12 +7,13 @@ catch every exception, because a failing effect must be reported and tried again
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
 from stratagem.common.errors import StratagemError
+from stratagem.common.ids import RunId
 from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
@@ -29,6 +30,8 @@ class Supervisor:
     def __init__(self, perform: Callable[[Effect], Awaitable[None]]) -> None:
         self._perform = perform
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
+        self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
+        """The effects that have a task."""
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
         self.num_failures: Counter[str] = Counter()
@@ -44,14 +47,20 @@ class Supervisor:
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
 
-    def reconcile(self, effects: frozenset[Effect]) -> None:
-        """Make what runs equal to what is due."""
-        ended = [effect for effect in self._tasks if effect not in effects]
+    def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
+        """Make what runs equal to what is due: these effects, all there are of some runs or, with
+        None, of all."""
+        concerned = self._of_run if of is None else set(of)
+        running = [each for run_id in concerned for each in self._of_run.get(run_id, ())]
+        ended = [effect for effect in running if effect not in effects]
         for effect in ended:
-            self._tasks.pop(effect).cancel()
-        self._yielded &= self._tasks.keys()
+            self._stop(effect)
         known = {request.key for request in self._waiting}
-        self._waiting = [request for request in self._waiting if request.key in effects]
+        self._waiting = [
+            request
+            for request in self._waiting
+            if request.key in effects or (of is not None and request.key.run_id not in concerned)
+        ]
         new = [e for e in effects if e not in self._tasks and e not in known]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
             self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
@@ -67,6 +76,7 @@ class Supervisor:
         """Cancel everything and wait for it."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
+        self._of_run.clear()
         self._waiting.clear()
         for task in tasks:
             task.cancel()
@@ -84,6 +94,8 @@ class Supervisor:
             self._waiting.append(request)
 
     def _start_granted(self) -> None:
+        if not self._waiting:
+            return
         busy = self._tasks.keys() - self._yielded
         taken = [slot for effect in busy for slot in slots(effect)]
         granted = grant(self._waiting, taken)
@@ -94,6 +106,14 @@ class Supervisor:
     def _start(self, effect: Effect) -> None:
         name = f"{type(effect).__name__} {effect.run_id}"
         self._tasks[effect] = asyncio.create_task(self._persist(effect), name=name)
+        self._of_run[effect.run_id].add(effect)
+
+    def _stop(self, effect: Effect) -> None:
+        self._tasks.pop(effect).cancel()
+        self._yielded.discard(effect)
+        self._of_run[effect.run_id].discard(effect)
+        if not self._of_run[effect.run_id]:
+            del self._of_run[effect.run_id]
 
     async def _persist(self, effect: Effect) -> None:
         delay_s = FIRST_RETRY_S

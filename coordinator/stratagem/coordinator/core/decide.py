@@ -105,12 +105,12 @@ def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
     for run_id, run in state.runs.items():
         if run.ended is not None:
             continue
-        fact = _ask(run, world, now_s)
+        fact = ask(run, world, now_s)
         if fact is not None:
-            yield Entry(run_id, fact, _key(fact))
+            yield Entry(run_id, fact, key_of(fact))
 
 
-def _ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
+def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
     """The strategy's next decision. One that raises fails its own run, never the coordinator."""
     try:
         return strategy_of(run.job).decide(run.job, run.value, world, now_s)
@@ -118,7 +118,7 @@ def _ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
         return RunFailed(reason=f"the strategy raised {type(error).__name__}: {error}")
 
 
-def _key(fact: Fact) -> str | None:
+def key_of(fact: Fact) -> str | None:
     """Idempotency keys of facts that must not happen twice."""
     match fact:
         case MembersFormed():
@@ -155,7 +155,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         by=command.by,
         traceparent=command.traceparent,
     )
-    return (Entry(command.run_id, fact, _key(fact)),)
+    return (Entry(command.run_id, fact, key_of(fact)),)
 
 
 def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
@@ -257,7 +257,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
     reason = strategy_of(run.job).is_welcome(run.job, run.value, command.fact)
     if reason:
         return _refuse(RefusalKind.STALE, reason)
-    return (Entry(command.run_id, command.fact, _key(command.fact)),)
+    return (Entry(command.run_id, command.fact, key_of(command.fact)),)
 
 
 def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:
@@ -268,7 +268,7 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ..
     if found is None or found.membership != command.membership or not found.members:
         return ()
     fact = strategy_of(run.job).reform(run.value, command.party, command.reason)
-    return () if fact is None else (Entry(command.run_id, fact, _key(fact)),)
+    return () if fact is None else (Entry(command.run_id, fact, key_of(fact)),)
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from stratagem.common.ids import Digest, RunId, WorkerId
@@ -83,7 +84,7 @@ class CoordinatorState:
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class World:
     """What a strategy may look at beside its own run when it decides."""
 
@@ -93,10 +94,14 @@ class World:
 
     def usable(self) -> list[WorkerRecord]:
         """Alive, not draining; the least loaded first, then by name."""
+        return list(self._usable)
+
+    @cached_property
+    def _usable(self) -> tuple[WorkerRecord, ...]:
+        """Sorted once, for all runs that ask."""
         found = [record for record in self.workers.values() if record.is_usable]
-        return sorted(
-            found, key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id)
-        )
+        found.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
+        return tuple(found)
 
     def holds(self, member: Member) -> bool:
         """True while exactly this start of the worker is alive and not draining."""

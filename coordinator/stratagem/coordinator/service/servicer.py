@@ -99,7 +99,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 if isinstance(item, Event):
                     yield pb.WatchRunResponse(event=views.event(item))
                 elif (run := self._app.loop.state.runs.get(run_id)) is not None:
-                    progress = views.progress(self._app.loop.state, run, item)
+                    progress = views.progress(self._app.loop.world, run, item)
                     yield pb.WatchRunResponse(progress=progress)
 
     async def CancelRun(
@@ -159,12 +159,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
-        state = self._app.loop.state
-        workers = sorted(state.workers.values(), key=lambda worker: worker.member.worker_id)
-        silent = self._app.leases.silent_s
-        return pb.ListWorkersResponse(
-            workers=[views.worker_info(state, w, silent(w.member)) for w in workers]
-        )
+        infos = views.worker_infos(self._app.loop.state, self._app.leases.silent_s)
+        return pb.ListWorkersResponse(workers=infos)
 
     # ---- workers ----
 
@@ -261,7 +257,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _info(self, run: RunRecord) -> pb.RunInfo:
         app = self._app
         last_wall_s = app.feed.last_wall_s(run.run_id)
-        return views.run_info(app.loop.state, run, app.path_of, last_wall_s)
+        return views.run_info(app.loop.world, run, app.path_of, last_wall_s)
 
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers

@@ -1,14 +1,15 @@
 """State as protobuf, for answers. Shows what is; decides nothing."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
-from stratagem.common.ids import Digest
+from stratagem.common.ids import Digest, RunId
 from stratagem.common.strategy import describe
-from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.facts import (
     Capability,
     ErrorRecord,
     Fact,
+    Member,
     RunCancelled,
     RunCompleted,
     RunFailed,
@@ -20,6 +21,7 @@ from stratagem.coordinator.core.state import (
     RunPhase,
     RunRecord,
     WorkerRecord,
+    World,
     best_commit,
     retained,
 )
@@ -34,14 +36,14 @@ Paths = Callable[[Digest], str]
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
-def outlook_of(state: CoordinatorState, run: RunRecord) -> Outlook:
+def outlook_of(world: World, run: RunRecord) -> Outlook:
     """How a run stands."""
-    return strategy_of(run.job).outlook(run.job, run.value, world_of(state))
+    return strategy_of(run.job).outlook(run.job, run.value, world)
 
 
-def phase_of(state: CoordinatorState, run: RunRecord) -> RunPhase:
+def phase_of(world: World, run: RunRecord) -> RunPhase:
     """The phase of a run: how it ended, else what its strategy says."""
-    return run.ended or outlook_of(state, run).phase
+    return run.ended or outlook_of(world, run).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:
@@ -58,10 +60,10 @@ def phase_then(fact: Fact) -> RunPhase:
 
 
 def run_info(
-    state: CoordinatorState, run: RunRecord, paths: Paths, last_wall_s: float
+    world: World, run: RunRecord, paths: Paths, last_wall_s: float
 ) -> coordinator_pb2.RunInfo:
     """One run; last_wall_s is when its newest event happened."""
-    outlook = outlook_of(state, run)
+    outlook = outlook_of(world, run)
     return coordinator_pb2.RunInfo(
         run_id=run.run_id,
         name=run.job.name,
@@ -83,7 +85,7 @@ def run_info(
         event_index=max(run.num_facts - 1, 0),
         engine=run.engine,
         reproducible=run.is_reproducible,
-        data_plane=_data_plane(state, outlook),
+        data_plane=_data_plane(world, outlook),
         submitted_by=run.submitted_by,
     )
 
@@ -100,11 +102,9 @@ def event(item: Event) -> coordinator_pb2.RunEvent:
     )
 
 
-def progress(
-    state: CoordinatorState, run: RunRecord, item: Progress
-) -> coordinator_pb2.RunProgress:
+def progress(world: World, run: RunRecord, item: Progress) -> coordinator_pb2.RunProgress:
     """The latest progress."""
-    outlook = outlook_of(state, run)
+    outlook = outlook_of(world, run)
     return coordinator_pb2.RunProgress(
         step=max(item.step, outlook.step),
         num_steps=outlook.num_steps,
@@ -122,15 +122,22 @@ def progress(
     )
 
 
-def worker_info(
-    state: CoordinatorState, worker: WorkerRecord, silent_s: float | None
+def worker_infos(
+    state: CoordinatorState, silent_s: Callable[[Member], float | None]
+) -> list[coordinator_pb2.WorkerInfo]:
+    """All workers, by name; silent_s: seconds since the last beat of one, if it holds a lease."""
+    runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
+    for run in state.runs.values():
+        if run.ended is None:
+            for member in run.touched:
+                runs_of[member].append(run.run_id)
+    workers = sorted(state.workers.values(), key=lambda worker: worker.member.worker_id)
+    return [_worker_info(w, silent_s(w.member), runs_of.get(w.member, ())) for w in workers]
+
+
+def _worker_info(
+    worker: WorkerRecord, silent_s: float | None, runs: Sequence[RunId]
 ) -> coordinator_pb2.WorkerInfo:
-    """One worker."""
-    runs = [
-        run.run_id
-        for run in state.runs.values()
-        if run.ended is None and worker.member in run.touched
-    ]
     return coordinator_pb2.WorkerInfo(
         worker_id=worker.member.worker_id,
         incarnation=worker.member.incarnation,
@@ -158,9 +165,9 @@ def capability(proto: types_pb2.Capability) -> Capability:
     )
 
 
-def _data_plane(state: CoordinatorState, outlook: Outlook) -> str:
+def _data_plane(world: World, outlook: Outlook) -> str:
     """Of the workers that a run has now: tls only if all of them say so."""
-    workers = [state.workers.get(member.worker_id) for member in outlook.members]
+    workers = [world.workers.get(member.worker_id) for member in outlook.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""
 

@@ -65,6 +65,8 @@ def _joining(
     if shape.is_sole_copy and run.finished and alive == run.members:
         # They would return the party to its last commit: let them wait until there is a new one.
         return ()
+    if len(alive) >= shape.num_shards:
+        return ()
     spare = [
         worker for worker in eligible(job, world, run.fingerprint) if worker.member not in alive
     ]

@@ -1,0 +1,30 @@
+"""A chore that many ask for, done once for all that ask meanwhile, and not too often."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+class Paced:
+    """Lives on the event loop."""
+
+    def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        """pause_s: from the end of one time to the beginning of the next."""
+        self._chore = chore
+        self._pause_s = pause_s
+        self._is_asked = False
+        self._next_s = time.monotonic()
+        self._lock = asyncio.Lock()
+
+    async def ask(self) -> None:
+        """Have it done, beginning after this call; returns at once when that is due anyway."""
+        if self._is_asked:
+            return
+        self._is_asked = True
+        async with self._lock:
+            await asyncio.sleep(max(0.0, self._next_s - time.monotonic()))
+            self._is_asked = False
+            try:
+                await self._chore()
+            finally:
+                self._next_s = time.monotonic() + self._pause_s
