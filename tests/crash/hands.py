@@ -49,9 +49,11 @@ class Hands:
     coordinator_flags: tuple[str, ...]
     processes: list[Process] = field(default_factory=list)
 
-    def coordinator(self, name: str, listen: str = "127.0.0.1:0") -> Process:
-        """A coordinator on the one data folder."""
-        flags = ("--listen", listen, "--data-dir", str(self.folder / "data"), "--name", name)
+    def coordinator(
+        self, name: str, listen: str = "127.0.0.1:0", data_dir: str = "data"
+    ) -> Process:
+        """A coordinator on the one data folder, unless it has one of its own."""
+        flags = ("--listen", listen, "--data-dir", str(self.folder / data_dir), "--name", name)
         return self._start(name, "stratagem.coordinator", *flags, *self.coordinator_flags)
 
     def worker(self, name: str, coordinator: str) -> Process:
