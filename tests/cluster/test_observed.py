@@ -1,12 +1,15 @@
 """What processes that train tell those who watch over them."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from stratagem.client.doctor import Level, examine
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
+from stratagem.common.rpc.channel import PLAINTEXT
 from tests.cluster.jobs import data_parallel, federated, job
 from tests.metrics.scrape import Scraped, labelled, scrape_from_outside
 
@@ -96,3 +99,12 @@ def test_every_line_about_a_run_says_which_and_where(
     assert {line["round"] for line in ended if line["plan"] == "client_round"} == {1, 2, 3}
     meshes = [line for name in names[1:] for line in lines[name] if line["event"] == "mesh"]
     assert {line["run_id"] for line in meshes} >= {trained.run_id}
+
+
+def test_the_doctor_finds_all_of_a_cluster_well(exact_cluster: LocalCluster) -> None:
+    findings = asyncio.run(examine(exact_cluster.address, PLAINTEXT))
+    assert [each for each in findings if each.level is Level.FAIL] == []
+    checks = {(each.check, each.about) for each in findings}
+    for name in (f"worker-{number}" for number in range(NUM_WORKERS)):
+        assert {(check, name) for check in ("worker", "clock", "torch", "peers", "fsync")} <= checks
+    assert {("disk", "coordinator"), ("numerics", "workers"), ("versions", "torch")} <= checks

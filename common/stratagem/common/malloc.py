@@ -22,8 +22,22 @@ _VALUES: Final = (
 )
 
 
+_said = "malloc: never tuned in this process"
+
+
+def said() -> str:
+    """What `tune_malloc` has done in this process."""
+    return _said
+
+
 def tune_malloc() -> str:
     """Set the four values, unless the operator has an opinion; says for the log what was done."""
+    global _said
+    _said = _tuned()
+    return _said
+
+
+def _tuned() -> str:
     if os.environ.get(SWITCH, "").lower() == "off":
         return f"malloc: left alone, {SWITCH}=off"
     own = sorted(name for name in os.environ if name.startswith("MALLOC_") or name == "LD_PRELOAD")

@@ -902,6 +902,93 @@ class ListWorkersResponse(_message.Message):
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 
 @_typing.final
+class DiagnoseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseRequest: _TypeAlias = DiagnoseRequest  # noqa: Y015
+
+@_typing.final
+class DiagnoseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    time_s: _builtins.float
+    """Wall clock, in seconds since 1970."""
+    term: _builtins.int
+    @_builtins.property
+    def environment(self) -> _types_pb2.Environment: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDiagnosis]: ...
+    def __init__(
+        self,
+        *,
+        environment: _types_pb2.Environment | None = ...,
+        time_s: _builtins.float = ...,
+        term: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerDiagnosis] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "term", b"term", "time_s", b"time_s", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseResponse: _TypeAlias = DiagnoseResponse  # noqa: Y015
+
+@_typing.final
+class WorkerDiagnosis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    CLOCK_OFFSET_S_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    problem: _builtins.str
+    """Why it does not answer; empty when it does."""
+    round_trip_s: _builtins.float
+    clock_offset_s: _builtins.float
+    """What to add to its clock to have the coordinator's; wrong by at most half the round trip."""
+    @_builtins.property
+    def info(self) -> Global___WorkerInfo: ...
+    @_builtins.property
+    def environment(self) -> _types_pb2.Environment: ...
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PeerProbe]:
+        """Of some fellow workers."""
+
+    def __init__(
+        self,
+        *,
+        info: Global___WorkerInfo | None = ...,
+        problem: _builtins.str = ...,
+        round_trip_s: _builtins.float = ...,
+        clock_offset_s: _builtins.float = ...,
+        environment: _types_pb2.Environment | None = ...,
+        probes: _abc.Iterable[_types_pb2.PeerProbe] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_offset_s", b"clock_offset_s", "environment", b"environment", "info", b"info", "probes", b"probes", "problem", b"problem", "round_trip_s", b"round_trip_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerDiagnosis: _TypeAlias = WorkerDiagnosis  # noqa: Y015
+
+@_typing.final
 class WorkerInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

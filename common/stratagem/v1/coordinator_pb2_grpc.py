@@ -95,6 +95,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/stratagem.v1.CoordinatorService/Diagnose',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
         self.RegisterWorker = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/RegisterWorker',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RegisterWorkerRequest.SerializeToString,
@@ -216,6 +221,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Diagnose(self, request, context):
+        """What coordinator and workers find around themselves, and whether they reach each other. Measured
+        now, one caller after the other, which takes up to some seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterWorker(self, request, context):
         """---- called by workers ----
 
@@ -314,6 +327,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DiagnoseRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.DiagnoseResponse.SerializeToString,
             ),
             'RegisterWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterWorker,
@@ -661,6 +679,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/ListWorkers',
             stratagem_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/Diagnose',
+            stratagem_dot_v1_dot_coordinator__pb2.DiagnoseRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.DiagnoseResponse.FromString,
             options,
             channel_credentials,
             insecure,

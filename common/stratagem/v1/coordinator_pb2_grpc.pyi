@@ -92,6 +92,10 @@ class CoordinatorServiceStub:
     """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
     """The workers that are registered, alive or not."""
+    Diagnose: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]
+    """What coordinator and workers find around themselves, and whether they reach each other. Measured
+    now, one caller after the other, which takes up to some seconds.
+    """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerResponse]
     """---- called by workers ----
 
@@ -161,6 +165,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers that are registered, alive or not."""
+    Diagnose: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]  # type: ignore[assignment]
+    """What coordinator and workers find around themselves, and whether they reach each other. Measured
+    now, one caller after the other, which takes up to some seconds.
+    """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
     """---- called by workers ----
 
@@ -299,6 +307,16 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
         """The workers that are registered, alive or not."""
+
+    @_abc_1.abstractmethod
+    def Diagnose(
+        self,
+        request: _coordinator_pb2.DiagnoseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DiagnoseResponse, _abc.Awaitable[_coordinator_pb2.DiagnoseResponse]]:
+        """What coordinator and workers find around themselves, and whether they reach each other. Measured
+        now, one caller after the other, which takes up to some seconds.
+        """
 
     @_abc_1.abstractmethod
     def RegisterWorker(

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stratagem/v1/types.proto\x12\x0cstratagem.v1\";\n\nSessionRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05party\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\r\")\n\x05\x46\x65nce\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x12\n\nmembership\x18\x02 \x01(\x04\"b\n\tUserError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\"\xce\x01\n\nCapability\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x04 \x01(\r\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x1c\n\x14numerics_description\x18\x06 \x01(\t\x12\x12\n\nlocal_data\x18\x07 \x03(\t\x12\x0c\n\x04tags\x18\x08 \x03(\t\x12\x12\n\ndata_plane\x18\t \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stratagem/v1/types.proto\x12\x0cstratagem.v1\";\n\nSessionRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05party\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\r\")\n\x05\x46\x65nce\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x12\n\nmembership\x18\x02 \x01(\x04\"b\n\tUserError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\"\xce\x01\n\nCapability\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x04 \x01(\r\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\t\x12\x1c\n\x14numerics_description\x18\x06 \x01(\t\x12\x12\n\nlocal_data\x18\x07 \x03(\t\x12\x0c\n\x04tags\x18\x08 \x03(\t\x12\x12\n\ndata_plane\x18\t \x01(\t\"\x8f\x03\n\x0b\x45nvironment\x12\x39\n\x08packages\x18\x01 \x03(\x0b\x32\'.stratagem.v1.Environment.PackagesEntry\x12\x18\n\x10open_files_limit\x18\x02 \x01(\x04\x12\x0e\n\x06malloc\x18\x03 \x01(\t\x12\x1b\n\x13shared_memory_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x61ta_dir\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x61ta_free_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64\x61ta_total_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07\x66sync_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x63\x65rtificate\x18\t \x01(\t\x12\x1d\n\x15\x63\x65rtificate_expires_s\x18\n \x01(\x01\x12\x1b\n\x13\x63\x65rtificate_problem\x18\x0b \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x0c \x03(\t\x12\x14\n\x0c\x63uda_devices\x18\r \x03(\t\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\tPeerProbe\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x14\n\x0cround_trip_s\x18\x04 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stratagem.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ENVIRONMENT_PACKAGESENTRY']._loaded_options = None
+  _globals['_ENVIRONMENT_PACKAGESENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONREF']._serialized_start=42
   _globals['_SESSIONREF']._serialized_end=101
   _globals['_FENCE']._serialized_start=103
@@ -39,4 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USERERROR']._serialized_end=244
   _globals['_CAPABILITY']._serialized_start=247
   _globals['_CAPABILITY']._serialized_end=453
+  _globals['_ENVIRONMENT']._serialized_start=456
+  _globals['_ENVIRONMENT']._serialized_end=855
+  _globals['_ENVIRONMENT_PACKAGESENTRY']._serialized_start=808
+  _globals['_ENVIRONMENT_PACKAGESENTRY']._serialized_end=855
+  _globals['_PEERPROBE']._serialized_start=857
+  _globals['_PEERPROBE']._serialized_end=943
 # @@protoc_insertion_point(module_scope)

@@ -178,3 +178,125 @@ class Capability(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
+
+@_typing.final
+class Environment(_message.Message):
+    """What a process finds around itself; see `stratagem doctor`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PackagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PACKAGES_FIELD_NUMBER: _builtins.int
+    OPEN_FILES_LIMIT_FIELD_NUMBER: _builtins.int
+    MALLOC_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_DIR_FIELD_NUMBER: _builtins.int
+    DATA_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FSYNC_S_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_S_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_PROBLEM_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
+    CUDA_DEVICES_FIELD_NUMBER: _builtins.int
+    open_files_limit: _builtins.int
+    malloc: _builtins.str
+    """What was done to the allocator."""
+    shared_memory_bytes: _builtins.int
+    """Free in /dev/shm."""
+    data_dir: _builtins.str
+    """Where it keeps what must last; empty when it keeps nothing."""
+    data_free_bytes: _builtins.int
+    data_total_bytes: _builtins.int
+    fsync_s: _builtins.float
+    """Median time to have a small block on that disk."""
+    certificate: _builtins.str
+    """Whose certificate it shows, until when (seconds since 1970), or why it cannot be used."""
+    certificate_expires_s: _builtins.float
+    certificate_problem: _builtins.str
+    @_builtins.property
+    def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Versions of installed packages, and of "python"."""
+
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What torch can exchange with: "gloo", "nccl"."""
+
+    @_builtins.property
+    def cuda_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """CUDA devices that torch sees."""
+
+    def __init__(
+        self,
+        *,
+        packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        open_files_limit: _builtins.int = ...,
+        malloc: _builtins.str = ...,
+        shared_memory_bytes: _builtins.int = ...,
+        data_dir: _builtins.str = ...,
+        data_free_bytes: _builtins.int = ...,
+        data_total_bytes: _builtins.int = ...,
+        fsync_s: _builtins.float = ...,
+        certificate: _builtins.str = ...,
+        certificate_expires_s: _builtins.float = ...,
+        certificate_problem: _builtins.str = ...,
+        backends: _abc.Iterable[_builtins.str] | None = ...,
+        cuda_devices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "certificate", b"certificate", "certificate_expires_s", b"certificate_expires_s", "certificate_problem", b"certificate_problem", "cuda_devices", b"cuda_devices", "data_dir", b"data_dir", "data_free_bytes", b"data_free_bytes", "data_total_bytes", b"data_total_bytes", "fsync_s", b"fsync_s", "malloc", b"malloc", "open_files_limit", b"open_files_limit", "packages", b"packages", "shared_memory_bytes", b"shared_memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Environment: _TypeAlias = Environment  # noqa: Y015
+
+@_typing.final
+class PeerProbe(_message.Message):
+    """Whether one worker reaches another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    problem: _builtins.str
+    """Why not; empty when somebody answers there."""
+    round_trip_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        round_trip_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "problem", b"problem", "round_trip_s", b"round_trip_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerProbe: _TypeAlias = PeerProbe  # noqa: Y015

@@ -1338,12 +1338,23 @@ Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    with_environment: _builtins.bool
+    """Also measure and answer `environment`."""
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PeerProbe]:
+        """Also try to reach these; worker_id and address are set."""
+
     def __init__(
         self,
+        *,
+        with_environment: _builtins.bool = ...,
+        probes: _abc.Iterable[_types_pb2.PeerProbe] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "with_environment", b"with_environment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1357,12 +1368,23 @@ class DescribeResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
+    time_s: _builtins.float
+    """The worker's wall clock, in seconds since 1970."""
     @_builtins.property
     def capability(self) -> _types_pb2.Capability: ...
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]: ...
+    @_builtins.property
+    def environment(self) -> _types_pb2.Environment:
+        """As asked for."""
+
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PeerProbe]: ...
     def __init__(
         self,
         *,
@@ -1370,10 +1392,13 @@ class DescribeResponse(_message.Message):
         incarnation: _builtins.str = ...,
         capability: _types_pb2.Capability | None = ...,
         sessions: _abc.Iterable[Global___SessionInfo] | None = ...,
+        environment: _types_pb2.Environment | None = ...,
+        probes: _abc.Iterable[_types_pb2.PeerProbe] | None = ...,
+        time_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "incarnation", b"incarnation", "sessions", b"sessions", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "environment", b"environment", "incarnation", b"incarnation", "probes", b"probes", "sessions", b"sessions", "time_s", b"time_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import (
+    doctor_commands,
     identity_commands,
     planning_commands,
     query_commands,
@@ -44,6 +45,7 @@ app.command()(with_proof(query_commands.stop))
 app.command()(with_proof(run_commands.resume))
 app.command()(with_proof(query_commands.download))
 app.command()(with_proof(query_commands.workers))
+app.command()(with_proof(doctor_commands.doctor))
 app.command()(planning_commands.estimate)
 app.command()(planning_commands.recommend)
 app.command()(server_commands.up)

@@ -50,6 +50,7 @@ TABLE: Final[Mapping[str, tuple[Who, ...]]] = {
     f"{_COORDINATOR}UploadData": (Scope.SUBMIT,),
     f"{_COORDINATOR}TailLogs": (Scope.READ,),
     f"{_COORDINATOR}ListWorkers": (Scope.READ,),
+    f"{_COORDINATOR}Diagnose": (Scope.READ,),
     # Workers, each for itself, which the service checks.
     f"{_COORDINATOR}RegisterWorker": (Role.WORKER,),
     f"{_COORDINATOR}Heartbeat": (Role.WORKER,),

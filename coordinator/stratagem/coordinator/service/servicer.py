@@ -44,6 +44,7 @@ from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.feed import Event
 from stratagem.coordinator.run_logs import Line
 from stratagem.coordinator.service import streams, views
+from stratagem.coordinator.service.diagnosis import diagnose
 from stratagem.coordinator.service.limits import (
     Places,
     check_address,
@@ -64,6 +65,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._app = app
         self._uploads = streams.Uploads(app)
         self._watchers = Places("max_watchers", app.settings.max_watchers)
+        self._diagnosis = asyncio.Lock()
 
     # ---- clients ----
 
@@ -161,6 +163,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.ListWorkersResponse:
         infos = views.worker_infos(self._app.loop.state, self._app.leases.silent_s)
         return pb.ListWorkersResponse(workers=infos)
+
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
+        async with self._diagnosis:
+            return await diagnose(self._app)
 
     # ---- workers ----
 

@@ -1,0 +1,68 @@
+"""What this worker finds around itself, and which fellow workers it reaches (`stratagem doctor`).
+
+Measured when the coordinator asks. A fellow worker is reached as soon as anything answers at its
+address, be it a refusal: only the coordinator may ask it more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+import torch
+import torch.distributed as dist
+
+from stratagem.common.environment import environment_of
+from stratagem.common.errors import StratagemError
+from stratagem.common.rpc.channel import open_channel
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+from stratagem.worker.work import Host
+
+PROBE_TIMEOUT_S: Final = 3.0
+_ANSWERS: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+async def diagnosis(
+    host: Host, probes: Iterable[types_pb2.PeerProbe]
+) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
+    """The environment, and what became of each probe."""
+    measuring = asyncio.create_task(asyncio.to_thread(_environment, host))
+    probed = await asyncio.gather(*(_probe(host, each) for each in probes))
+    return await measuring, probed
+
+
+def _environment(host: Host) -> types_pb2.Environment:
+    found = environment_of(host.blobs.data_dir, ("torch", "safetensors"), host.hub.proof.tls)
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    if dist.is_available():
+        found.backends.extend(name for name, is_there in available.items() if is_there())
+    if torch.cuda.is_available():
+        names = (torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count()))
+        found.cuda_devices.extend(names)
+    return found
+
+
+async def _probe(host: Host, probe: types_pb2.PeerProbe) -> types_pb2.PeerProbe:
+    answer = types_pb2.PeerProbe(worker_id=probe.worker_id, address=probe.address)
+    began_s = time.perf_counter()
+    try:
+        async with open_channel(
+            probe.address, host.hub.proof, to_worker=probe.worker_id, own_connection=True
+        ) as channel:
+            described = await WorkerServiceStub(channel).Describe(
+                pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S
+            )
+        if described.worker_id != probe.worker_id:
+            answer.problem = f"worker {described.worker_id} answers there"
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in _ANSWERS:
+            answer.problem = f"{error.code().name}: {error.details()}"
+    except StratagemError as error:
+        answer.problem = str(error)
+    answer.round_trip_s = time.perf_counter() - began_s
+    return answer
