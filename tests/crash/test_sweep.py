@@ -157,7 +157,6 @@ SAMPLE = (
     Case("Pipelines", "worker-2", "worker.stages.before_backward", 6),
     Case("Local", "worker-0", "worker.snapshot.taken", 5),
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
-    Case("Evaluation", "worker-2", "worker.batch.evaluated", 1),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
     Case("FedAvg", "worker-0", "worker.round.trained"),
     # Between the two slots of the first round and its state.

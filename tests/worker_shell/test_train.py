@@ -17,6 +17,7 @@ from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.reference import sharded_loop
+from tests.worker_shell.gate import Gate
 from tests.worker_shell.rig import Rig, Worker
 from tests.worker_shell.saying import (
     Plan,
@@ -116,6 +117,42 @@ async def test_two_workers_equal_the_sharded_loop(
     for worker in (w0, w1):
         tensors, _ = await fetch(worker, run_id, 2)
         assert_same_bits(model_of(tensors), reference(spec, 2, 10))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("mode", "is_suspected"), [("Eager", True), ("Lazy", False)])
+async def test_a_member_that_compiles_is_waited_for(
+    own_rig: Rig, mode: str, is_suspected: bool
+) -> None:
+    """One member stands in the first pass over its model for longer than the others wait for an
+    exchange; where code is compiled that pass is part of it."""
+    gate, coordinator = Gate(own_rig.directory), own_rig.coordinator
+    run_id, spec = "compiling", job("gated", gate.kwargs, execution={"mode": mode})
+    patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "1", "TORCHDYNAMO_DISABLE": "1"}
+    a, b = await asyncio.gather(
+        own_rig.start("a", **patience, STRATAGEM_TEST_NO_GATE="1"), own_rig.start("b", **patience)
+    )
+    coordinator.sizes |= {(run_id, 1): 2, (run_id, 2): 2}
+    base = await base_of(a, run_id, spec)
+    plan = Plan(run_id, spec, base, to_step=2)
+    both = [
+        asyncio.create_task(attend(worker, plan.request([a, b], rank), base))
+        for rank, worker in enumerate((a, b))
+    ]
+    await gate.arrived()
+    suspicion = asyncio.create_task(coordinator.wait(lambda: coordinator.suspects))
+    done, _ = await asyncio.wait([suspicion], timeout=None if is_suspected else 3.0)
+    assert bool(done) is is_suspected
+    gate.open()
+    await gate.leave()
+    suspicion.cancel()
+    if is_suspected:
+        for task in both:
+            task.cancel()
+        return
+    results = [(await task).result.train for task in both]
+    assert [(result.step, result.num_redone_steps) for result in results] == [(2, 0)] * 2
+    assert results[0].state_fingerprint == results[1].state_fingerprint
 
 
 @pytest.mark.parametrize(

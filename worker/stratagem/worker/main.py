@@ -259,6 +259,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         local_data=settings.local_data,
         data_roots=settings.data_roots,
         exchange_timeout_s=settings.exchange_timeout_s,
+        compile_timeout_s=settings.compile_timeout_s,
         mesh=mesh,
         activations=ActivationStore(settings.activation_store),
         hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),

@@ -323,7 +323,7 @@ def _offer(work: Work, view: PartyView) -> None:
 def _exchange(
     work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | SharedGroup | None
 ) -> Exchange | AloneExchange:
-    holding, deadline_s = work.holding, work.host.exchange_timeout_s
+    holding, deadline_s = work.holding, work.exchange_timeout_s
     trainer = holding.trainer
     assert isinstance(trainer, Trainer)
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
@@ -369,7 +369,7 @@ def exchange_over(
             link,
             num_shards,
             all_reduce=all_reduce_of(work.job.strategy),
-            deadline_s=work.host.exchange_timeout_s,
+            deadline_s=work.exchange_timeout_s,
             compressor=compressor,
         )
     if isinstance(link, SharedGroup):

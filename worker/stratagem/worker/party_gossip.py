@@ -40,7 +40,7 @@ def join_nodes(
         view.rank,
         [member.shards for member in view.members],
         weights,
-        deadline_s=work.host.exchange_timeout_s,
+        deadline_s=work.exchange_timeout_s,
     )
 
 

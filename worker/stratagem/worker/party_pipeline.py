@@ -201,7 +201,7 @@ def _runner(
         work.job,
         work.host.entrypoints,
         placement,
-        Seat(where.rank, lines.transport, work.host.exchange_timeout_s),
+        Seat(where.rank, lines.transport, work.exchange_timeout_s),
         device=work.host.device,
         fresh=False,
         sources=work.sources(),

@@ -136,6 +136,11 @@ class WorkerSettings(BaseSettings):
     exchange_timeout_s: float = Field(
         120.0, gt=0, description="longest wait for another member inside one step"
     )
+    compile_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="added to that in jobs with compiled code: another member may be compiling",
+    )
     drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
     log_level: str = Field("info", description="debug, info, warning or error")
     log_json: bool = Field(False, description="log JSON lines")

@@ -71,6 +71,7 @@ class Host:
     local_data: Mapping[str, str]
     data_roots: tuple[Path, ...]
     exchange_timeout_s: float
+    compile_timeout_s: float
     mesh: MeshOffer
     activations: ActivationStore
     hub: PeerHub
@@ -193,6 +194,17 @@ class Work:
     request: pb.ExecuteRequest
     traceparent: str = ""
     """Of the call that began the execution."""
+
+    @property
+    def exchange_timeout_s(self) -> float:
+        """The longest wait for another member inside a step.
+
+        New code may be compiled in any step, with the first batch of a shape, which takes minutes
+        on a busy machine. A member that is dead or frozen is found otherwise, by its connections
+        and its lease, so only a cut between workers that are alive is found later for it.
+        """
+        compiles = self.job.execution.mode != "Eager"
+        return self.host.exchange_timeout_s + (self.host.compile_timeout_s if compiles else 0.0)
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have the event loop make a call, after all that were posted before it."""
