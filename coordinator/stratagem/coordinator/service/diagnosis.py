@@ -36,8 +36,12 @@ async def diagnose(app: App) -> pb.DiagnoseResponse:
     measuring = asyncio.create_task(
         asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings))
     )
+    infos = views.worker_infos(app.loop.state, app.leases.silent_s)  # sorted likewise
     diagnosed = await asyncio.gather(
-        *(_worker(app, worker, _neighbours(alive, worker)) for worker in workers)
+        *(
+            _worker(app, worker, info, _neighbours(alive, worker))
+            for worker, info in zip(workers, infos, strict=True)
+        )
     )
     environment = await measuring
     return pb.DiagnoseResponse(
@@ -54,10 +58,9 @@ def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[Wor
 
 
 async def _worker(
-    app: App, worker: WorkerRecord, neighbours: Sequence[WorkerRecord]
+    app: App, worker: WorkerRecord, info: pb.WorkerInfo, neighbours: Sequence[WorkerRecord]
 ) -> pb.WorkerDiagnosis:
-    silent_s = app.leases.silent_s(worker.member)
-    found = pb.WorkerDiagnosis(info=views.worker_info(app.loop.state, worker, silent_s))
+    found = pb.WorkerDiagnosis(info=info)
     if not worker.is_alive:
         found.problem = worker.reason or "is lost"
         return found
