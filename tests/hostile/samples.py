@@ -69,6 +69,7 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "UploadData": _upload_data(*upload_of(7000, seed)),
         "TailLogs": [cpb.TailLogsRequest(run_id=run, follow=True)],
         "ListWorkers": [cpb.ListWorkersRequest()],
+        "Diagnose": [cpb.DiagnoseRequest()],
         "RegisterWorker": [
             cpb.RegisterWorkerRequest(
                 worker_id="stranger",
