@@ -9,6 +9,7 @@ from pathlib import Path
 
 import structlog
 from grpc_reflection.v1alpha import reflection
+from pydantic import ValidationError
 
 from stratagem.common import tracing
 from stratagem.common.errors import StratagemError
@@ -16,6 +17,7 @@ from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
+from stratagem.common.settings_rules import told
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
 from stratagem.coordinator.listening import Security, host_and_port
@@ -34,7 +36,10 @@ log = structlog.get_logger()
 
 def main() -> None:
     """Run until SIGTERM or SIGINT, or until another coordinator has taken the lead."""
-    settings = Settings()
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        sys.exit(told("stratagem coordinator", error))
     setup_logging("coordinator", settings.log_level, settings.log_json)
     log.info("malloc", tuning=tune_malloc())
     try:

@@ -1,9 +1,16 @@
 """Settings of the coordinator process: flags first, then STRATAGEM_COORDINATOR_* variables."""
 
 from pathlib import Path
+from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from stratagem.common.rpc.options import MAX_MESSAGE_BYTES
+from stratagem.common.settings_rules import HEARTBEATS_PER_TTL, at_least
+
+MAX_JOB_BYTES: Final = MAX_MESSAGE_BYTES // 4
+"""In the event of its submission a job stands as a text inside a text, beside other fields."""
 
 
 class Settings(BaseSettings):
@@ -97,3 +104,18 @@ class Settings(BaseSettings):
     reflection: bool = Field(default=False, description="offer gRPC reflection")
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_json: bool = Field(default=False, description="log JSON lines")
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        why = "a lease must outlive a heartbeat that is late"
+        at_least(self, "worker_ttl_s", "heartbeat_interval_s", HEARTBEATS_PER_TTL, why)
+        why = "else those who follow runs could keep all others out"
+        at_least(self, "max_calls", "max_watchers", 2, why)
+        at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        at_least(self, "max_spool_bytes", "max_state_bytes", 1, "else a state could never arrive")
+        if self.max_job_bytes > MAX_JOB_BYTES:
+            raise ValueError(
+                f"--max-job-bytes is {self.max_job_bytes} and must be at most {MAX_JOB_BYTES}: a "
+                f"message has at most {MAX_MESSAGE_BYTES} bytes"
+            )
+        return self

@@ -32,6 +32,7 @@ from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
+from stratagem.common.settings_rules import told
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -72,9 +73,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         settings = from_command_line(arguments)
     except ValidationError as error:
-        for each in error.errors():
-            field = ".".join(map(str, each["loc"])).replace("_", "-")
-            print(f"stratagem worker: --{field}: {each['msg']}", file=sys.stderr)
+        print(told("stratagem worker", error), file=sys.stderr)
         return 1
     setup_logging(f"worker {settings.name}", settings.log_level, settings.log_json)
     identify(worker_id=settings.name)

@@ -11,13 +11,14 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.ids import check_worker_id
 from stratagem.common.logs import LEVELS
+from stratagem.common.settings_rules import at_least
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 
@@ -183,6 +184,11 @@ class WorkerSettings(BaseSettings):
     def _is_address(cls, value: str) -> str:
         split_address(value)
         return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        return self
 
     @property
     def data_roots(self) -> tuple[Path, ...]:
