@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
 
-from docs import callers, processes, tables, training_phases
+from docs import callers, error_catalogue, processes, tables, training_phases
 from docs.diagrams import (
     STRATEGIES,
     diagram,
@@ -30,7 +30,12 @@ MARKED = re.compile(r"(<!-- generated: ([\w -]+?) -->\n).*?(<!-- end -->)", re.D
 @cache
 def parts() -> Mapping[str, str]:
     """Every generated part by name."""
-    rendered = {**tables.RENDERED, **processes.RENDERED, **callers.RENDERED}
+    rendered = {
+        **tables.RENDERED,
+        **processes.RENDERED,
+        **callers.RENDERED,
+        **error_catalogue.RENDERED,
+    }
     made = {name: make() for name, make in rendered.items()}
     runs = observe(STRATEGIES, run_phase)
     made["run phases"] = diagram(runs)

@@ -113,7 +113,8 @@ def test_nobody_at_the_address_says_what_to_start(job_file: Path) -> None:
     assert done.stderr.splitlines() == [
         "error: no coordinator answers at 127.0.0.1:9: connection refused",
         "Start one with `stratagem up`, name another with --coordinator HOST:PORT or "
-        "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`.",
+        "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`. "
+        "`stratagem doctor` says more.",
     ]
 
 

@@ -26,7 +26,8 @@ FAILED: Final = 1
 INTERRUPTED: Final = 130
 NO_COORDINATOR_HINT: Final = (
     "Start one with `stratagem up`, name another with --coordinator HOST:PORT or "
-    "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`."
+    "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`. "
+    "`stratagem doctor` says more."
 )
 
 

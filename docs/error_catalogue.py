@@ -1,0 +1,221 @@
+"""The error catalogue: classes and statuses from the code, causes and advice from here.
+
+Each cause begins with words of the sentence that people see, … standing for what differs; a test
+finds them in the code. Owns the causes; knows no page.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from inspect import getdoc
+from pathlib import Path
+
+from docs.tables import table
+from stratagem.common import errors
+from stratagem.common.errors import StratagemError
+from stratagem.common.rpc.status import TABLE, code_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("common", "coordinator", "worker", "client")
+
+ONLY_A_BASE = ("StratagemError",)
+AGAIN: Mapping[str, str] = {
+    "InvalidInputError": "no: mend the input",
+    "OutOfRangeError": "no: ask where it ends",
+    "LimitError": "no: ask for less, or have the limit raised; for room that others use, later",
+    "IntegrityError": "a transfer yes, which is done by itself; a damaged file no",
+    "StaleError": "no: something newer has taken its place",
+    "NotFoundError": "no",
+    "ConflictError": "yes, when the other one is done",
+    "AlreadyExistsError": "no: take another name",
+    "WrongStateError": "no: change the state first",
+    "UnauthenticatedError": "no: show a certificate or a token",
+    "PermissionDeniedError": "no: somebody else must call, or grant it",
+    "UnavailableError": "yes; SDK and command line do so by themselves where somebody was there",
+    "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
+    "RunFailedError": "no: read the reason, then `stratagem resume`",
+}
+"""Whether the same call helps when it is made again."""
+
+CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "InvalidInputError": (
+        (
+            "… is not one of …",
+            "a word that is unknown here; it lists those that are known",
+        ),
+        ("does not parse as the message of this call", "a client of other protobuf files"),
+        (
+            "… can be reached from other machines",
+            "give certificates (`--tls-ca` and the like), or say `--allow-insecure-network`",
+        ),
+        ("… has no implementation here; registered are …", "install the strategy's package"),
+        (
+            "is not allowed on this worker, which allows: …",
+            "add the entry point to the workers' `--allow`",
+        ),
+    ),
+    "OutOfRangeError": (
+        ("… lies behind the newest event, …", "watch from an index that the run has reached"),
+        ("… lies behind the end at …", "a transfer was resumed behind the end of its data"),
+    ),
+    "LimitError": (
+        ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),
+        ("… runs are active, the limit is …", "`--max-active-runs`; stop or wait for some"),
+        ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
+        ("early messages: …", "a member is far behind the others; the step is done again"),
+        (
+            "beyond the range of …",
+            "updates or moments have grown without bounds: a lower learning rate, clipping",
+        ),
+    ),
+    "IntegrityError": (
+        ("chunk at …: wrong CRC32C", "bytes were changed on their way: memory or network"),
+        (
+            "blob … is damaged: its bytes have another digest",
+            "the coordinator's disk has lost data; restore a backup, or go on from another state",
+        ),
+        ("the journal is damaged", "restore a backup"),
+        (
+            "the members' gradients are laid out differently",
+            "the model is not the same on all workers: one version of your code everywhere",
+        ),
+    ),
+    "StaleError": (
+        (
+            "a later upload of the same client has taken the place of this one",
+            "nothing: what counts is the later one",
+        ),
+        ("membership … is older than …", "nothing: the party has other members by now"),
+        ("run … has ended", "nothing: what was reported came too late"),
+    ),
+    "NotFoundError": (
+        ("run … is not known", "`stratagem list`; the coordinator may be another one"),
+        ("run … has no state …; kept are …", "older states are not kept: `retention`"),
+        ("run … has committed nothing yet", "wait for its first commit"),
+        ("data.inline: no data set … was uploaded", "submit through the SDK, which uploads first"),
+        ("this worker has no local data …", "start the worker with `--local-data NAME=FILE`"),
+        ("worker … is not registered (any more)", "nothing: it registers again by itself"),
+    ),
+    "ConflictError": (
+        ("the content of the stream changed while it was resumed", "nothing: it begins anew"),
+        ("another local cluster uses …", "name another folder with `--data-dir`"),
+        ("the party re-forms; step … will be done again", "nothing"),
+    ),
+    "AlreadyExistsError": (
+        ("run … exists with another job", "leave out `--run-id`, or take another one"),
+        ("worker … lives at …; choose another name", "two workers have one `--name`"),
+    ),
+    "WrongStateError": (
+        ("run … is active; stop it first", "`stratagem stop RUN`"),
+        ("protocol version: this side speaks …", "run one version everywhere: `stratagem doctor`"),
+    ),
+    "UnauthenticatedError": (
+        ("the caller has shown neither a certificate nor a token", "`--tls-cert`, `--token-file`"),
+        ("the token is not known here", "it was revoked, or is another coordinator's"),
+        ("token … has expired at …", "have a new one made: `stratagem token create`"),
+    ),
+    "PermissionDeniedError": (
+        (
+            "…: it is for …, and the caller is …",
+            "see [who may do what](security.md#who-may-do-what); ask for a token with that scope",
+        ),
+        ("… speaks for worker …", "a worker's `--name` must be the one in its certificate"),
+    ),
+    "UnavailableError": (
+        ("no coordinator answers at …", "`stratagem doctor` says what it can see"),
+        ("nobody answers at … as worker …", "the worker's `--advertise`, its port, the network"),
+        ("worker … is lost", "nothing: the effect is asked for again elsewhere"),
+        ("worker … is draining", "nothing: it was told to stop"),
+        ("the coordinator's disk is full", "make room"),
+        ("the journal cannot be used now", "make room, free the file, or start the database"),
+        ("cannot listen on …: is the port taken?", "another process has it: `--listen`"),
+        ("object store: …", "the store's endpoint, keys and network"),
+    ),
+    "UserCodeError": (
+        (
+            "non-finite …",
+            "a lower learning rate, clipping, `accumulation.non_finite: skip_step`",
+        ),
+        ("cannot be found: no module", "add its folder to the workers' `--import-path`"),
+    ),
+    "RunFailedError": (
+        ("… has ended … worker processes", "look at the workers' logs, often memory"),
+        (
+            ", deadline passed",
+            "more clients, a longer deadline, or a lower quorum",
+        ),
+    ),
+}
+"""By class: words that people see, and what to do."""
+
+
+@cache
+def classes() -> tuple[type[StratagemError], ...]:
+    """The tree, base before derived, as they stand in the code."""
+    found = [each for each in vars(errors).values() if isinstance(each, type)]
+    return tuple(each for each in found if issubclass(each, StratagemError))
+
+
+def catalogue() -> str:
+    """A section for each class that people meet."""
+    return "\n\n".join(_section(each) for each in classes() if each.__name__ not in ONLY_A_BASE)
+
+
+def _section(kind: type[StratagemError]) -> str:
+    name, (base, *_) = kind.__name__, kind.__bases__
+    below = "" if base is StratagemError else f", a [`{base.__name__}`](#{base.__name__.lower()})"
+    meaning = " ".join((getdoc(kind) or "").split())
+    lines = (
+        f"### {name}",
+        f"`{_code(kind)}`{below}. {meaning}",
+        f"The same call again: {AGAIN[name]}.",
+        table(("you see", "then"), ((f"`{seen}`", what) for seen, what in CAUSES[name])),
+    )
+    return "\n\n".join(lines)
+
+
+def _code(kind: type[StratagemError]) -> str:
+    """Errors are made without their constructors, which differ."""
+    code = code_of(kind.__new__(kind))
+    assert code is not None, kind
+    return code.name
+
+
+def statuses() -> str:
+    """Which errors a status may stand for."""
+    rows: dict[str, list[str]] = {}
+    for kind, code in TABLE:
+        name = kind.__name__
+        link = f"[`{name}`](#{name.lower()})" if issubclass(kind, StratagemError) else f"`{name}`"
+        rows.setdefault(code.name, []).append(link)
+    return table(
+        ("gRPC status", "error"), ((f"`{code}`", ", ".join(who)) for code, who in rows.items())
+    )
+
+
+# ---- for the test ----
+
+
+@cache
+def sentences() -> str:
+    """All texts of the code, one a line; what is filled in stands as …"""
+    lines: list[str] = []
+    for path in (each for part in PARTS for each in (ROOT / part / "stratagem").rglob("*.py")):
+        if "/v1/" not in str(path):
+            lines += _texts(ast.parse(path.read_text()))
+    return "\n".join(lines)
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in docstrings:
+                yield " ".join(node.value.split())
+        elif isinstance(node, ast.JoinedStr):
+            parts = (str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+            yield " ".join("".join(parts).split())
+
+
+RENDERED: Mapping[str, Callable[[], str]] = {"errors": catalogue, "statuses": statuses}
+"""What a marker of this name is filled with."""
