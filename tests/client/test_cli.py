@@ -312,6 +312,8 @@ def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
     line = ProgressLine("mine")
     line.update(Event(0, 0.0, "RunSubmitted", "waits for 2 workers", {}, Phase.PLACING))
     assert str(line) == "mine  PLACING  waits for 2 workers"
+    line.update(progress(reason="partition 0 needs tag gpu"))
+    assert str(line) == "mine  PLACING  partition 0 needs tag gpu"
     metrics = {"metrics": {"test.accuracy": 0.9712, "note": "x"}}
     line.update(Event(1, 0.0, "SegmentCommitted", "committed", metrics, Phase.RUNNING))
     line.update(progress())

@@ -138,6 +138,8 @@ class Progress:
     """Under phase training: FULL, PREDICT or CORRECT."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the latest step, as its first member sees it."""
+    reason: str = ""
+    """Of a run without workers: what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ def progress(message: pb.RunProgress) -> Progress:
         num_skipped_steps=message.num_skipped_steps,
         training_phase=message.training_phase,
         metrics=dict(message.metrics),
+        reason=message.reason,
     )
 
 

@@ -499,6 +499,7 @@ class RunProgress(_message.Message):
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     TRAINING_PHASE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -515,6 +516,8 @@ class RunProgress(_message.Message):
     """Steps since the run began that were skipped because they were not finite."""
     training_phase: _builtins.str
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
+    reason: _builtins.str
+    """Of a run without workers: what it waits for."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Of the latest step as its first member sees it, keyed "train.<metric>"."""
@@ -535,10 +538,11 @@ class RunProgress(_message.Message):
         num_skipped_steps: _builtins.int = ...,
         training_phase: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "reason", b"reason", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

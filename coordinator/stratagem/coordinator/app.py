@@ -52,6 +52,7 @@ from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool import SpoolKey
 from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.supervisor import Supervisor
+from stratagem.coordinator.waiting import say_what_is_missing
 
 BLOB_GRACE_S = 600.0
 """A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
@@ -143,6 +144,8 @@ class App:
     def _changed(self, facts: list[Committed]) -> None:
         """Told by the loop of every batch: all of it is durable and applied."""
         self._show(facts)
+        changed = {item.entry.run_id for item in facts}
+        say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact)
         self.barriers.drop_stale()

@@ -39,6 +39,8 @@ class Progress:
     """Of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of that step, by metric."""
+    reason: str = ""
+    """What a run without workers waits for; nothing else is set then."""
 
 
 MAX_EVENTS: Final = 1024

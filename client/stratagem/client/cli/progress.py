@@ -35,6 +35,8 @@ class ProgressLine:
 
     def update(self, item: Event | Progress) -> None:
         match item:
+            case Progress() if item.reason:
+                self.sentence = item.reason
             case Progress():
                 self.latest = item
             case Event():
@@ -92,6 +94,8 @@ def _show_plain(console: Console, name: str, items: Iterable[Event | Progress]) 
         match item:
             case Event():
                 print_line(console, f"{name}  {item.phase}  {item.sentence}")
+            case Progress() if item.reason:
+                print_line(console, str(line))
             case Progress():
                 if time.monotonic() >= next_s:
                     print_line(console, str(line))

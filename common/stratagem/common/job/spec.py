@@ -59,7 +59,8 @@ class JobSpec(Section):
     """A validated job. `batch_size` is the global batch of one step.
 
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
-    optimizer, and its batches are those of the evaluation.
+    optimizer, and its batches are those of the evaluation. placement_timeout_s: how long the run
+    may be without workers before it fails; for ever unless set.
     """
 
     name: Name
@@ -84,6 +85,7 @@ class JobSpec(Section):
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
     retention: Count = 2
+    placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _settle(self) -> Self:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from stratagem.common.ids import RunId, WorkerId
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import Entry
-from stratagem.coordinator.core.decide import MAX_DECISIONS, ask, key_of
+from stratagem.coordinator.core.decide import MAX_DECISIONS, ask, deadline_of, key_of
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
-from stratagem.coordinator.strategies.table import strategy_of
 
 
 class Agenda:
@@ -28,6 +27,8 @@ class Agenda:
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """By active run."""
         self._deadlines: dict[RunId, float] = {}
+        self._limited: set[RunId] = set()
+        """Active runs that wait for workers only so long, which depends on the workers."""
         self._numbers: dict[RunId, int] = {}
         """In the order of the state, which is that of their submission."""
         self._num_seen = 0
@@ -51,6 +52,7 @@ class Agenda:
         if self._carry(state, run_id, run):
             self._change_world(state)
         self._deadlines.pop(run_id, None)
+        self._limited.discard(run_id)
         if run is None:
             self._numbers.pop(run_id, None)
         elif run_id not in self._numbers:
@@ -60,9 +62,9 @@ class Agenda:
             self._due.discard(run_id)
             return
         self._due.add(run_id)
-        deadline_s = _deadline_of(run)
-        if deadline_s is not None:
-            self._deadlines[run_id] = deadline_s
+        if run.job.placement_timeout_s is not None:
+            self._limited.add(run_id)
+        self._set_deadline(run)
 
     def settle(
         self, state: CoordinatorState, now_s: float, add: Callable[[Entry], CoordinatorState]
@@ -105,10 +107,12 @@ class Agenda:
     def _change_world(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, +self._load)
         self._due.update(self._burdened)
+        for run_id in self._limited & state.runs.keys():
+            self._set_deadline(state.runs[run_id])
 
-
-def _deadline_of(run: RunRecord) -> float | None:
-    try:
-        return strategy_of(run.job).next_deadline(run.value)
-    except Exception:  # the border to plug-ins; what it decides next fails the run
-        return None
+    def _set_deadline(self, run: RunRecord) -> None:
+        deadline_s = deadline_of(run, self.world)
+        if deadline_s is None:
+            self._deadlines.pop(run.run_id, None)
+        else:
+            self._deadlines[run.run_id] = deadline_s

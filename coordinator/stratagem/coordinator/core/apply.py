@@ -58,7 +58,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         record = _submitted(run_id, fact)
     else:
         record = _apply_to_run(state.runs[run_id], fact, time_s)
-    record = replace(record, num_facts=record.num_facts + 1)
+    record = replace(record, num_facts=record.num_facts + 1, changed_s=time_s)
     return replace(state, runs={**state.runs, run_id: record})
 
 

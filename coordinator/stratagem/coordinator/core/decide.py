@@ -4,6 +4,7 @@ decide answers the command itself; settle then asks every active run's strategy 
 how things stand now, one fact at a time, until nobody has anything to add. Both only read.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -111,11 +112,43 @@ def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
 
 
 def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
-    """The strategy's next decision. One that raises fails its own run, never the coordinator."""
+    """What follows for a run. A strategy that raises fails its own run, never the coordinator."""
     try:
-        return strategy_of(run.job).decide(run.job, run.value, world, now_s)
+        fact = strategy_of(run.job).decide(run.job, run.value, world, now_s)
     except Exception as error:  # the border to plug-ins
         return RunFailed(reason=f"the strategy raised {type(error).__name__}: {error}")
+    return fact or _given_up(run, world, now_s)
+
+
+def deadline_of(run: RunRecord, world: World) -> float | None:
+    """Leader-clock time at which an active run has to be asked again."""
+    try:
+        deadline_s = strategy_of(run.job).next_deadline(run.value)
+    except Exception:  # the border to plug-ins; what it decides next fails the run
+        return None
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or not why_waiting(run, world):
+        return deadline_s
+    return min(run.changed_s + limit_s, math.inf if deadline_s is None else deadline_s)
+
+
+def why_waiting(run: RunRecord, world: World) -> str:
+    """What a run without any worker waits for, as a sentence; "" for one that has some."""
+    try:
+        outlook = strategy_of(run.job).outlook(run.job, run.value, world)
+    except Exception:  # the border to plug-ins; what a run waits for is not worth its end
+        return ""
+    is_waiting = outlook.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not outlook.members
+    return outlook.reason if is_waiting else ""
+
+
+def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
+    """Nothing happens to a run that waits, so it has waited since its newest fact."""
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or now_s < run.changed_s + limit_s:
+        return None
+    reason = why_waiting(run, world)
+    return RunFailed(reason=f"without workers for {limit_s:g} s: {reason}") if reason else None
 
 
 def key_of(fact: Fact) -> str | None:

@@ -1,6 +1,7 @@
 """What now needs done, and which blobs are still needed; both read off the state."""
 
 from stratagem.common.ids import Digest
+from stratagem.coordinator.core.decide import deadline_of, world_of
 from stratagem.coordinator.core.effects import Effect, Release
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
 from stratagem.coordinator.strategies.table import strategy_of
@@ -22,11 +23,8 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 def next_deadline(state: CoordinatorState) -> float | None:
     """Leader-clock time at which a Tick is due."""
-    deadlines = [
-        strategy_of(run.job).next_deadline(run.value)
-        for run in state.runs.values()
-        if run.ended is None
-    ]
+    world = world_of(state)
+    deadlines = [deadline_of(run, world) for run in state.runs.values() if run.ended is None]
     return min((d for d in deadlines if d is not None), default=None)
 
 

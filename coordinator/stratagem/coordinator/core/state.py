@@ -69,6 +69,8 @@ class RunRecord:
     """Who may stop, resume and delete it without the scope admin; empty: it is not known."""
     traceparent: str = ""
     """See RunSubmitted."""
+    changed_s: float = 0.0
+    """Leader-clock time of the newest fact."""
     num_facts: int = 0
     """Facts journaled so far, which is the index of the next one."""
     is_released: bool = True

@@ -119,6 +119,7 @@ def progress(world: World, run: RunRecord, item: Progress) -> coordinator_pb2.Ru
         num_skipped_steps=item.num_skipped_steps,
         training_phase=item.training_phase,
         metrics=item.metrics,
+        reason=item.reason,
     )
 
 
