@@ -29,6 +29,9 @@ FILE = ROOT / "docker-compose.yml"
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", FILE.read_text()))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
+TLS_COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", TLS_FILE.read_text()))
+TLS_SERVICES: dict[str, dict[str, Any]] = TLS_COMPOSE["services"]
 OWN = [name for name, each in SERVICES.items() if each["image"].startswith("stratagem-")]
 WORKERS = [name for name in OWN if name != "coordinator"]
 FOREIGN = [name for name in SERVICES if name not in OWN]
@@ -73,6 +76,46 @@ def test_docker_compose_reads_the_file() -> None:
     for profile in ([], ["--profile", "gpu"], ["--profile", "s3"], ["--profile", "observability"]):
         command = ["docker-compose", "--file", str(FILE), *profile, "config", "--quiet"]
         subprocess.run(command, check=True, capture_output=True)
+
+
+def test_docker_compose_reads_the_files_with_certificates() -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("no docker-compose on this machine")
+    command = ["docker-compose", "--file", str(FILE), "--file", str(TLS_FILE), "config"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    services = yaml.safe_load(done.stdout)["services"]
+    assert "allow-insecure-network" not in str([services[each] for each in TLS_SERVICES])
+    for name in TLS_SERVICES:
+        given = {f"/run/secrets/{each['source']}" for each in services[name]["secrets"]}
+        told = [each.partition("=") for each in services[name]["command"]]
+        assert {value for flag, _, value in told if flag.startswith("--tls-")} == given
+
+
+def test_certificates_change_nothing_but_who_may_connect() -> None:
+    """Without its TLS flags each command is that of docker-compose.yml."""
+    for name, service in TLS_SERVICES.items():
+        base = [
+            each for each in SERVICES[name.partition("-")[0]]["command"] if "secure" not in each
+        ]
+        own = [each for each in service["command"] if not each.startswith(("--tls-", "--name="))]
+        assert own == base
+    one_more, worker = TLS_SERVICES["worker-1"], SERVICES["worker"]
+    assert one_more["image"] == worker["image"]
+    for key in set(worker) - {"build", "command", "image"}:
+        assert one_more[key] == worker[key], key
+
+
+def test_each_worker_with_certificates_has_the_name_in_its_own() -> None:
+    workers = {name: each for name, each in TLS_SERVICES.items() if name != "coordinator"}
+    for service in workers.values():
+        told = from_command_line(service["command"])
+        assert service["secrets"] == [
+            "ca.crt",
+            *(f"worker-{told.name}.{e}" for e in ("crt", "key")),
+        ]
+    files = {Path(each["file"]).name for each in TLS_COMPOSE["secrets"].values()}
+    assert files == set(TLS_COMPOSE["secrets"])
+    assert files == {file for each in TLS_SERVICES.values() for file in each["secrets"]}
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = [*sorted(path.name for path in (FOLDER / "overlays").iterdir()), "cpu+metrics", "cpu+s3"]
+OVERLAYS = [
+    *sorted(path.name for path in (FOLDER / "overlays").iterdir()),
+    *("cpu+metrics", "cpu+s3", "cpu+tls"),
+]
 """With a component behind a plus."""
 VERSIONS = ("1.29", "1.32", "1.37")
 """The oldest that has all fields, one in the middle, the newest that there are schemas of."""
@@ -323,6 +326,38 @@ def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(
     check_url(coordinator(objects).blob_store)
     (rule,) = named(objects, "NetworkPolicy", "stratagem-s3")["spec"]["egress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": 443}]}
+
+
+def test_with_certificates_nothing_but_probes_is_in_plaintext(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects = rendered("cpu+tls")
+    told, own = worker(objects, monkeypatch), coordinator(objects)
+    assert not told.allow_insecure_network
+    assert not own.allow_insecure_network
+    pods = {component(pod): pod for pod in templates(objects)}
+    assert own.token_listen == f"0.0.0.0:{ports_of(pods['coordinator'])['tokens']}"
+    for pod, files in (
+        (pods["worker"], (told.tls_ca, told.tls_cert, told.tls_key)),
+        (pods["coordinator"], (own.tls_ca, own.tls_cert, own.tls_key, own.tokens_file)),
+    ):
+        mounts = pod["spec"]["containers"][0]["volumeMounts"]
+        read_only = [Path(mount["mountPath"]) for mount in mounts if mount.get("readOnly")]
+        for file in files:
+            assert file is not None
+            assert {file, file.parent} & set(read_only)
+        for volume in pod["spec"]["volumes"]:
+            assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
+
+
+def test_a_worker_sees_its_own_key_alone() -> None:
+    """Under the names that `stratagem certs init --worker POD` gives the files."""
+    (container,) = [each for each in containers(rendered("cpu+tls")) if each["name"] == "worker"]
+    mounts = [each for each in container["volumeMounts"] if each["name"] == "tls"]
+    sources = [each.get("subPath") or each["subPathExpr"] for each in mounts]
+    filled = [re.sub(r"\$\((\w+)\)", lambda m: POD[m[1]], each) for each in sources]
+    pod = POD["POD_NAME"]
+    assert filled == ["ca.crt", f"worker-{pod}.crt", f"worker-{pod}.key"]
 
 
 # ---- what Kubernetes knows ----

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from stratagem.client.cli.main import app
 from stratagem.common.certificates import Authority
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.server import make_server
 from stratagem.common.rpc.tokens import Scope, read_tokens
 from stratagem.coordinator import listening
 from stratagem.coordinator.settings import Settings
@@ -110,6 +111,18 @@ def test_a_coordinator_refuses_settings_that_make_no_sense(
     ):
         with pytest.raises(InvalidInputError, match=said):
             coordinator(**settings)
+
+
+async def test_only_probes_are_in_plaintext_beside_certificates(authority: Authority) -> None:
+    mine = files_of(authority, "coordinator")
+    for settings, is_open in ((mine, True), ({}, False), ({"allow_insecure_network": True}, True)):
+        security, server = coordinator(**settings, listen="0.0.0.0:0"), make_server()
+        if is_open:
+            assert security.listen_for_probes(server) > 0
+        else:
+            with pytest.raises(InvalidInputError, match="can be reached from other machines"):
+                security.listen_for_probes(server)
+        await server.stop(None)
 
 
 def worker(name: str = "w0", **settings: Any) -> Security:

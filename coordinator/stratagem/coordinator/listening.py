@@ -45,7 +45,7 @@ class Security:
     def listen_for_probes(self, server: grpc.aio.Server) -> int:
         """Bind the health service; its port."""
         host, _ = host_and_port("listen", self._settings.listen)
-        allowed = self.tls is not None or self._settings.allow_insecure_network
+        allowed = self._settings.may_serve_plaintext
         return bind(server, host, self._settings.health_port, allow_insecure_network=allowed)
 
     def _listen_for_tokens(self, server: grpc.aio.Server, tls: TlsFiles) -> None:

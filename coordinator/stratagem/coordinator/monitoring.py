@@ -147,7 +147,7 @@ class CoordinatorMonitor:
             self.process.lag,
             host,
             self._settings.metrics_port,
-            allow_insecure_network=self._settings.allow_insecure_network,
+            allow_insecure_network=self._settings.may_serve_plaintext,
         )
 
     def sample(self) -> Callable[[], Readings]:

@@ -119,3 +119,8 @@ class Settings(BaseSettings):
                 f"message has at most {MAX_MESSAGE_BYTES} bytes"
             )
         return self
+
+    @property
+    def may_serve_plaintext(self) -> bool:
+        """Whether health and metrics, which are always in plaintext, may listen on any address."""
+        return self.allow_insecure_network or self.tls_ca is not None

@@ -128,7 +128,7 @@ class WorkerMonitor:
             self._process.lag,
             name,
             settings.metrics_port,
-            allow_insecure_network=settings.allow_insecure_network,
+            allow_insecure_network=settings.may_serve_plaintext,
         )
 
     def sample(self) -> Callable[[], Readings]:

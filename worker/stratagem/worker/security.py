@@ -53,7 +53,7 @@ class Security:
     def listen_for_probes(self, server: grpc.aio.Server, port: int) -> str:
         """Bind the health service, which is always in plaintext; its host:port."""
         host, _ = split_address(self._settings.listen)
-        allowed = self.proof.tls is not None or self._settings.allow_insecure_network
+        allowed = self._settings.may_serve_plaintext
         return f"{host}:{bind(server, host, port, allow_insecure_network=allowed)}"
 
 

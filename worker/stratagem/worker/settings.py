@@ -146,6 +146,11 @@ class WorkerSettings(BaseSettings):
     log_level: str = Field("info", description="debug, info, warning or error")
     log_json: bool = Field(False, description="log JSON lines")
 
+    @property
+    def may_serve_plaintext(self) -> bool:
+        """Whether health and metrics, which are always in plaintext, may listen on any address."""
+        return self.allow_insecure_network or self.tls_ca is not None
+
     @field_validator("name")
     @classmethod
     def _is_worker_id(cls, value: str) -> str:
