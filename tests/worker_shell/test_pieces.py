@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,15 +73,38 @@ def upload(cache: BlobCache, value: float, *, purpose: Purpose = Purpose.STATE) 
     manifest, buffers = manifest_of({"x": torch.full((600_000,), value)}, purpose)
     digest = blob_digest(manifest, buffers)
     for part in (buffers[0][:1_000_000], None):
-        one = cache.open_upload("run", digest, manifest)
+        one = cache.open_upload("run", digest, manifest, 1)
         with pytest.raises(ConflictError):
-            cache.open_upload("run", digest, manifest)
+            cache.open_upload("run", digest, manifest, 1)
         content = buffers if part is None else [part]
         for chunk in iter_chunks(content, one.writer.received):
             one.writer.write(chunk)
         one.is_open = False
     cache.commit("run", one)
     return digest
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_the_upload_of_a_frozen_coordinator_gives_way_to_its_successor(
+    tmp_path: Path, limit: int
+) -> None:
+    cache = BlobCache(tmp_path, limit)
+    manifest, buffers = manifest_of({"x": torch.ones(600_000)}, Purpose.STATE)
+    digest = blob_digest(manifest, buffers)
+    first, *rest = iter_chunks(buffers, 0)
+    frozen = cache.open_upload("run", digest, manifest, 1)
+    frozen.writer.write(first)
+    successor = cache.open_upload("run", digest, manifest, 2)
+    assert successor.writer.received == 0
+    for chunk in (first, *rest):
+        successor.writer.write(chunk)
+    with suppress(StaleError):  # a file refuses it at once
+        for chunk in rest:
+            frozen.writer.write(chunk)
+    with pytest.raises(StaleError):
+        cache.commit("run", frozen)
+    cache.commit("run", successor)
+    assert cache.find("run", digest) is not None
 
 
 def files_in(directory: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
-from stratagem.common.errors import ConflictError, LimitError
+from stratagem.common.errors import ConflictError, LimitError, StaleError
 from stratagem.common.tensors.chunks import ChunkWriter, Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes
@@ -117,6 +117,8 @@ class _FilePlace:
         self._file.write(header_bytes(manifest))
 
     def sink(self, _offset: int, data: bytes) -> None:
+        if self._file.closed:
+            raise StaleError(f"the upload to {self._path.name} was dropped")
         self._file.write(data)
 
     def finish(self) -> Blob:
@@ -135,6 +137,8 @@ class Upload:
         self.digest = digest
         self.manifest = manifest
         self.is_open = False
+        self.term = 0
+        """Of the coordinator whose stream has it open."""
         self._place = place
         self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
 
@@ -153,7 +157,6 @@ class BlobCache:
     def __init__(
         self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
     ) -> None:
-        self.data_dir = data_dir
         self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads
@@ -173,18 +176,21 @@ class BlobCache:
             await self._changed.wait()
         return found
 
-    def open_upload(self, run_id: str, digest: str, manifest: Manifest) -> Upload:
-        """The upload of this blob, new or where it broke off; the caller ends `is_open`."""
+    def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> Upload:
+        """The upload of this blob, new or where it broke off; the caller ends `is_open`.
+
+        One that a coordinator of an earlier term has open is dropped: that one may be frozen.
+        """
         upload = self._uploads.get((run_id, digest))
-        if upload is not None and upload.is_open:
+        if upload is not None and upload.is_open and upload.term >= term:
             raise ConflictError(f"another stream uploads blob {digest}")
         self._check_uploads()
-        if upload is None or upload.manifest != manifest:
+        if upload is None or upload.is_open or upload.manifest != manifest:
             if upload is not None:
                 upload.drop()
             upload = Upload(digest, manifest, self._place(run_id, digest, manifest))
             self._uploads[run_id, digest] = upload
-        upload.is_open = True
+        upload.is_open, upload.term = True, term
         return upload
 
     def _check_uploads(self) -> None:
@@ -196,7 +202,9 @@ class BlobCache:
             )
 
     def commit(self, run_id: str, upload: Upload) -> None:
-        """Make a complete upload a blob."""
+        """Make a complete upload a blob. Raises StaleError when another has taken its place."""
+        if self._uploads.get((run_id, upload.digest)) is not upload:
+            raise StaleError(f"the upload of blob {upload.digest} was dropped")
         blob = upload.finish()
         self._uploads.pop((run_id, upload.digest), None)
         self._keep(run_id, upload.digest, blob)

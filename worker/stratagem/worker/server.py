@@ -7,7 +7,6 @@ code are results and never come past here.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from stratagem.common.tensors.transfer import (
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
-from stratagem.worker.diagnosis import diagnosis
 from stratagem.worker.plan_checks import check_plan
 from stratagem.worker.sessions import Session, Sessions
 from stratagem.worker.state_store import Frozen
@@ -112,7 +110,7 @@ class WorkerServicer(WorkerServiceServicer):
             yield pb.SetStateResponse(resume_offset=manifest.total_bytes)
             yield pb.SetStateResponse(committed=True)
             return
-        upload = self._host.blobs.open_upload(run_id, header.digest, manifest)
+        upload = self._host.blobs.open_upload(run_id, header.digest, manifest, header.fence.term)
 
         async def commit() -> None:
             self._host.blobs.commit(run_id, upload)
@@ -161,18 +159,12 @@ class WorkerServicer(WorkerServiceServicer):
         return pb.CloseSessionResponse()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        described = pb.DescribeResponse(
+        return pb.DescribeResponse(
             worker_id=self._host.worker_id,
             incarnation=self._host.incarnation,
             capability=self._capability,
             sessions=self._sessions.describe(),
-            time_s=time.time(),
         )
-        if request.with_environment:
-            environment, probes = await diagnosis(self._host, request.probes)
-            described.environment.CopyFrom(environment)
-            described.probes.extend(probes)
-        return described
 
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
