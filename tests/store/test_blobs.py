@@ -140,6 +140,17 @@ print(put(bytes(300_000)))
     assert out.splitlines()[1] == digest_of(bytes(300_000))
 
 
+def test_a_leader_that_was_replaced_collects_nothing_of_its_successor(tmp_path: Path) -> None:
+    replaced = DirectoryBlobs(tmp_path)
+    own = put(replaced, b"own")
+    successor = DirectoryBlobs(tmp_path)
+    path = successor.path(put(successor, b"committed by the next"))
+    written_ns = path.stat().st_mtime_ns + 10_000_000  # clocks of file systems are coarse
+    os.utime(path, ns=(written_ns, written_ns))
+    assert replaced.collect(set(), grace_s=0) == [own]
+    assert path.exists()
+
+
 def test_a_disk_that_takes_little_at_a_time_gets_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

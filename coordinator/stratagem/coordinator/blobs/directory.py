@@ -27,7 +27,7 @@ from stratagem.coordinator.blobs.durable import (
     sync_folder,
 )
 from stratagem.coordinator.blobs.store import Adopt, BlobWriter
-from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned
+from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned, time_of
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SUFFIX: Final = ".safetensors"
@@ -66,6 +66,7 @@ class DirectoryBlobs:
         make_folder(self._temporary)
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
+        self._opened_ns = time_of(self._temporary)
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """A writer for a blob of exactly total_bytes; `adopt` may do more than this store's own."""
@@ -166,8 +167,17 @@ class DirectoryBlobs:
             written_s = self._written_s.get(digest)
             if written_s is not None and self._monotonic() - written_s < grace_s:
                 return False
+            if written_s is None and self._is_newer_than_we(digest):
+                return False
             self._forget(digest)
             return True
+
+    def _is_newer_than_we(self, digest: Digest) -> bool:
+        """Somebody else has written it since: a coordinator that leads now."""
+        try:
+            return self._path(digest).stat().st_mtime_ns > self._opened_ns
+        except FileNotFoundError:
+            return False
 
     def _forget(self, digest: Digest) -> None:
         self._path(digest).unlink(missing_ok=True)

@@ -44,7 +44,8 @@ class BlobStore(Protocol):
         """Delete the blobs that are not in `live`, and return them.
 
         Spared are blobs that this process wrote less than grace_s ago: the event that names them
-        may be on its way. What an earlier process wrote and nobody names is garbage at once.
+        may be on its way. What an earlier process wrote and nobody names is garbage at once. What
+        a later one writes is left alone: it leads now, and this one may not know yet.
         """
 
     def location(self, digest: Digest) -> str:
