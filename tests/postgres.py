@@ -5,9 +5,11 @@ as `nobody`. Every test gets a schema of its own, which costs milliseconds; a se
 """
 
 import os
+import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -31,10 +33,17 @@ def _programs() -> Path:
     return Path(spec.origin).parent / "pginstall18" / "bin"
 
 
-def _not_root() -> dict[str, Any]:
+def _unless_root() -> list[str]:
+    """Under root, a command that becomes nobody and then the command behind it.
+
+    Not by the arguments of `subprocess`: those fork, which gRPC does not bear once it has threads.
+    """
     if os.geteuid() != 0:
-        return {}
-    return {"user": "nobody", "group": "nogroup", "extra_groups": []}
+        return []
+    nobody = pwd.getpwnam("nobody")
+    become = f"os.setgroups([]); os.setgid({nobody.pw_gid}); os.setuid({nobody.pw_uid})"
+    code = f"import os, sys; {become}; os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-I", "-S", "-c", code]
 
 
 @dataclass(slots=True)
@@ -85,12 +94,16 @@ class Postgres:
             return cursor.fetchall() if cursor.description else []
 
     def _do(self, program: str, *arguments: str) -> None:
-        command = [str(_programs() / program), "-D", str(self.folder / "data"), *arguments]
+        command = [
+            *_unless_root(),
+            str(_programs() / program),
+            "-D",
+            str(self.folder / "data"),
+            *arguments,
+        ]
         # pg_ctl's child keeps the descriptors, so no pipe of ours may be among them.
         with (self.folder.parent / f"{self.folder.name}.out").open("w+") as out:
             Path(out.name).unlink()
-            done = subprocess.run(
-                command, cwd="/tmp", stdout=out, stderr=subprocess.STDOUT, **_not_root()
-            )
+            done = subprocess.run(command, cwd="/tmp", stdout=out, stderr=subprocess.STDOUT)
             out.seek(0)
-            assert done.returncode == 0, out.read()
+            assert done.returncode == 0, f"{command}: {done.returncode}: {out.read()}"

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health
 
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
@@ -18,6 +19,7 @@ from stratagem.common.tensors.transfer import push
 from stratagem.coordinator.app import App
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.standby import Entrance
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.core.simulation import job
@@ -48,10 +50,14 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
         await server.stop(0)
 
 
+def entrance() -> Entrance:
+    return Entrance("127.0.0.1:1", health.aio.HealthServicer())
+
+
 @asynccontextmanager
 async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
     made = Settings(data_dir=folder, _cli_parse_args=False, **settings)
-    app = await App.lead(made)
+    app = await App.lead(made, entrance())
     server = make_server()
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
@@ -212,7 +218,9 @@ async def test_uploaded_data_can_be_named_and_missing_data_is_refused(tmp_path: 
 async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
     async with coordinator(tmp_path):
         second = asyncio.create_task(
-            App.lead(Settings(data_dir=tmp_path, _cli_parse_args=False, lease_ttl_s=5.0))
+            App.lead(
+                Settings(data_dir=tmp_path, _cli_parse_args=False, lease_ttl_s=5.0), entrance()
+            )
         )
         done, _ = await asyncio.wait({second}, timeout=0.5)
         assert not done

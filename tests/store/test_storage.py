@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.app import App
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.standby import Entrance
 from tests.store.places import Bucket
 
 
@@ -14,8 +16,12 @@ def settings(folder: Path, blob_store: str) -> Settings:
     return Settings(data_dir=folder, blob_store=blob_store, _cli_parse_args=False)
 
 
+def entrance() -> Entrance:
+    return Entrance("127.0.0.1:1", health.aio.HealthServicer())
+
+
 async def lead_once(found: Settings) -> None:
-    app = await App.lead(found)
+    app = await App.lead(found, entrance())
     await app.loop.close()
 
 
@@ -23,7 +29,7 @@ async def test_an_object_store_that_cannot_be_used_ends_the_start_before_the_lea
     tmp_path: Path,
 ) -> None:
     with pytest.raises(InvalidInputError, match="blob_store: 'bucket/prefix' is not s3://BUCKET"):
-        await App.lead(settings(tmp_path, "bucket/prefix"))
+        await App.lead(settings(tmp_path, "bucket/prefix"), entrance())
     assert not (tmp_path / "journal.sqlite").exists()
 
 
@@ -33,6 +39,6 @@ async def test_a_prefix_is_that_of_one_journal(tmp_path: Path, bucket: Bucket) -
     await lead_once(mine)
     for _ in range(2):  # the lead is free again each time
         with pytest.raises(InvalidInputError, match="holds the states of another journal"):
-            await App.lead(other)
+            await App.lead(other, entrance())
     await lead_once(settings(tmp_path / "b", f"{bucket.url}/elsewhere"))
     await lead_once(mine)

@@ -1,8 +1,9 @@
-"""Calls to a coordinator that may be away for a while.
+"""Calls to a coordinator that may be away for a while, or to several of which one leads.
 
 Owns the one rule of reconnecting: the first call of a client fails at once when nobody answers, so
 that a wrong address is seen; after that a restarting coordinator is waited for with jittered
-backoff. Errors leave this module as the tree of common.errors, never as gRPC's.
+backoff, and so is the next leader where one only stands by. Errors leave this module as the tree of
+common.errors, never as gRPC's.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
-from stratagem.common.errors import StratagemError, UnauthenticatedError, UnavailableError
+from stratagem.common.errors import (
+    InvalidInputError,
+    StandbyError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
-from stratagem.common.rpc.status import from_rpc_error
+from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.rpc.status import from_rpc_error, name_of
 from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.common.tensors.transfer import Retry
 from stratagem.v1 import coordinator_pb2 as pb
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 CALL_TIMEOUT_S: Final = 30.0
+ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
+"""Where another coordinator can be asked instead of one that is frozen."""
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
 
@@ -57,16 +68,26 @@ class Connection:
     """One channel to one coordinator, and whether anybody has answered on it."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
-        """patience_s: how long a single call waits for a coordinator that has gone away.
-        proof: what the coordinator is shown, and how it is known."""
+        """address: host:port, or several with commas, of which one leads.
+
+        patience_s: how long a single call waits for a coordinator that has gone away.
+        proof: what the coordinator is shown, and how it is known.
+        """
         log.debug(
             tune_malloc()
         )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
         self.address = address
         self._proof = proof
         self._patience_s = patience_s
-        self._channel = open_channel(address, proof)
+        try:
+            self._coordinators = Coordinators(split_addresses(address))
+        except ValueError as error:
+            raise InvalidInputError.at("coordinator", str(error)) from None
+        self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
         self._has_answered = False
+        self._num_unanswered = 0
+        several = self._coordinators.are_several
+        self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -79,11 +100,12 @@ class Connection:
         backoff = Backoff()
         give_up_s = time.monotonic() + self._patience_s
         while True:
+            asked = self._coordinators.present
             try:
-                response = await method(request, timeout=CALL_TIMEOUT_S)
+                response = await method(request, timeout=self._timeout_s)
             except grpc.aio.AioRpcError as error:
-                await self._raise_identity_problem(error)
-                if not self.may_retry(error) or time.monotonic() >= give_up_s:
+                await self._raise_identity_problem(error, asked)
+                if not self.may_retry(error, asked) or time.monotonic() >= give_up_s:
                     raise self.translated(error) from None
                 await backoff.pause()
             else:
@@ -104,6 +126,7 @@ class Connection:
         """
         backoff = Backoff()
         while True:
+            asked = self._coordinators.present
             stream = open_stream()
             try:
                 async for message in stream:
@@ -112,10 +135,10 @@ class Connection:
                     yield message
                 return
             except grpc.aio.AioRpcError as error:
-                await self._raise_identity_problem(error)
-                if not self.may_retry(error):
+                await self._raise_identity_problem(error, asked)
+                if not self.may_retry(error, asked):
                     raise self.translated(error) from None
-                log.info("coordinator at %s is away: %s", self.address, error.details())
+                log.info("coordinator at %s is away: %s", asked, error.details())
             finally:
                 stream.cancel()
             await backoff.pause()
@@ -126,18 +149,28 @@ class Connection:
         num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
-    def may_retry(self, error: grpc.aio.AioRpcError) -> bool:
-        """The coordinator is restarting or gone, and was there before."""
-        return self._has_answered and error.code() is grpc.StatusCode.UNAVAILABLE
+    def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
+        """The coordinator is restarting or gone, and was there before; or another one may lead."""
+        code = error.code()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
+            self._coordinators.move_on(asked)  # it is frozen
+            return True
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return False
+        if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
+            self._has_answered = True  # there is a cluster, and soon a leader
+        self._num_unanswered += 1
+        return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
-    async def _raise_identity_problem(self, error: grpc.aio.AioRpcError) -> None:
+    async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
         """One side is not what the other wants: waiting does not help."""
-        problem = await identity_problem(error, self.address, self._proof)
+        problem = "" if name_of(error) else await identity_problem(error, asked, self._proof)
         if problem:
             raise UnauthenticatedError(problem) from None
 
     def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not self._has_answered:
+        is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
+        if is_away and not self._has_answered:
             details = error.details() or ""
             refused = "Connection refused" in details
             reason = "connection refused" if refused else details

@@ -13,6 +13,7 @@
     ├── UnauthenticatedError    one side did not prove to the other who it is
     ├── PermissionDeniedError   it is known who calls, and that one may not
     ├── UnavailableError    the other side cannot be reached now; a retry may help
+    │   └── StandbyError        this coordinator does not lead; another one may
     ├── UserCodeError       the user's model, data, loss or optimizer raised
     └── RunFailedError      the run ended without a result; the message is the reason
 
@@ -107,6 +108,16 @@ class PermissionDeniedError(StratagemError):
 
 class UnavailableError(StratagemError):
     """The other side cannot be reached or cannot serve now; the same call may succeed later."""
+
+
+class StandbyError(UnavailableError):
+    """The coordinator that was asked does not lead. `leader`: host:port of who does, or ""."""
+
+    leader: str
+
+    def __init__(self, message: str, leader: str = "") -> None:
+        self.leader = leader
+        super().__init__(message)
 
 
 class UserCodeError(StratagemError):

@@ -50,6 +50,7 @@ from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.standby import Entrance
 from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.supervisor import Supervisor
 from stratagem.coordinator.waiting import say_what_is_missing
@@ -64,8 +65,11 @@ log = structlog.get_logger()
 
 
 class App:
-    def __init__(self, settings: Settings, loop: Loop, storage: Storage) -> None:
+    def __init__(
+        self, settings: Settings, loop: Loop, storage: Storage, entrance: Entrance
+    ) -> None:
         data = settings.data_dir
+        self.entrance = entrance
         self.settings = settings
         self.loop = loop
         self.feed = Feed(self._history)
@@ -92,11 +96,12 @@ class App:
         self._chores: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def lead(cls, settings: Settings) -> "App":
+    async def lead(cls, settings: Settings, entrance: Entrance) -> "App":
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
         await asyncio.to_thread(_private_folder, settings.data_dir)
         storage = await asyncio.to_thread(Storage.open, settings)
-        journal, lead = await asyncio.to_thread(_take_lead, settings)
+        journal, lead = await asyncio.to_thread(_take_lead, settings, entrance)
+        entrance.say("has the lead and reads its journal")
         try:
             identity = await asyncio.to_thread(journal.identity, lead.term)
             await asyncio.to_thread(storage.claim, identity)
@@ -105,7 +110,7 @@ class App:
             raise
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
-        apps.append(cls(settings, loop, storage))
+        apps.append(cls(settings, loop, storage, entrance))
         await loop.replay(apps[0]._show)
         failpoint("coordinator.replay.done")
         return apps[0]
@@ -271,21 +276,32 @@ class App:
         return None if found is None else (found.membership, len(found.members))
 
     async def _keep_lead(self) -> None:
-        """Renew the lease; a leader that was frozen past it finds itself fenced here."""
+        """Renew the lease; a leader that was frozen past it finds itself fenced here.
+
+        One that cannot reach its journal may have been replaced, so it answers nobody meanwhile.
+        """
+        third_s = self.settings.lease_ttl_s / 3
         while True:
-            await asyncio.sleep(self.settings.lease_ttl_s / 3)
-            await self.loop.renew()
+            await asyncio.sleep(third_s)
+            renewing = asyncio.create_task(self.loop.renew())
+            try:
+                async with asyncio.timeout(third_s):
+                    await asyncio.shield(renewing)
+            except TimeoutError:
+                await self.entrance.shut("cannot reach its journal and may no longer lead")
+                await renewing
+                await self.entrance.open()
 
 
 def _private_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
-def _take_lead(settings: Settings) -> tuple[Journal, Lead]:
+def _take_lead(settings: Settings, entrance: Entrance) -> tuple[Journal, Lead]:
     place = settings.journal or settings.data_dir / "journal.sqlite"
     journal = Journal.open(place, password_file=settings.journal_password_file)
-    holder = Holder.of_this_process(settings.name)
-    lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s)
+    holder = Holder.of_this_process(settings.name, entrance.address)
+    lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s, on_wait=entrance.note_leader)
     identify(term=lead.term)
     log.info("taken the lead", pid=os.getpid())
     return journal, lead

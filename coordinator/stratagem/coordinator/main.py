@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from stratagem.coordinator.listening import Security, host_and_port
 from stratagem.coordinator.monitoring import CoordinatorMonitor
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
-from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
+from stratagem.coordinator.standby import Entrance
+from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0
 FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Rendezvous", "Suspect")
@@ -60,17 +62,14 @@ async def _serve(settings: Settings) -> None:
     host, _ = host_and_port("listen", settings.listen)
     monitor = CoordinatorMonitor(settings)
     async with monitor.served(host) as metrics:
-        monitor.app = app = await App.lead(settings)
-        await _serve_led(settings, app, security, monitor, metrics)
+        await _serve_calls(settings, security, monitor, metrics)
 
 
-async def _serve_led(
-    settings: Settings, app: App, security: Security, monitor: CoordinatorMonitor, metrics: str
+async def _serve_calls(
+    settings: Settings, security: Security, monitor: CoordinatorMonitor, metrics: str
 ) -> None:
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls, unlimited=FROM_WORKERS)
     server = make_server(limits, gate=security.gate, calls=monitor.process.calls)
-    servicer = CoordinatorServicer(app)
-    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     if settings.reflection:
         name = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
         reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
@@ -78,9 +77,15 @@ async def _serve_led(
     health_server = make_server()
     health = add_health(health_server)
     health_port = security.listen_for_probes(health_server)
-    running = asyncio.create_task(app.run())
+    entrance = Entrance(settings.advertise or _reachable(address), health)
+    server.add_generic_rpc_handlers((entrance,))
+    await entrance.shut("waits for the lead")
     await server.start()
     await health_server.start()
+    log.info("coordinator waits for the lead", address=address, health_port=health_port)
+    monitor.app = app = await App.lead(settings, entrance)
+    running = asyncio.create_task(app.run())
+    await entrance.open(CoordinatorServicer(app))
     log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
     if settings.ready_file is not None:
         _write_ready(settings.ready_file, address, metrics)
@@ -91,6 +96,12 @@ async def _serve_led(
         await server.stop(STOP_GRACE_S)
         await health_server.stop(STOP_GRACE_S)
     await app.loop.close()
+
+
+def _reachable(address: str) -> str:
+    """The listen address, or this host's name where that is every address."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "::", "[::]") else address
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

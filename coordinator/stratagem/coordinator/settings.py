@@ -28,6 +28,11 @@ class Settings(BaseSettings):
     listen: str = Field(
         default="127.0.0.1:7070", description="host:port to serve on; port 0 picks one"
     )
+    advertise: str = Field(
+        default="",
+        description="host:port at which others reach this coordinator; the listen address, or "
+        "this host's name where that is every address",
+    )
     health_port: int = Field(
         default=0, ge=0, le=65535, description="port of the health service; 0 picks"
     )

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -18,6 +19,8 @@ import structlog
 
 from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators
+from stratagem.common.rpc.status import name_of
 from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
@@ -56,7 +59,7 @@ class Identity:
 class Agent:
     """One per process; `run` is a task that ends by cancellation only."""
 
-    coordinator: str
+    coordinators: Coordinators
     identity: Identity
     see_term: Callable[[int], None]
     clock: CoordinatorClock
@@ -70,7 +73,8 @@ class Agent:
 
     async def run(self) -> None:
         """Register, then beat; register again whenever the coordinator has forgotten us."""
-        async with open_channel(self.coordinator, self.proof, own_connection=True) as channel:
+        open_own = partial(open_channel, proof=self.proof, own_connection=True)
+        async with CoordinatorChannel(self.coordinators, open_own) as channel:
             stub = CoordinatorServiceStub(channel)
             while True:
                 answer = await self._register(stub)
@@ -108,12 +112,14 @@ class Agent:
         )
         attempt = 0
         while True:
+            asked = self.coordinators.present
             try:
                 answer = await stub.RegisterWorker(request, timeout=CALL_TIMEOUT_S)
-                log.info("registered", coordinator=self.coordinator, term=answer.term)
+                log.info("registered", coordinator=self.coordinators.present, term=answer.term)
                 return answer
             except grpc.aio.AioRpcError as error:
-                await self._report(attempt, "cannot register", error)
+                await self._report(attempt, "cannot register", error, asked)
+                self._give_up_silent(asked, error)
             await asyncio.sleep(retry_delay_s(attempt))
             attempt += 1
 
@@ -127,7 +133,7 @@ class Agent:
                 incarnation=self.identity.incarnation,
                 draining=self._is_draining,
             )
-            sent_s = time.time()
+            asked, sent_s = self.coordinators.present, time.time()
             try:
                 answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
                 if answer.time_s:  # a coordinator that is older than this worker does not say
@@ -138,12 +144,18 @@ class Agent:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     log.info("the coordinator does not know this worker; registering again")
                     return
-                await self._report(num_failed, "heartbeat failed", error)
+                await self._report(num_failed, "heartbeat failed", error, asked)
+                self._give_up_silent(asked, error)
                 num_failed += 1
             finally:
                 if request.draining:
                     self._has_said_drain.set()
             await self._pause(interval_s)
+
+    def _give_up_silent(self, asked: str, error: grpc.aio.AioRpcError) -> None:
+        """A frozen coordinator accepts calls and answers none: try the next one, if there is."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.coordinators.move_on(asked)
 
     async def _pause(self, interval_s: float) -> None:
         try:
@@ -152,12 +164,14 @@ class Agent:
         except TimeoutError:
             return
 
-    async def _report(self, num_before: int, what: str, error: grpc.aio.AioRpcError) -> None:
+    async def _report(
+        self, num_before: int, what: str, error: grpc.aio.AioRpcError, asked: str
+    ) -> None:
         """The first failure of a row as a warning, the others quietly; the reason when it is
         identity, as long as it lasts."""
         details = error.details()
-        if num_before % LOOK_AGAIN_EVERY == 0:
-            details = await identity_problem(error, self.coordinator, self.proof) or details
+        if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
+            details = await identity_problem(error, asked, self.proof) or details
         is_news = num_before == 0 or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)

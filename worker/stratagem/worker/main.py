@@ -15,6 +15,7 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +31,7 @@ from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
 from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators, split_addresses
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.settings_rules import told
@@ -107,8 +109,9 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls)
     server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))
+    coordinators = Coordinators(split_addresses(settings.coordinator))
     async with AsyncExitStack() as opened:
-        channel = open_channel(settings.coordinator, security.proof)
+        channel = CoordinatorChannel(coordinators, partial(open_channel, proof=security.proof))
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
         host = _host(settings, thread, mesh, reach)
@@ -124,9 +127,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
             health_server = await _serve_health(security, settings.health_port)
         identity = Identity(settings.name, host.incarnation, address, capability)
         log.info("serving", address=address, device=settings.device)
-        agent = Agent(
-            settings.coordinator, identity, sessions.fences.see_term, host.clock, security.proof
-        )
+        agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
         sessions.fences.ask_with(agent.beat)
         monitor.agent = agent
         beating = asyncio.create_task(agent.run())

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.ids import check_worker_id
 from stratagem.common.logs import LEVELS
+from stratagem.common.rpc.coordinators import split_addresses
 from stratagem.common.settings_rules import at_least
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
@@ -66,7 +67,8 @@ class WorkerSettings(BaseSettings):
     )
 
     coordinator: str = Field(
-        description="HOST:PORT of the coordinator; - reads it from standard input"
+        description="HOST:PORT of the coordinator, or of several with commas, of which one leads; "
+        "- reads it from standard input"
     )
     name: str = Field(
         default_factory=socket.gethostname,
@@ -184,7 +186,14 @@ class WorkerSettings(BaseSettings):
     def _from_standard_input(cls, value: str) -> str:
         return sys.stdin.readline().strip() if value == "-" else value
 
-    @field_validator("coordinator", "listen")
+    @field_validator("coordinator")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        for address in split_addresses(value):
+            split_address(address)
+        return value
+
+    @field_validator("listen")
     @classmethod
     def _is_address(cls, value: str) -> str:
         split_address(value)

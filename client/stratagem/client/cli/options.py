@@ -29,10 +29,10 @@ CoordinatorOption = Annotated[
     str,
     typer.Option(
         "--coordinator",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,HOST:PORT]",
         envvar="STRATAGEM_COORDINATOR",
         show_default=DEFAULT_ADDRESS,
-        help="The coordinator to talk to.",
+        help="The coordinator to talk to, or several of which one leads.",
     ),
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]

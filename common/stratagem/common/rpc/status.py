@@ -28,6 +28,7 @@ from stratagem.common.errors import (
     PermissionDeniedError,
     RunFailedError,
     StaleError,
+    StandbyError,
     StratagemError,
     UnauthenticatedError,
     UnavailableError,
@@ -51,6 +52,7 @@ TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (ConflictError, Code.ABORTED),
     (UnauthenticatedError, Code.UNAUTHENTICATED),
     (PermissionDeniedError, Code.PERMISSION_DENIED),
+    (StandbyError, Code.UNAVAILABLE),
     (UnavailableError, Code.UNAVAILABLE),
     (UserCodeError, Code.ABORTED),
     (RunFailedError, Code.ABORTED),
@@ -99,6 +101,8 @@ def to_status(error: Exception) -> grpc.Status | None:
     if isinstance(error, UserCodeError):
         for key in ("type", "message", "worker_id", "activity"):
             info.metadata[key] = shown(getattr(error, key), _MAX_VIOLATION_BYTES)
+    if isinstance(error, StandbyError):
+        info.metadata["leader"] = error.leader
     status.details.add().Pack(info)
     if isinstance(error, LimitError) and error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
@@ -140,11 +144,19 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
     if kind is UserCodeError:
         told = info.metadata
         return UserCodeError(told["type"], told["message"], "", told["worker_id"], told["activity"])
+    if kind is StandbyError:
+        return StandbyError(message, info.metadata["leader"])
     if kind is None:
         kind = _BY_CODE.get(code, StratagemError)
     if issubclass(kind, InvalidInputError):
         return kind(message, violations=violations)
     return kind(message)
+
+
+def name_of(error: grpc.RpcError) -> str:
+    """Which error of ours the other side raised; "" when it was gRPC itself, or a proxy."""
+    info, _ = _details(error)
+    return str(info.reason) if info.domain == _DOMAIN else ""
 
 
 @contextmanager

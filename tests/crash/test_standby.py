@@ -1,0 +1,153 @@
+"""Two coordinators on one PostgreSQL: one leads, the other takes over; and the server restarts."""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from stratagem.client.sync import Client, RunHandle
+from stratagem.common.errors import StandbyError, UnavailableError
+from tests.crash.conftest import LOGS
+from tests.crash.hands import Hands, Process, hands
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, job
+from tests.crash.rig import await_event, await_step, events_of, outcome_of, until
+from tests.postgres import Postgres
+
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(100)]
+
+EXIT_FENCED = 3
+TERMS = "SELECT term FROM event ORDER BY position"
+LEASE_TTL_S = 2.0
+FLAGS = ("--lease-ttl-s", str(LEASE_TTL_S), "--worker-ttl-s", "4", "--heartbeat-interval-s", "0.5")
+
+
+def paced(strategy: Job, pace_s: float) -> Job:
+    document = job(strategy, model="build_paced", pace_s=pace_s)
+    return document if strategy["type"] == "Federated" else {**document, "steps": 24}
+
+
+@dataclass(slots=True)
+class Pair:
+    """A leader, a standby, and two workers that know both. The roles change from test to test."""
+
+    hands: Hands
+    journal: str
+    leader: Process
+    standby: Process
+    of_leader: str
+    of_standby: str
+
+    @property
+    def both(self) -> str:
+        return f"{self.of_leader},{self.of_standby}"
+
+    def settle(self) -> None:
+        """Somebody leads, and somebody stands by."""
+        if self.leader.has_ended:
+            assert self.standby.address == self.of_standby
+            self.leader, self.standby = self.standby, self.leader
+            self.of_leader, self.of_standby = self.of_standby, self.of_leader
+        if self.standby.has_ended:
+            self.standby = self.hands.coordinator(self.standby.name, listen=self.of_standby)
+        until(self._stands_by, "there is a standby")
+
+    def _stands_by(self) -> bool:
+        with Client(self.of_standby) as client:
+            try:
+                client.runs()
+            except StandbyError as error:
+                return error.leader == self.of_leader
+            except UnavailableError:
+                return False
+        return False
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[Pair]:
+    journal = postgres.new_schema()
+    with hands(tmp_path_factory.mktemp("pair"), *FLAGS, "--journal", journal) as started:
+        a, b = free_address(), free_address()
+        leader = started.coordinator("a", listen=a)
+        workers = [started.worker(f"w{n}", f"{b},{a}") for n in range(2)]
+        assert leader.address == a
+        standby = started.coordinator("b", listen=b)
+        for worker in workers:
+            assert worker.address
+        yield Pair(started, journal, leader, standby, a, b)
+
+
+@pytest.fixture
+def pair(started: Pair, request: pytest.FixtureRequest) -> Pair:
+    request.node.stash[LOGS] = started.hands.logs
+    started.settle()
+    return started
+
+
+@pytest.mark.parametrize(
+    "strategy", [ALL_REDUCE, PARAMETER_SERVER, FED_AVG], ids=["AllReduce", "Server", "FedAvg"]
+)
+def test_a_standby_ends_the_run_of_a_frozen_leader(
+    pair: Pair, postgres: Postgres, strategy: Job
+) -> None:
+    with Client(pair.both) as client:
+        expected = outcome_of(client.submit(paced(strategy, 0.0)))
+        run = client.submit(paced(strategy, 0.1))
+        if strategy is FED_AVG:
+            await_event(run, "ClientsAssigned")
+        else:
+            await_step(run, 3)
+        pair.leader.send(signal.SIGSTOP)
+    frozen_s = time.monotonic()
+    assert pair.standby.address == pair.of_standby
+    print(f"took over after {time.monotonic() - frozen_s:.1f} s, ttl {LEASE_TTL_S} s")
+    with Client(pair.of_standby) as client:
+        run = client.get(run.run_id)
+        assert outcome_of(run).digests == expected.digests
+        assert formed(run) == 1, "a worker was given up"
+    pair.leader.send(signal.SIGCONT)
+    assert pair.leader.popen.wait(20) == EXIT_FENCED
+    terms = [term for (term,) in postgres.sql(TERMS, pair.journal)]
+    assert terms == sorted(terms), "the old leader wrote again"
+
+
+def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair) -> None:
+    with Client(pair.of_standby) as lost, pytest.raises(StandbyError, match="leads"):
+        lost.runs()
+    with Client(pair.both) as client:
+        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0)))
+        run = client.submit(paced(ALL_REDUCE, 0.1))
+        await_step(run, 3)
+        pair.leader.kill()
+        assert outcome_of(run).digests == expected.digests  # by the very same client
+        assert formed(run) == 1
+        pair.settle()
+        pair.leader.kill()
+        assert client.runs()[0].run_id == run.run_id
+
+
+def test_a_run_outlives_a_crash_of_the_database(pair: Pair, postgres: Postgres) -> None:
+    with Client(pair.both) as client:
+        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0)))
+        run = client.submit(paced(ALL_REDUCE, 0.1))
+        await_event(run, "SegmentCommitted")
+        postgres.stop()
+        threading.Event().wait(1.0)  # longer than a segment, which wants to be committed
+        postgres.start()
+        assert outcome_of(run).digests == expected.digests
+        assert formed(run) == 1
+    assert not pair.leader.has_ended
+    assert not pair.standby.has_ended
+
+
+def formed(run: RunHandle) -> int:
+    """How often members were chosen."""
+    return sum(each.kind == "MembersFormed" for each in events_of(run))
