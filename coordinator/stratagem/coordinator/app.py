@@ -124,6 +124,7 @@ class App:
         self._do(self._in_thread(self._clean_spool))
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self.loop.clock.run())
                 group.create_task(self.loop.run())
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())

@@ -1,13 +1,20 @@
 """The leader's clock: the only time that decisions are made by.
 
-It starts at the last journaled value and advances only while this coordinator leads, so an outage
-of any length expires nothing. Knows nothing of the wall clock and cannot jump.
+It starts at the last journaled value and advances only while this coordinator leads and runs. So
+an outage of any length expires nothing, and neither does a time in which the process was frozen (a
+paused container, a suspended machine): nobody could have been heard. Knows nothing of the wall
+clock and cannot jump.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import Final
+
+STEP_S: Final = 0.5
+"""The clock advances by this at most between two looks at it: the rest was a freeze."""
 
 
 class LeaderClock:
@@ -15,8 +22,18 @@ class LeaderClock:
 
     def __init__(self, start_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._offset_s = start_s - monotonic()
+        self._now_s = start_s
+        self._seen_s = monotonic()
 
     def now(self) -> float:
         """Leader-clock time, in seconds."""
-        return self._monotonic() + self._offset_s
+        seen_s = self._monotonic()
+        self._now_s += min(seen_s - self._seen_s, STEP_S)
+        self._seen_s = seen_s
+        return self._now_s
+
+    async def run(self) -> None:
+        """Look often enough that only a freeze is left out, until cancelled."""
+        while True:
+            self.now()
+            await asyncio.sleep(STEP_S / 4)

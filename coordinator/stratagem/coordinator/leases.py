@@ -2,17 +2,13 @@
 
 Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
 that the journal calls alive gets a full ttl: nothing expires while nobody leads. Nor while this
-process is frozen (a paused container, a suspended machine): nobody could have heard a heartbeat.
+process is frozen: the leader's clock leaves that time out.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
 
 from stratagem.coordinator.core.facts import Member
-
-_LOOKS_PER_TTL: Final = 5
-"""A look that comes late says for how long this process did not run, up to the time between two."""
 
 
 class Leases:
@@ -72,20 +68,9 @@ class Leases:
         if not self._beats:
             await self._changed.wait()
             return
-        before = self._clock()
         first_end = min(self._beats.values()) + self._ttl_s
-        timeout_s = min(max(0.01, first_end - before), self._ttl_s / _LOOKS_PER_TTL)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(max(0.01, first_end - self._clock())):
                 await self._changed.wait()
         except TimeoutError:
-            pass
-        self._forgive(self._clock() - before - timeout_s)
-
-    def _forgive(self, late_s: float) -> None:
-        """No lease runs while this process does not."""
-        if late_s <= 0.0:
             return
-        now = self._clock()
-        for member, beat in self._beats.items():
-            self._beats[member] = min(now, beat + late_s)
