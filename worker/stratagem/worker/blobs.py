@@ -157,6 +157,7 @@ class BlobCache:
     def __init__(
         self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
     ) -> None:
+        self.data_dir = data_dir
         self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads

@@ -7,6 +7,7 @@ code are results and never come past here.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from stratagem.common.tensors.transfer import (
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
+from stratagem.worker.diagnosis import diagnosis
 from stratagem.worker.plan_checks import check_plan
 from stratagem.worker.sessions import Session, Sessions
 from stratagem.worker.state_store import Frozen
@@ -159,12 +161,18 @@ class WorkerServicer(WorkerServiceServicer):
         return pb.CloseSessionResponse()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        return pb.DescribeResponse(
+        described = pb.DescribeResponse(
             worker_id=self._host.worker_id,
             incarnation=self._host.incarnation,
             capability=self._capability,
             sessions=self._sessions.describe(),
+            time_s=time.time(),
         )
+        if request.with_environment:
+            environment, probes = await diagnosis(self._host, request.probes)
+            described.environment.CopyFrom(environment)
+            described.probes.extend(probes)
+        return described
 
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
