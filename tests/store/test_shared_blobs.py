@@ -3,6 +3,8 @@
 import os
 import socket
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import obstore
@@ -14,7 +16,7 @@ from stratagem.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from stratagem.coordinator.blobs import objects, s3
+from stratagem.coordinator.blobs import credentials, objects, s3
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.credentials import credentials_from_file
 from stratagem.coordinator.blobs.s3 import check_url, open_s3
@@ -290,6 +292,35 @@ def test_keys_come_from_a_file(
     found = provider()
     assert (found["access_key_id"], found["secret_access_key"]) == ("abc", "%def")
     assert credentials_from_file({"AWS_ACCESS_KEY_ID": "x", **os.environ}) is None
+
+
+def test_changed_keys_are_taken_without_a_restart(
+    bucket: Bucket, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    form = "[default]\naws_access_key_id = {}\naws_secret_access_key = x\n"
+    monkeypatch.setattr(credentials, "VALID_FOR", timedelta(seconds=1))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        file.write_text(form.format("first"))
+        store = open_s3(bucket.url, os.environ)
+
+        def list_until_keys_are(key: str) -> None:  # the library asks anew after 0.1 s
+            until_s = time.monotonic() + 10
+            while f"Credential={key}/" not in server.last_authorization:
+                assert time.monotonic() < until_s
+                store.list("blobs")
+
+        list_until_keys_are("first")
+        file.write_text(form.format("second"))
+        list_until_keys_are("second")
+        file.unlink()
+        with pytest.raises(UnavailableError, match="cannot be read: No such file"):
+            list_until_keys_are("third")
+        file.write_text(form.format("third"))
+        list_until_keys_are("third")
 
 
 @pytest.mark.parametrize(

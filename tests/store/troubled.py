@@ -25,6 +25,7 @@ class Troubled(ThreadingHTTPServer):
         self.troubles: dict[str, list[int | str]] = {}
         self.always: int | None = None
         self.lock = threading.Lock()
+        self.last_authorization = ""
 
     @property
     def endpoint(self) -> str:
@@ -42,6 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _do(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.last_authorization = self.headers.get("Authorization", "")
         trouble = self.server.next_trouble(self.command)
         if isinstance(trouble, int) and trouble != OK:
             self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")

@@ -71,7 +71,7 @@ class SharedSpool:
                 clients.setdefault(int(client), []).append(update)
         return clients
 
-    def read(self, update: SharedUpdate) -> tuple[Manifest, Iterator[bytes]]:
+    def read(self, update: SharedUpdate) -> tuple[Manifest, Iterator[bytes | memoryview]]:
         """What the update announces, and its data, which are not verified.
 
         Raises NotFoundError, and IntegrityError where it does not begin with a header.
@@ -79,7 +79,7 @@ class SharedSpool:
         pieces = self._objects.read(update.found)
         head = b""
         for piece in pieces:
-            head += piece
+            head += bytes(piece)
             if not len(head) < header_size(head) <= MAX_HEADER_BYTES:
                 break
         file = io.BytesIO(head)
@@ -88,7 +88,7 @@ class SharedSpool:
         except (ValueError, LimitError) as error:
             raise IntegrityError(f"{update.found.name} is damaged: {error}") from error
 
-        def data() -> Iterator[bytes]:
+        def data() -> Iterator[bytes | memoryview]:
             yield head[data_start:]
             yield from pieces
 

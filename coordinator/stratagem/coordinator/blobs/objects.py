@@ -15,7 +15,9 @@ import itertools
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,14 +26,11 @@ from stratagem.common.errors import NotFoundError, UnavailableError
 from stratagem.common.failpoints import failpoint
 
 PART_BYTES: Final = 8 << 20
-"""Of a multipart upload. Memory is this times MAX_PARTS_AT_ONCE, however large the object is."""
+"""Of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large the object is;
+one connection alone gets a fraction of what an object store can do."""
 
 MAX_PARTS_AT_ONCE: Final = 4
 _MAX_PARTS: Final = 9000  # S3 takes 10,000
-_PIECE_BYTES: Final = 1 << 20
-
-_MAX_STALLS: Final = 2
-"""Reads in a row that bring nothing; the library has tried each of them again already."""
 _PAUSE_S: Final = 0.2
 _MAX_ERROR_CHARS: Final = 300
 _COUNTER: Final = itertools.count()
@@ -78,23 +77,18 @@ class Objects:
                 )
         failpoint("coordinator.objects.after_put")
 
-    def read(self, found: Found) -> Iterator[bytes]:
-        """The bytes of an object; goes on where a connection was cut. Raises NotFoundError."""
-        done, stalls = 0, 0
-        while done < found.num_bytes:
-            try:
-                with _translated(f"reading {found.name}"):
-                    for piece in self._stream(found.name, done):
-                        yield piece
-                        done += len(piece)
-                        stalls = 0
-                    if done < found.num_bytes:
-                        raise ValueError(f"it ended after {done} of {found.num_bytes} bytes")
-            except UnavailableError:
-                stalls += 1
-                if stalls == _MAX_STALLS:
-                    raise
-                time.sleep(_PAUSE_S)
+    def read(self, found: Found) -> Iterator[memoryview]:
+        """The bytes of an object, in order, some parts read ahead. Raises NotFoundError."""
+        starts = range(0, found.num_bytes, PART_BYTES)
+        waiting: deque[Future[memoryview]] = deque()
+        with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
+            for start in starts:
+                num_bytes = min(PART_BYTES, found.num_bytes - start)
+                waiting.append(pool.submit(self._read_part, found.name, start, num_bytes))
+                if len(waiting) == MAX_PARTS_AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     def list(self, folder: str) -> list[Found]:
         """All objects below a folder, by name."""
@@ -113,10 +107,22 @@ class Objects:
             with _translated(f"deleting {len(doomed)} objects"):
                 self._obstore.delete(self._store, doomed)
 
-    def _stream(self, name: str, offset: int) -> Iterator[bytes]:
-        options: Any = {"range": {"offset": offset}} if offset else None
-        found = self._obstore.get(self._store, name, options=options)
-        return iter(found.stream(min_chunk_size=_PIECE_BYTES))
+    def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
+        """The library tries a request again, but not an answer that breaks off."""
+        for is_last in (False, False, True):
+            try:
+                with _translated(f"reading {name}"):
+                    part = memoryview(
+                        self._obstore.get_range(self._store, name, start=start, length=num_bytes)
+                    )
+                    if len(part) == num_bytes:
+                        return part
+                    raise ValueError(f"{len(part)} of {num_bytes} bytes from {start} on came")
+            except UnavailableError:
+                if is_last:
+                    raise
+                time.sleep(_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def unique_name(term: int) -> str:
