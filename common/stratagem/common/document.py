@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, core_schema
 
-from stratagem.common.errors import InvalidInputError, Violation
+from stratagem.common.errors import MAX_VIOLATIONS, InvalidInputError, Violation
 from stratagem.common.json_text import (
     JSON,
     check_json,
@@ -146,7 +146,7 @@ def refuse(violations: Sequence[Violation]) -> None:
 def to_invalid_input(error: ValidationError, root: type[BaseModel]) -> InvalidInputError:
     """Pydantic's findings in our words, one violation per wrong field."""
     found: list[Violation] = []
-    for details in error.errors(include_url=False):
+    for details in error.errors(include_url=False)[:MAX_VIOLATIONS]:
         found += _violations(details, root)
     return InvalidInputError(violations=found)
 

@@ -24,7 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from itertools import islice
+from typing import Final, Self
+
+MAX_VIOLATIONS: Final = 100
+"""More than anybody reads; who sends a hundred thousand mistakes is not told them one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,12 @@ class StratagemError(Exception):
 
 
 class InvalidInputError(StratagemError, ValueError):
-    """Wrong input. `violations` names every wrong field, not just the first one."""
+    """Wrong input. `violations` names every wrong field, not just the first one, to an end."""
 
     violations: tuple[Violation, ...]
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
-        self.violations = tuple(violations)
+        self.violations = tuple(islice(violations, MAX_VIOLATIONS))
         super().__init__(message or "; ".join(str(each) for each in self.violations))
 
     @classmethod

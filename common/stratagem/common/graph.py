@@ -16,9 +16,11 @@ from typing import Annotated, Final, Self, TypeAlias
 from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.document import Kwargs, Section, StrategyField, Whole, refuse
-from stratagem.common.errors import InvalidInputError, NotFoundError, Violation
+from stratagem.common.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
 from stratagem.common.json_text import suggest
 from stratagem.common.strategy import Local, Strategy
+
+MAX_COMPARED: Final = 10_000
 
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _MODULE: Final = re.compile(r"[A-Za-z]\w{0,63}")
@@ -93,6 +95,10 @@ class GraphSpec(Section):
         sources = {edge.source for edge in self.edges}
         return self.outputs or [each for each in self.node_ids() if each not in sources]
 
+    def num_nodes(self) -> int:
+        """Of all levels."""
+        return len(self.nodes) + sum(1 + each.graph.num_nodes() for each in self.subgraphs)
+
     def topological_order(self) -> list[str]:
         """All ids so that every edge points forward; ties in the order of declaration."""
         return _sorted_ids(self)[0]
@@ -150,10 +156,12 @@ def _unknown_ends(graph: GraphSpec) -> list[Violation]:
     for group, ids in (("inputs", graph.inputs), ("outputs", graph.outputs)):
         named += [(f"{group}[{i}]", each) for i, each in enumerate(ids)]
     known = set(graph.node_ids())
+    unknown = [(field, name) for field, name in named if name not in known]
+    # To look for a similar name among thousands takes a while.
+    similar = sorted(known) if len(known) * len(unknown) < MAX_COMPARED else []
     return [
-        Violation(field, f"{name!r} is not a node of this graph{suggest(name, sorted(known))}")
-        for field, name in named
-        if name not in known
+        Violation(field, f"{name!r} is not a node of this graph{suggest(name, similar)}")
+        for field, name in unknown[:MAX_VIOLATIONS]
     ]
 
 

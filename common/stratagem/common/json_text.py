@@ -18,6 +18,8 @@ from stratagem.common.errors import InvalidInputError, Violation
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 2**16
+"""In one text; a megabyte of brackets would else take its reader many seconds."""
 
 
 def load_json(text: str, field: str = "") -> JSON:
@@ -30,6 +32,7 @@ def load_json(text: str, field: str = "") -> JSON:
         raise InvalidInputError.at(field, f"not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidInputError.at(field, f"nested deeper than {MAX_DEPTH} levels") from None
+    _check_number_of_values(value, field)
     return check_json(value, field)
 
 
@@ -52,16 +55,36 @@ def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
         case str():
             return check_text(value, field)
         case list() | tuple():
-            return [check_json(each, f"{field}[{i}]", depth + 1) for i, each in enumerate(value)]
+            return [_inside(each, i, field, depth) for i, each in enumerate(value)]
         case dict():
             return {
-                check_key(key, field): check_json(each, join(field, str(key)), depth + 1)
+                check_key(key, field): _inside(each, key, field, depth)
                 for key, each in value.items()
             }
         case _:
             raise InvalidInputError.at(
                 field, f"{value!r} ({type(value).__name__}) has no JSON form"
             )
+
+
+def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
+    """A path is made only for a value that is wrong: there are many that are right."""
+    try:
+        return check_json(value, "", depth + 1)
+    except InvalidInputError as error:
+        path = join(field, f"[{place}]" if isinstance(place, int) else place)
+        raise InvalidInputError(violations=under(path, error.violations)) from None
+
+
+def _check_number_of_values(value: object, field: str) -> None:
+    num_values, open_values = 0, [value]
+    while open_values:
+        each = open_values.pop()
+        num_values += 1
+        if isinstance(each, dict | list):
+            open_values.extend(each.values() if isinstance(each, dict) else each)
+        if num_values + len(open_values) > MAX_VALUES:
+            raise InvalidInputError.at(field, f"has more than {MAX_VALUES} values")
 
 
 def check_key(key: object, field: str) -> str:

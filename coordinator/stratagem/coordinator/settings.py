@@ -70,6 +70,7 @@ class Settings(BaseSettings):
         default=10.0, gt=0, description="wait for members at a barrier"
     )
     max_job_bytes: int = Field(default=2**20, gt=0, description="size of a job's JSON")
+    max_graph_nodes: int = Field(default=5000, gt=0, description="nodes of a job's graph")
     max_state_bytes: int = Field(default=64 * 2**30, gt=0, description="size of one state")
     max_spool_bytes: int = Field(
         default=256 * 2**30, gt=0, description="size of all spooled updates"

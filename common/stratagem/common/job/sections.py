@@ -29,6 +29,8 @@ from stratagem.common.graph import GraphSpec
 from stratagem.common.ids import Digest
 from stratagem.common.job.every import Every, EveryField
 
+MAX_METRICS: Final = 64
+
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -161,7 +163,9 @@ class EvaluationSpec(Section):
 
     split: Name = "test"
     every: EveryField = Every(1, "epoch")
-    metrics: list[MetricName] = Field(default_factory=list)
+    metrics: Annotated[list[MetricName], Field(max_length=MAX_METRICS)] = Field(
+        default_factory=list
+    )
     best: str | None = None
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256

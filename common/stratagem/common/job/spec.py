@@ -7,6 +7,7 @@ job back. Does not know whether this installation can carry the job out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
@@ -144,10 +145,15 @@ class JobSpec(Section):
         """The document as compact JSON."""
         return dump_json(self.document())
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The job from its JSON text."""
-        return cls.parse(load_json(text))
+    @staticmethod
+    def from_json(text: str) -> JobSpec:
+        """The job from its JSON text; the latest ones are kept, as several readers follow."""
+        return _read(text)
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> JobSpec:
+    return JobSpec.parse(load_json(text))
 
 
 def _missing(job: JobSpec) -> list[Violation]:

@@ -279,7 +279,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         active = sum(run.ended is None for run in self._app.loop.state.runs.values())
         if active >= settings.max_active_runs and run_id not in self._app.loop.state.runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
-        await streams.check_blobs(self._app.blobs, request.job_json)
+        await streams.check_job(self._app.blobs, request.job_json, settings.max_graph_nodes)
 
 
 def _member(worker_id: str, incarnation: str) -> Member:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from stratagem.common.errors import (
     IntegrityError,
     InvalidInputError,
+    LimitError,
     NotFoundError,
     UnavailableError,
 )
@@ -115,9 +116,14 @@ async def _store(
         writer.abort()
 
 
-async def check_blobs(blobs: BlobStore, job_json: str) -> None:
-    """A job may only name data and a state that lie here already."""
-    job = JobSpec.from_json(job_json)
+async def check_job(blobs: BlobStore, job_json: str, max_graph_nodes: int) -> None:
+    """A job may only name data and a state that lie here already, and have so many nodes."""
+    job = await asyncio.to_thread(JobSpec.from_json, job_json)
+    num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
+    if num_nodes > max_graph_nodes:
+        raise LimitError(
+            f"max_graph_nodes: the graph has {num_nodes}, the limit is {max_graph_nodes}"
+        )
     inline, initial = job.data.inline, job.initial
     if initial is not None and initial.digest is None:
         text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
