@@ -8,8 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.doctor import Finding, Level, Measured, judge
+from stratagem.client.doctor import Finding, Level, Measured, _no_answer, judge
 from stratagem.common.environment import environment_of
+from stratagem.common.errors import (
+    PermissionDeniedError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 
@@ -151,6 +158,25 @@ def test_devices_and_backends() -> None:
     assert "without nccl" in found[3]
     small = environment(shared_memory_bytes=2**20)
     assert trouble(measured(worker(environment=small)))[:3] == ("shared memory", "w0", "warn")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UnauthenticatedError("the caller has shown neither"), "--token-file"),
+        (PermissionDeniedError("it is for the scope read"), "a certificate of a client"),
+        (WrongStateError("protocol version: this side speaks '1'"), "one version"),
+        (UnavailableError("h:1 wants TLS: give --tls-ca"), "stratagem certs show"),
+        (UnavailableError("Ssl handshake failed: certificate verify failed"), "the host that"),
+        (StratagemError("Method not found!"), "older than this command"),
+        (UnavailableError("no coordinator answers at h:1: connection refused"), "firewall"),
+    ],
+)
+def test_a_coordinator_that_cannot_be_asked(error: StratagemError, words: str) -> None:
+    found = _no_answer("h:1", error)
+    assert found.level is Level.FAIL
+    assert found.found == str(error)
+    assert words in found.advice
 
 
 def test_an_environment_is_what_there_is(tmp_path: Any) -> None:

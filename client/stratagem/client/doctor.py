@@ -14,7 +14,13 @@ from typing import Final
 
 from stratagem.client.calls import Connection
 from stratagem.common.environment import environment_of
-from stratagem.common.errors import InvalidInputError, StratagemError
+from stratagem.common.errors import (
+    InvalidInputError,
+    PermissionDeniedError,
+    StratagemError,
+    UnauthenticatedError,
+    WrongStateError,
+)
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.options import PROTOCOL_VERSION
 from stratagem.common.rpc.tls import Role
@@ -72,7 +78,7 @@ async def examine(address: str, proof: Proof) -> list[Finding]:
     try:
         measured = await _measure(connection, own)
     except StratagemError as error:
-        return [*findings, _no_answer(address, proof, error)]
+        return [*findings, _no_answer(address, error)]
     finally:
         await connection.close()
     return [*findings, *judge(address, measured)]
@@ -90,26 +96,33 @@ async def _measure(connection: Connection, own: types_pb2.Environment) -> Measur
     return Measured(own, answer, round_trip_s, answer.time_s + round_trip_s / 2 - now_s, now_s)
 
 
-def _no_answer(address: str, proof: Proof, error: StratagemError) -> Finding:
+def _no_answer(address: str, error: StratagemError) -> Finding:
+    return Finding("connection", address, Level.FAIL, str(error), _advice_on(error))
+
+
+def _advice_on(error: StratagemError) -> str:
+    """What to do when the coordinator cannot be asked."""
     said = str(error)
-    advice = (
-        "look whether it runs (`stratagem health HOST:HEALTH-PORT`), and whether the address, the "
-        "firewall and the network let you reach it"
-    )
-    if "protocol version" in said:
-        advice = "install the coordinator's version of stratagem here, or upgrade the coordinator"
-    elif proof.tls is None and "no coordinator answers" in said and "refused" not in said:
-        advice = (
-            "if it serves with TLS, name --tls-ca and your certificate or token; else " + advice
-        )
-    elif any(word in said for word in ("handshake", "SSL", "certificate", "Cannot check peer")):
-        advice = (
+    match error:
+        case UnauthenticatedError():
+            return "name your certificate (--tls-cert, --tls-key) or your token (--token-file)"
+        case PermissionDeniedError():
+            return "use a certificate of a client, or a token with the scope that it names"
+        case WrongStateError() if "protocol version" in said:
+            return "run one version of stratagem here and there"
+    if "wants TLS" in said:
+        return "`stratagem certs show FILE` says whose certificates you have"
+    if any(word in said for word in ("handshake", "SSL", "certificate", "Cannot check peer")):
+        return (
             "--tls-ca must hold the authority of the coordinator's certificate, and that must name "
             "the host that you dial"
         )
-    elif "Diagnose" in said or "UNIMPLEMENTED" in said:
-        advice = "the coordinator is older than this command: upgrade it"
-    return Finding("connection", address, Level.FAIL, said, advice)
+    if "UNIMPLEMENTED" in said or "Method not found" in said:
+        return "the coordinator is older than this command: upgrade it"
+    return (
+        "look whether it runs (`stratagem health HOST:HEALTH-PORT`), and whether the address, the "
+        "firewall and the network let you reach it"
+    )
 
 
 def judge(address: str, measured: Measured) -> Iterator[Finding]:
