@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
@@ -68,6 +71,20 @@ def test_a_file_of_weights_is_evaluated_in_other_precision(
     assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, trained.state)
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_predictions_are_rows_in_order_whoever_made_them(
+    client: Client, tmp_path: Path, num_workers: int
+) -> None:
+    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
+    spec = evaluating(strategy=strategy, evaluation={**EVALUATION, "predictions": True})
+    done = train(client, spec)
+    found = load_file(done.run.download(tmp_path / "out.safetensors", "predictions"))
+    outputs: list[Tensor] = []
+    evaluation_loop(spec, ALLOWED, outputs=outputs)
+    assert_same_bits(found, {"test.output": torch.cat(outputs)})
+    assert found["test.output"].shape == (23, 5)
+
+
 def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: Outcome) -> None:
     spec = job("everything", steps=1, checkpoint=None, initial={"run": trained.run.run_id})
     run = client.submit(spec)
@@ -77,14 +94,14 @@ def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: O
 
 @pytest.mark.sweep
 def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
-    exact_cluster: LocalCluster, client: Client, gates: Gates
+    exact_cluster: LocalCluster, client: Client, gates: Gates, tmp_path: Path
 ) -> None:
     # Each of the three takes every third of the six batches; this one dies in its second.
     data = user("gated", folder=str(gates.folder))
     spec = evaluating(
         data=data,
         strategy=data_parallel(3),
-        evaluation={**EVALUATION, "split": "train", "batch_size": 8},
+        evaluation={**EVALUATION, "split": "train", "batch_size": 8, "predictions": True},
     )
     gates.close("worker-1-batch-2")
     run = client.submit(spec)
@@ -92,7 +109,10 @@ def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
     exact_cluster.kill("worker-1")
     wait_for(run, "MembersFormed", 2)
     gates.open()
-    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED)
+    outputs: list[Tensor] = []
+    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, outputs=outputs)
+    found = load_file(run.download(tmp_path / "out.safetensors", "predictions"))
+    assert_same_bits(found, {"train.output": torch.cat(outputs)})
     exact_cluster.wait_ready()
 
 
@@ -105,6 +125,8 @@ def test_what_cannot_be_begun_from_is_named(
         client.submit(evaluating(initial={"digest": "0" * 64}))
     with pytest.raises(InvalidInputError, match="No such file"):
         client.submit(evaluating(initial={"file": str(tmp_path / "none.safetensors")}))
+    with pytest.raises(NotFoundError, match="has no predictions"):
+        trained.run.download(tmp_path / "none.safetensors", "predictions")
     run = client.submit(evaluating("mlp", initial={"run": trained.run.run_id}))
     with pytest.raises(UserCodeError, match="initial: missing tensors"):
         run.result()

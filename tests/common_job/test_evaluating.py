@@ -88,6 +88,18 @@ def test_what_belongs_to_training_is_refused(changes: dict[str, Any], message: s
     assert message in refusal(**changes)
 
 
+def test_predictions_are_those_of_a_job_that_only_evaluates() -> None:
+    spec = {"evaluation": {"metrics": [], "predictions": True}}
+    assert JobSpec.parse(EVALUATING | spec).evaluation.predictions  # type: ignore[union-attr]
+    training = {
+        "execution": {},
+        "epochs": 1,
+        "batch_size": 4,
+        "optimizer": {"name": "sgd", "lr": 1},
+    }
+    assert "evaluation.predictions: belongs to a job that only" in refusal(**spec, **training)
+
+
 def test_a_job_that_trains_needs_an_optimizer_and_batches() -> None:
     text = refusal(execution={}, epochs=1)
     assert "optimizer: missing" in text

@@ -124,7 +124,7 @@ def evaluation() -> Job:
         del document[name]
     return document | {
         "execution": {"gradient": "None"},
-        "evaluation": {"split": "test", "metrics": ["accuracy"], "batch_size": 2},
+        "evaluation": {"metrics": ["accuracy"], "batch_size": 2, "predictions": True},
     }
 
 

@@ -9,6 +9,7 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import Inference, build_inference
+from stratagem.worker.engine.inference import _copies
 from stratagem.worker.engine.state import given_model_state, load_model_state, model_state
 from stratagem.worker.execution_train import parts_to_proto
 from stratagem.worker.reference_evaluation import evaluation_loop
@@ -102,6 +103,19 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     given = given_model_state(model_of(trainer_of(job("batch_norm_mlp"))), inference.model)
     with pytest.raises(InvalidInputError, match="initial: missing tensors"):
         load_model_state(inference.model, given, where="initial")
+
+
+def test_outputs_are_kept_by_name_where_they_have_the_rows() -> None:
+    inference = inference_of(evaluating())
+    outputs: dict[str, torch.Tensor] = {}
+    inference.part("test", 4, outputs)
+    assert {name: tuple(each.shape) for name, each in outputs.items()} == {"output": (3, 5)}
+    nested = {"logits": torch.ones(2, 3), "pair": (torch.zeros(2), torch.ones(2, 1))}
+    named = dict(_copies("output", nested, 2))
+    assert list(named) == ["output.logits", "output.pair.0", "output.pair.1"]
+    for wrong in (torch.ones(3, 2), torch.ones(()), "text"):
+        with pytest.raises(InvalidInputError, match="the model's output is no tensor of 2 rows"):
+            dict(_copies("output", wrong, 2))
 
 
 def test_a_split_that_is_not_there_is_named() -> None:

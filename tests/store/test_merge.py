@@ -18,6 +18,7 @@ from stratagem.coordinator.merge import (
     ContradictionError,
     MergeStoppedError,
     Part,
+    joined_rows,
     merged_manifest,
     write_merged,
 )
@@ -119,6 +120,21 @@ def test_parts_that_contradict_each_other_are_refused_by_name() -> None:
         merged_manifest([manifest("a", step="3"), manifest("b", step="4")], DEFAULT_LIMITS)
     with pytest.raises(ContradictionError, match="total_bytes: 16 is over the limit of 15"):
         merged_manifest([manifest("a"), manifest("b")], Limits(max_total_bytes=15))
+
+
+def test_batches_are_joined_where_only_their_rows_differ() -> None:
+    def manifest(**tensors: Tensor) -> Manifest:
+        named = {name.replace("_", "/"): tensor for name, tensor in tensors.items()}
+        return merged_manifest([manifest_of(named, Purpose.STATE)[0]], DEFAULT_LIMITS)
+
+    joined = joined_rows(
+        manifest(out_0=torch.ones(7, 2), out_1=torch.ones(1, 2), n_0=torch.ones(3))
+    )
+    shapes = {spec.name: spec.shape for spec in joined.tensors}
+    assert shapes == {"n": (3,), "out": (8, 2)}
+    for other in (torch.ones(1, 3), torch.ones(1, 2, dtype=torch.float64)):
+        with pytest.raises(ContradictionError, match="'out' is float"):
+            joined_rows(manifest(out_0=torch.ones(7, 2), out_1=other))
 
 
 def test_metadata_of_all_parts_is_there() -> None:

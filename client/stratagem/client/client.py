@@ -236,7 +236,8 @@ class AsyncRun:
     async def download(self, path: str | PathLike[str], which: str = "final") -> Path:
         """Write a committed state as a safetensors file, whole or not at all.
 
-        which: "final" (the newest one while the run lives), "best", or the number of a segment.
+        which: "final" (the newest one while the run lives), "best", or the number of a segment;
+        or "predictions", of a run that keeps them.
         """
         return await downloads.to_file(self._connection, self.run_id, which, Path(path))
 

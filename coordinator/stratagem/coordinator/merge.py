@@ -94,15 +94,41 @@ def _metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
     return merged
 
 
+def joined_rows(merged: Manifest) -> Manifest:
+    """Tensors "<name>/<number>" as one "<name>" each, row after row: the same bytes.
+
+    Raises ContradictionError where they differ in more than rows.
+    """
+    found: dict[str, TensorSpec] = {}
+    for spec in merged.stored():
+        name, rows = spec.name.rpartition("/")[0], spec.shape[0] if spec.shape else 0
+        before = found.get(name)
+        if before is None:
+            found[name] = TensorSpec(name, spec.dtype, spec.shape, 0, 0)
+            continue
+        if (before.dtype, before.shape[1:]) != (spec.dtype, spec.shape[1:]):
+            text = f"{name!r} is {before.dtype} {before.shape} in one batch and {spec.dtype} "
+            raise ContradictionError(f"{text}{spec.shape} in another")
+        shape = (before.shape[0] + rows, *spec.shape[1:])
+        found[name] = TensorSpec(name, spec.dtype, shape, 0, 0)
+    named = [(each.name, each.dtype, each.shape) for each in found.values()]
+    return build_manifest(named, Purpose.STATE, metadata=merged.metadata)
+
+
 def write_merged(
     manifest: Manifest,
     parts: Sequence[Part],
     writer: BlobWriter,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    described_as: Manifest | None = None,
 ) -> Digest:
-    """Write and commit the blob of a merged manifest. Raises MergeStoppedError when told to."""
+    """Write and commit the blob of a merged manifest. Raises MergeStoppedError when told to.
+
+    described_as: what the blob says that it holds, of the same bytes.
+    """
     places = {spec.name: (part.data, spec) for part in parts for spec in part.manifest.tensors}
-    writer.write(header_bytes(manifest))
+    writer.write(header_bytes(described_as or manifest))
     for target in manifest.stored():
         data, spec = places[target.name]
         for piece in data.read(spec.offset, spec.size_bytes):

@@ -7,6 +7,9 @@ share, and what was evaluated already is answered at once. Runs in the torch thr
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
@@ -14,6 +17,7 @@ from stratagem.worker.control import DRAINED, Interrupt
 from stratagem.worker.engine import Inference
 from stratagem.worker.execution_train import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.profiling import EVALUATING, StepRecorder
+from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work
 
 
@@ -34,6 +38,8 @@ def evaluate_share(
         if (batch - plan.rank) % max(plan.size, 1) < max(plan.count, 1)
     ]
     left = [key for key in owned if key not in segment.evaluated]
+    spec = work.job.evaluation
+    is_kept = spec is not None and spec.predictions
     show = _Progress(work, len(owned), len(owned) - len(left))
     with StepRecorder(work, EVALUATING) as recorder:
         for number, (split, batch) in enumerate(left):
@@ -43,13 +49,27 @@ def evaluate_share(
             if work.control.is_draining:
                 raise Interrupt(DRAINED)
             recorder.begin(batch, len(left) - number)
-            segment.evaluated[split, batch] = inference.part(split, batch)
+            outputs = segment.outputs.setdefault((split, batch), {}) if is_kept else None
+            segment.evaluated[split, batch] = inference.part(split, batch, outputs)
             failpoint("worker.batch.evaluated")
             show.done(inference.rows_in(split, batch))
+    if is_kept:
+        work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, owned), {}))
     parts = [segment.evaluated[key] for key in owned if key in segment.evaluated]
     return pb.ExecuteResult(
         evaluate=pb.EvaluateResult(parts=list(parts_to_proto(parts)))
     ), membership
+
+
+def _named(
+    outputs: Mapping[tuple[str, int], Mapping[str, Tensor]], owned: Sequence[tuple[str, int]]
+) -> dict[str, Tensor]:
+    """By "<split>.<output>/<batch>"; in order of name the batches of an output are in order."""
+    return {
+        f"{split}.{name}/{batch:012d}": tensor
+        for split, batch in owned
+        for name, tensor in outputs.get((split, batch), {}).items()
+    }
 
 
 def _inference(work: Work, digest: str) -> Inference:

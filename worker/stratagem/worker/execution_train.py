@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from torch import Tensor
+
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
@@ -47,6 +49,8 @@ class Segment:
     """Of nodes that gossip."""
     evaluated: dict[tuple[str, int], Part] = field(default_factory=dict)
     """By split and batch, where nothing is trained: the next view may ask for them again."""
+    outputs: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
+    """Of the same, where predictions are wanted."""
 
 
 def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:

@@ -24,9 +24,13 @@ from stratagem.worker.models.build import build_model, float_dtype
 
 
 def evaluation_loop(
-    job: JobSpec, entrypoints: EntryPoints, state: Mapping[str, Tensor] | None = None
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    state: Mapping[str, Tensor] | None = None,
+    outputs: list[Tensor] | None = None,
 ) -> dict[str, float]:
-    """Means over the split, by "<split>.<metric>". state: a state_dict; else the seed's weights."""
+    """Means over the split, by "<split>.<metric>". state: a state_dict; else the seed's weights.
+    outputs: gets the model's output of each batch."""
     spec, device = job.evaluation, torch.device("cpu")
     assert spec is not None
     dataset = load_data(job, entrypoints, DataSources())[spec.split]
@@ -44,6 +48,8 @@ def evaluation_loop(
         execution.begin_batch(len(rows))
         with torch.no_grad():
             output = model(x)
+            if outputs is not None:
+                outputs.append(output)
             loss = loss_fn(output, y, len(rows))
             means = {"loss": (float(loss.mean), loss.weight)}
             means |= {name: metric(output, y, len(rows)) for name, metric in metrics.items()}

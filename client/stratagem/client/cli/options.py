@@ -74,7 +74,10 @@ TokenFileOption = Annotated[
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The id of a run.")]
 WhichOption = Annotated[
     str,
-    typer.Option("--which", help="final (or the newest so far), best, or the number of a segment."),
+    typer.Option(
+        "--which",
+        help="final (or the newest so far), best, the number of a segment, or predictions.",
+    ),
 ]
 
 _PROOF: Final = {

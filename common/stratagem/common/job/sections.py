@@ -158,7 +158,8 @@ class OptimizerSpec(Section):
 class EvaluationSpec(Section):
     """What is measured, on which split, how often, and what "best" means.
 
-    `every` is 1 epoch unless set; in a federated job, 1 round.
+    `every` is 1 epoch unless set; in a federated job, 1 round. predictions: keep the model's
+    outputs, in a job that only evaluates.
     """
 
     split: Name = "test"
@@ -169,6 +170,7 @@ class EvaluationSpec(Section):
     best: str | None = None
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256
+    predictions: bool = False
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:

@@ -259,6 +259,9 @@ def _compression(job: JobSpec) -> list[Violation]:
 
 def _execution(job: JobSpec) -> list[Violation]:
     found = []
+    if job.evaluation and job.evaluation.predictions and not job.only_evaluates:
+        text = "belongs to a job that only evaluates: set execution.gradient to None"
+        found.append(Violation("evaluation.predictions", text))
     own = job.accumulation
     if job.execution.accumulation_steps is not None and own is not None:
         for name in ("micro_batch_size", "steps"):

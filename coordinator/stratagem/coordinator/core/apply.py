@@ -163,7 +163,9 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
                 else c
                 for c in record.commits
             )
-            return _with_metrics(replace(record, commits=commits), fact.metrics)
+            predictions = fact.predictions or record.predictions
+            record = replace(record, commits=commits, predictions=predictions)
+            return _with_metrics(record, fact.metrics)
         case Noted():
             if fact.digest:
                 commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)

@@ -207,6 +207,8 @@ class Evaluated(Value):
     party: Party
     segment: int
     metrics: Metrics
+    predictions: Digest = Digest("")
+    """The model's outputs, where they were wanted."""
 
 
 # ---- federated rounds ----

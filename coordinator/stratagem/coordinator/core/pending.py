@@ -29,7 +29,8 @@ def next_deadline(state: CoordinatorState) -> float | None:
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
-    """Blobs that must stay: retained commits, bases of what is due, inline data, given states."""
+    """Blobs that must stay: retained commits, bases of what is due, inline data, given states,
+    predictions."""
     live: set[Digest] = set()
     for run in state.runs.values():
         live |= {commit.digest for commit in retained(run)}
@@ -39,4 +40,6 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
             live.add(Digest(run.job.data.inline))
         if run.job.initial is not None and run.job.initial.digest is not None:
             live.add(run.job.initial.digest)
+        if run.predictions:
+            live.add(run.predictions)
     return frozenset(live)

@@ -63,6 +63,8 @@ class RunRecord:
     error: ErrorRecord | None = None
     commits: tuple[Commit, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    predictions: Digest | None = None
+    """The outputs of a model that was only evaluated."""
     engine: str = ""
     submitted_wall_s: float = 0.0
     submitted_by: str = ""

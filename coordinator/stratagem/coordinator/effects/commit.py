@@ -6,6 +6,8 @@ the state is divided among members, every part is pulled, and the parts become o
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
@@ -16,7 +18,13 @@ from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitt
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.link import session
-from stratagem.coordinator.merge import ContradictionError, Part, merged_manifest, write_merged
+from stratagem.coordinator.merge import (
+    ContradictionError,
+    Part,
+    joined_rows,
+    merged_manifest,
+    write_merged,
+)
 
 
 async def commit_segment(env: Env, effect: CommitSegment) -> None:
@@ -32,7 +40,8 @@ async def commit_segment(env: Env, effect: CommitSegment) -> None:
         size_bytes = manifest.total_bytes
     else:
         try:
-            digest, size_bytes = await _merge(env, effect)
+            pulls = [partial(_part, env, effect, members) for members in effect.parts]
+            digest, size_bytes = await merged(env, pulls)
         except ContradictionError as error:
             reason = f"segment {effect.segment} cannot be committed: {error}"
             await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
@@ -49,13 +58,18 @@ async def commit_segment(env: Env, effect: CommitSegment) -> None:
     await env.report(effect.run_id, fact)
 
 
-async def _merge(env: Env, effect: CommitSegment) -> tuple[Digest, int]:
-    """Pull all parts, few at a time, and write them as one blob; its digest and size in bytes."""
+async def merged(
+    env: Env, pulls_of: Sequence[Callable[[], Awaitable[Part]]], *, joins_rows: bool = False
+) -> tuple[Digest, int]:
+    """Pull all parts and write them as one blob; its digest and size in bytes.
+
+    joins_rows: see `joined_rows`. Raises ContradictionError for parts that make no whole.
+    """
     parts: list[Part] = []
     cancelled = threading.Event()
     try:
         # Not a task group: what the first part raises must reach the caller as it is.
-        pulls = [asyncio.ensure_future(_part(env, effect, members)) for members in effect.parts]
+        pulls = [asyncio.ensure_future(pull()) for pull in pulls_of]
         try:
             await asyncio.gather(*pulls)
         finally:
@@ -63,7 +77,7 @@ async def _merge(env: Env, effect: CommitSegment) -> tuple[Digest, int]:
                 task.cancel()
             ended = await asyncio.gather(*pulls, return_exceptions=True)
             parts += [each for each in ended if isinstance(each, Part)]
-        return await env.in_thread(lambda: _write(env, parts, cancelled))
+        return await env.in_thread(lambda: _write(env, parts, cancelled, joins_rows=joins_rows))
     finally:
         cancelled.set()
         for part in parts:
@@ -79,12 +93,15 @@ async def _part(env: Env, effect: CommitSegment, members: tuple[Member, ...]) ->
         )
 
 
-def _write(env: Env, parts: list[Part], cancelled: threading.Event) -> tuple[Digest, int]:
+def _write(
+    env: Env, parts: list[Part], cancelled: threading.Event, *, joins_rows: bool
+) -> tuple[Digest, int]:
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     manifest = merged_manifest([part.manifest for part in parts], limits)
-    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    shown = joined_rows(manifest) if joins_rows else manifest
+    writer = env.blobs.writer(len(header_bytes(shown)) + manifest.total_bytes)
     try:
-        digest = write_merged(manifest, parts, writer, cancelled.is_set)
+        digest = write_merged(manifest, parts, writer, cancelled.is_set, described_as=shown)
     finally:
         writer.abort()
     return digest, manifest.total_bytes

@@ -5,19 +5,23 @@ the others, which answer at once for what they have evaluated already.
 """
 
 import asyncio
+from functools import partial
 
 from stratagem.common.failpoints import failpoint
-from stratagem.common.ids import child_party
+from stratagem.common.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.coordinator.core.effects import EvaluateTogether
-from stratagem.coordinator.core.facts import ROOT, Evaluated
+from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.commit import merged
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
+from stratagem.coordinator.effects.snapshot import pull_part
 from stratagem.coordinator.feed import Progress
 from stratagem.coordinator.link import session, state_ref
-from stratagem.v1 import worker_pb2
+from stratagem.coordinator.merge import ContradictionError, Part
+from stratagem.v1 import types_pb2, worker_pb2
 
 
 async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
@@ -36,8 +40,41 @@ async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
     failpoint("coordinator.evaluation.gathered")
     parts = (part for result in finished for part in result.parts)
     metrics = fold_parts(parts, env.metrics_of(effect.run_id, effect.party))
-    fact = Evaluated(party=effect.party, segment=effect.base.segment, metrics=metrics)
+    predictions = Digest("")
+    if job.evaluation is not None and job.evaluation.predictions:
+        pairs = zip(effect.members, finished, strict=True)
+        try:
+            predictions = await _predictions(env, effect, [m for m, each in pairs if each.parts])
+        except ContradictionError as error:
+            reason = f"the outputs of the batches cannot be joined: {error}"
+            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+            return
+    fact = Evaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        metrics=metrics,
+        predictions=predictions,
+    )
     await env.report(effect.run_id, fact)
+
+
+async def _predictions(env: Env, effect: EvaluateTogether, members: list[Member]) -> Digest:
+    """What the members have kept of their batches, as one blob with the rows in order; "" for a
+    split without rows."""
+    session_ref, segment = _session(effect), effect.base.segment
+
+    async def pull(member: Member) -> Part:
+        async with env.pulls:
+            return await pull_part(env, member, session_ref, effect.membership, segment)
+
+    if not members:
+        return Digest("")
+    digest, _ = await merged(env, [partial(pull, each) for each in members], joins_rows=True)
+    return digest
+
+
+def _session(effect: EvaluateTogether) -> types_pb2.SessionRef:
+    return session(effect.run_id, child_party(effect.party, "evaluate"))
 
 
 async def _attend_member(
@@ -63,7 +100,7 @@ def _request(
     owned = assign_shards(effect.num_shards, len(effect.members))[rank]
     return worker_pb2.ExecuteRequest(
         fence=env.links.to(effect.members[rank], env.state).fence(effect.membership),
-        session=session(effect.run_id, child_party(effect.party, "evaluate")),
+        session=_session(effect),
         segment=effect.base.segment,
         job_json=job.canonical_json(),
         evaluate=worker_pb2.EvaluatePlan(

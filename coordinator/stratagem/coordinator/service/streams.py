@@ -29,7 +29,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 
 def which(run: RunRecord, name: str) -> Digest:
-    """The digest of the state that a client names: final, best, or a segment's number."""
+    """The digest of what a client names: final, best, a segment's number; or predictions."""
     kept = {commit.segment: commit.digest for commit in retained(run)}
     if name in ("", "final"):
         if run.commits:
@@ -40,6 +40,10 @@ def which(run: RunRecord, name: str) -> Digest:
         if best is None:
             raise NotFoundError(f"run {run.run_id!r} has no best state: set evaluation.best")
         return best.digest
+    if name == "predictions":
+        if run.predictions:
+            return run.predictions
+        raise NotFoundError(f"run {run.run_id!r} has no predictions: set evaluation.predictions")
     by_name = {str(segment): digest for segment, digest in kept.items()}
     if name in by_name:
         return by_name[name]

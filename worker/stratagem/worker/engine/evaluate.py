@@ -6,7 +6,7 @@ does not depend on who evaluated what. Must not know the exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,21 @@ class Evaluator:
         num_batches = -(-len(dataset) // self.batch_size)
         return [self.part(split, dataset, batch) for batch in range(rank, num_batches, size)]
 
-    def part(self, split: str, dataset: Dataset, batch: int) -> Part:
-        """One batch; the model is in the mode that it is to be evaluated in."""
+    def part(
+        self,
+        split: str,
+        dataset: Dataset,
+        batch: int,
+        keep: Callable[[Any, int], None] | None = None,
+    ) -> Part:
+        """One batch; the model is in the mode that it is to be evaluated in. keep: gets the output
+        and the number of rows."""
         x, y, num_rows = self.begin_batch(split, dataset, batch)
         with user_code(f"evaluating {split}"):
             output = self.model(x)
         part = self.measure(split, batch, output, y, num_rows)
+        if keep is not None:
+            keep(output, num_rows)
         self.randomness.end()
         return part
 

@@ -6,7 +6,8 @@ batch. Full batches are compiled where the job says so: nothing else runs. Knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +58,19 @@ class Inference:
         return min(self._batch_size, len(self.dataset(split)) - batch * self._batch_size)
 
     @torch.inference_mode()
-    def part(self, split: str, batch: int) -> Part:
-        """The sums over one batch, which do not depend on what was evaluated before."""
+    def part(self, split: str, batch: int, outputs: dict[str, Tensor] | None = None) -> Part:
+        """The sums over one batch, which do not depend on what was evaluated before.
+
+        outputs: gets copies of the model's outputs on the CPU, (rows, ...) each: `output`, or
+        `output.<key>` of a model that gives several.
+        """
+
+        def keep(output: Any, num_rows: int) -> None:
+            if outputs is not None:
+                outputs.update(_copies("output", output, num_rows))
+
         self._execution.begin_batch(self.rows_in(split, batch))
-        return self._evaluator.part(split, self.dataset(split), batch)
+        return self._evaluator.part(split, self.dataset(split), batch, keep)
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(the model's tensors by name, metadata), copied to the CPU; step 0."""
@@ -69,3 +79,19 @@ class Inference:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the model of a state; what else stands in it is passed over."""
         state.load_model_state(self.model, tensors)
+
+
+def _copies(name: str, output: Any, num_rows: int) -> Iterator[tuple[str, Tensor]]:
+    match output:
+        case Tensor() if output.shape[:1] == (num_rows,):
+            yield name, torch.empty_like(output, device="cpu").copy_(output).contiguous()
+        case Mapping():
+            for key, each in output.items():
+                yield from _copies(f"{name}.{key}", each, num_rows)
+        case tuple() | list():
+            for key, each in enumerate(output):
+                yield from _copies(f"{name}.{key}", each, num_rows)
+        case _:
+            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            text = f"the model's {name} is no tensor of {num_rows} rows, but {found}"
+            raise InvalidInputError.at("evaluation.predictions", text)
