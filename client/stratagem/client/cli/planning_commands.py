@@ -13,14 +13,15 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli.options import Format, FormatOption
+from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.planning import estimate_memory, import_folders
 from stratagem.client.planning import recommend as recommend_settings
-from stratagem.client.sync import Client
 from stratagem.client.views import Worker
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import load_job
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -68,7 +69,7 @@ def estimate(
         print(json.dumps(asdict(found)) if form is Format.JSON else found)
 
 
-def recommend(
+def recommend(  # noqa: PLR0913  (each parameter is an option of the command line)
     job_path: JobArgument,
     memory: Annotated[
         str | None,
@@ -91,6 +92,7 @@ def recommend(
             "--coordinator", metavar="HOST:PORT", help="For its workers: their memory and names."
         ),
     ] = None,
+    proof: Proof = PLAINTEXT,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -103,7 +105,7 @@ def recommend(
             load_job(job_path, overrides or []),
             memory_bytes=None if memory is None else parse_size(memory),
             num_workers=workers,
-            workers=None if coordinator is None else _workers_of(coordinator),
+            workers=None if coordinator is None else _workers_of(coordinator, proof),
             device=device,
             import_path=import_folders(job_path),
         )
@@ -118,8 +120,8 @@ def recommend(
         raise typer.Exit(1)
 
 
-def _workers_of(coordinator: str) -> tuple[Worker, ...]:
-    with Client(coordinator) as client:
+def _workers_of(coordinator: str, proof: Proof) -> tuple[Worker, ...]:
+    with client_of(coordinator, proof) as client:
         return tuple(client.workers())
 
 
