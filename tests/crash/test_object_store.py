@@ -1,7 +1,6 @@
 """A coordinator that loses everything but its journal when it is killed; the rest lies in S3."""
 
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,12 @@ import pytest
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
+from stratagem.common.tensors.safefile import file_digest
 from tests.crash.conftest import LOGS
-from tests.crash.hands import hands
+from tests.crash.hands import Process, hands
 from tests.crash.jobs import FED_AVG, JOBS, job
-from tests.crash.rig import ROOT, Rig, await_event, outcome_of, until
+from tests.crash.rig import ROOT, Rig, await_event, outcome_of
+from tests.crash.test_standby import EXIT_FENCED, free_address
 from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
 from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
@@ -21,9 +22,9 @@ from tests.postgres import Postgres
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(100)]
 
 CASES = [
-    # The first state, between two updates of the first round, and in the second round.
-    *(("FedAvg", "coordinator.objects.after_put", passed) for passed in (0, 2, 7)),
-    ("FedAvg", "coordinator.round.pulled", 1),
+    # Between two updates of the first round, and in the second round.
+    ("FedAvg", "coordinator.objects.after_put", 2),
+    ("FedAvg", "coordinator.objects.after_put", 7),
     ("FedAvg", "coordinator.round.folded", 1),
     ("FedYogi", "coordinator.objects.after_put", 5),
     ("FedAvg-large", "coordinator.objects.after_part", 5),
@@ -80,31 +81,44 @@ def test_all_failpoints_of_object_stores_are_reached_here() -> None:
     assert {failpoint for _, failpoint, _ in CASES} >= OVER_AN_OBJECT_STORE
 
 
-def test_a_standby_on_another_machine_folds_what_the_lost_one_has_accepted(
+def test_standbys_on_other_machines_go_on_with_what_lies_in_the_bucket(
     endpoint: str,
     postgres: Postgres,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The leader is killed, and what it had on its disk is gone, when a round is half received."""
+    """The first leader freezes when a round is half received, and wakes when it has been replaced;
+    the second one is killed. Each has a data directory of its own."""
     for name, value in environ_of(endpoint, "standby").items():
         monkeypatch.setenv(name, value)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        listen = f"127.0.0.1:{server.getsockname()[1]}"
+    names = ("a", "b", "c")
+    addresses = {name: free_address() for name in names}
     flags = ("--journal", postgres.new_schema(), "--worker-ttl-s", "5", "--lease-ttl-s", "2")
-    spec = job(FED_AVG, model="build_paced", pace_s=0.05)
-    with hands(tmp_path, *flags) as started, Client(listen) as client:
+    with hands(tmp_path, *flags) as started, Client(",".join(addresses.values())) as client:
         request.node.stash[LOGS] = started.logs
-        leader = started.coordinator("a", listen, data_dir="of-a")
-        assert leader.address == listen
-        started.coordinator("b", listen, data_dir="of-b")
-        workers = [started.worker(f"w{n}", listen) for n in range(2)]
+
+        def coordinator(name: str) -> Process:
+            return started.coordinator(name, addresses[name], data_dir=f"of-{name}")
+
+        first = coordinator("a")
+        assert first.address == addresses["a"]
+        second = coordinator("b")
+        workers = [started.worker(f"w{n}", ",".join(addresses.values())) for n in range(2)]
         assert all(worker.address for worker in workers)
         expected = outcome_of(client.submit(job(FED_AVG, model="build_paced", pace_s=0.0)))
-        run = client.submit(spec)
+        run = client.submit(job(FED_AVG, model="build_paced", pace_s=0.05))
         await_event(run, "UpdateReceived")
-        leader.send(signal.SIGKILL)
-        assert outcome_of(run).digests == expected.digests
-        spool = tmp_path / "of-b" / "spool"
-        until(lambda: not list(spool.rglob("*.safetensors")), "nothing is left behind")
+        first.send(signal.SIGSTOP)
+        assert second.address == addresses["b"]
+        with Client(addresses["b"]) as other:
+            assert outcome_of(other.get(run.run_id)).digests == expected.digests
+        first.send(signal.SIGCONT)
+        assert first.popen.wait(20) == EXIT_FENCED
+        third = coordinator("c")
+        second.kill()
+        assert third.address == addresses["c"]
+        with Client(addresses["c"]) as other:
+            state = other.get(run.run_id).download(tmp_path / "final.safetensors")
+        last = max(expected.digests, key=lambda party_and_segment: party_and_segment[1])
+        assert file_digest(state) == expected.digests[last]
