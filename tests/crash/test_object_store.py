@@ -13,11 +13,12 @@ from stratagem.common.tensors.safefile import file_digest
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Process, hands
 from tests.crash.jobs import FED_AVG, JOBS, job
-from tests.crash.rig import ROOT, Rig, await_event, outcome_of
+from tests.crash.rig import ROOT, Rig, await_event, outcome_of, until
 from tests.crash.test_standby import EXIT_FENCED, free_address
 from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
 from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
+from tests.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(100)]
 
@@ -32,10 +33,15 @@ CASES = [
 ]
 
 
+@pytest.fixture(name="store", scope="module")
+def _store() -> Iterator[Troubled]:
+    with s3_server("stratagem") as endpoint, troubled(endpoint) as server:
+        yield server
+
+
 @pytest.fixture(name="endpoint", scope="module")
-def _endpoint() -> Iterator[str]:
-    with s3_server("stratagem") as endpoint:
-        yield endpoint
+def _endpoint(store: Troubled) -> str:
+    return store.endpoint
 
 
 def environ_of(endpoint: str, folder: str) -> dict[str, str]:
@@ -75,6 +81,25 @@ def test_the_loss_of_a_coordinators_machine_changes_no_bits(
     s3_rig.settle()
     with s3_rig.armed("coordinator", failpoint, num_passed):
         assert s3_rig.outcome(JOBS[name]) == expected
+
+
+@pytest.mark.parametrize("trouble", [UNAVAILABLE, FORBIDDEN])
+def test_an_object_store_that_is_away_for_a_while_changes_no_bits(
+    s3_rig: Rig, store: Troubled, request: pytest.FixtureRequest, trouble: int
+) -> None:
+    """Answers that the library tries again, and ones that it does not."""
+    request.node.stash[LOGS] = s3_rig.logs
+    s3_rig.settle()
+    expected = s3_rig.outcome(job(FED_AVG, model="build_paced", pace_s=0.0))
+    with s3_rig.running(job(FED_AVG, model="build_paced", pace_s=0.02)) as run:
+        await_event(run, "UpdateReceived")
+        before, store.always = store.num_refused, trouble
+        try:
+            until(lambda: store.num_refused > before + 5, "the store was asked")
+            assert not run.status().phase.is_final
+        finally:
+            store.always = None
+        assert outcome_of(run) == expected
 
 
 def test_all_failpoints_of_object_stores_are_reached_here() -> None:

@@ -26,6 +26,7 @@ class Troubled(ThreadingHTTPServer):
         self.always: int | None = None
         self.lock = threading.Lock()
         self.last_authorization = ""
+        self.num_refused = 0
 
     @property
     def endpoint(self) -> str:
@@ -46,6 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.last_authorization = self.headers.get("Authorization", "")
         trouble = self.server.next_trouble(self.command)
         if isinstance(trouble, int) and trouble != OK:
+            self.server.num_refused += 1
             self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")
             return
         behind = http.client.HTTPConnection(self.server.behind, timeout=30)
