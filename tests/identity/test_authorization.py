@@ -1,6 +1,8 @@
 """The table of calls: complete, and what it says for every kind of caller."""
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
@@ -36,6 +38,29 @@ def test_every_call_has_an_entry_and_no_entry_is_too_many() -> None:
     newer = {"/grpc.health.v1.Health/List"}  # not in every version that we run with
     assert set(TABLE) - newer == set(registered()) - newer
     assert all(TABLE.values())
+
+
+def test_channels_listeners_and_credentials_are_made_in_one_place_each() -> None:
+    """Health is asked in plaintext, by a program that imports nothing else."""
+    places = {
+        r"aio\.(?:in)?secure_channel\(": {"channel.py"},
+        r"grpc\.(?:in)?secure_channel\(": {"health.py"},
+        r"add_(?:in)?secure_port": {"server.py"},
+        r"ssl_channel_credentials": {"credentials.py"},
+        r"ssl_server_credentials": {"credentials.py"},
+        r"aio\.server\(": {"server.py"},
+    }
+    roots = [
+        Path(__file__).parents[2] / part for part in ("client", "common", "coordinator", "worker")
+    ]
+    texts = {path: path.read_text() for root in roots for path in root.rglob("*.py")}
+    for pattern, expected in places.items():
+        found = {
+            path.name
+            for path, text in texts.items()
+            if "/v1/" not in str(path) and re.search(pattern, text)
+        }
+        assert found == expected, pattern
 
 
 def certificate(*uris: str) -> Proof:

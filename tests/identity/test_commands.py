@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.common.certificates import Authority
+from stratagem.common.certificates import Authority, show
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.rpc.server import make_server
+from stratagem.common.rpc.tls import TlsFiles
 from stratagem.common.rpc.tokens import Scope, read_tokens
 from stratagem.coordinator import listening
 from stratagem.coordinator.settings import Settings
@@ -39,6 +40,30 @@ def test_certs_for_development(tmp_path: Path) -> None:
     assert "is there already; name another folder" in again.stderr
     wrong = invoke("certs", "show", f"{folder}/ca.key", exit_code=1)
     assert "ca.key holds no PEM certificate" in wrong.stderr
+
+
+def test_certs_for_more_and_again(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    invoke("certs", "init", str(folder), "--host", "head")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    invoke("certs", "issue", str(folder), "--worker", "w1", "--client", "bob")
+    added = {"worker-w1.crt", "worker-w1.key", "client-bob.crt", "client-bob.key"}
+    assert {path.name for path in folder.iterdir()} == set(before) | added
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+    TlsFiles(folder / "ca.crt", folder / "worker-w1.crt", folder / "worker-w1.key").read()
+    again = invoke("certs", "issue", str(folder), "--worker", "w1", exit_code=1)
+    assert "is there already" in again.stderr
+    renewed = invoke("certs", "issue", str(folder), "--renew", "--days", "3").stdout
+    assert renewed.count("until") == 5
+    assert show(folder / "coordinator.crt").hosts == ("localhost", "head", "127.0.0.1", "::1")
+    for name, content in before.items():
+        assert ((folder / name).read_bytes() == content) == name.startswith("ca."), name
+    for arguments, said in (
+        ((str(tmp_path), "--worker", "w"), "was not made by `stratagem certs init`"),
+        ((str(folder),), "name a worker or a client, or renew all"),
+        ((str(folder), "--worker", "a/b"), "worker_id: 'a/b' is not"),
+    ):
+        assert said in invoke("certs", "issue", *arguments, exit_code=1).stderr
 
 
 def test_tokens(tmp_path: Path) -> None:

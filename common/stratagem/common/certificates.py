@@ -166,6 +166,43 @@ def init(
     return [folder / f"{name}.crt" for name in names]
 
 
+def issue(
+    folder: Path,
+    *,
+    workers: Sequence[str],
+    clients: Sequence[str],
+    renew: bool = False,
+    days: int = DEFAULT_DAYS,
+) -> list[Path]:
+    """Sign for more processes with an authority that is there; the certificates.
+
+    renew: replace those that are there, and without names all of them.
+    """
+    known = [show(path) for path in sorted(folder.glob("*.crt"))]
+    named = [each for each in known if each.name]
+    if not (folder / CA_KEY_FILE).exists() or not named:
+        raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
+    authority = Authority(folder, named[0].trust_domain)
+    wanted: list[tuple[Role, str, Sequence[str]]] = [
+        *((Role.WORKER, check_worker_id(each), ()) for each in workers),
+        *((Role.CLIENT, check_worker_id(each), ()) for each in clients),
+    ]
+    if renew and not wanted:
+        wanted = [(Role(each.role), each.name, _own_hosts(each)) for each in named]
+    if not wanted:
+        raise InvalidInputError.at("worker", "name a worker or a client, or renew all")
+    made = [
+        authority.issue(role, name, hosts, timedelta(days=days), renew=renew)
+        for role, name, hosts in wanted
+    ]
+    return [Path(each.cert or "") for each in made]
+
+
+def _own_hosts(shown: Shown) -> Sequence[str]:
+    """The hosts that were asked for; a worker's names follow from its identity."""
+    return shown.hosts if shown.role == Role.COORDINATOR else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What a certificate says."""

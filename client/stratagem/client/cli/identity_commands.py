@@ -71,6 +71,33 @@ def init_certs(
         _print_certificates(made)
 
 
+@certs.command("issue")
+def issue_certs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")],
+    worker: Annotated[
+        list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
+    ] = None,
+    client: Annotated[
+        list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
+    ] = None,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
+    ] = False,
+    days: Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")] = 30,
+) -> None:
+    """Have the authority in DIR sign for more workers and clients, or renew what it has signed.
+
+    With --renew and no names everybody's certificate is renewed, for the names that stand in it.
+    Processes that run take the new files in. No certificate outlives its authority.
+    """
+    from stratagem.common.certificates import issue
+
+    with reporting():
+        _print_certificates(
+            issue(folder, workers=worker or [], clients=client or [], renew=renew, days=days)
+        )
+
+
 @certs.command("show")
 def show_certs(
     files: Annotated[
