@@ -32,6 +32,7 @@ AGAIN: Mapping[str, str] = {
     "UnauthenticatedError": "no: show a certificate or a token",
     "PermissionDeniedError": "no: somebody else must call, or grant it",
     "UnavailableError": "yes; SDK and command line do so by themselves where somebody was there",
+    "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
     "RunFailedError": "no: read the reason, then `stratagem resume`",
 }
@@ -130,6 +131,13 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("the journal cannot be used now", "make room, free the file, or start the database"),
         ("cannot listen on …: is the port taken?", "another process has it: `--listen`"),
         ("object store: …", "the store's endpoint, keys and network"),
+    ),
+    "StandbyError": (
+        ("… stands by: … leads", "give all coordinators: `--coordinator A:7070,B:7070`"),
+        (
+            "waits for the lead",
+            "nothing: the one that led is silent, and is replaced after `--lease-ttl-s`",
+        ),
     ),
     "UserCodeError": (
         (

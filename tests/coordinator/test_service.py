@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health
 
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
@@ -19,9 +18,9 @@ from stratagem.common.tensors.transfer import push
 from stratagem.coordinator.app import App
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.standby import Entrance
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.coordinator.entrance import entrance
 from tests.core.simulation import job
 from tests.core.test_runs import LOCAL
 
@@ -48,10 +47,6 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
-
-
-def entrance() -> Entrance:
-    return Entrance("127.0.0.1:1", health.aio.HealthServicer())
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2_grpc
+from tests.coordinator.entrance import entrance
 from tests.coordinator.test_service import Acquaintance, refused, submit
 from tests.core.simulation import job
 from tests.core.test_runs import DATA_PARALLEL
@@ -80,7 +81,7 @@ async def deployed(authority: Authority, folder: Path) -> AsyncIterator[Deployme
         token_listen="127.0.0.1:0",
     )
     security = Security(settings)
-    app = await App.lead(settings)
+    app = await App.lead(settings, entrance())
     server = make_server(gate=security.gate)
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)

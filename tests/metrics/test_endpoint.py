@@ -22,6 +22,7 @@ from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
+from tests.coordinator.entrance import entrance
 from tests.core.simulation import job
 from tests.core.test_runs import LOCAL
 from tests.metrics.scrape import families, labelled, raw, scrape
@@ -105,7 +106,7 @@ async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, s
     settings = Settings(data_dir=folder, metrics_port=0, _cli_parse_args=False)  # type: ignore[call-arg]
     monitor = CoordinatorMonitor(settings)
     async with monitor.served("127.0.0.1") as metrics:
-        app = await App.lead(settings)
+        app = await App.lead(settings, entrance())
         server = make_server(calls=monitor.process.calls)
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
             CoordinatorServicer(app), server

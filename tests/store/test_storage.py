@@ -3,21 +3,16 @@
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.app import App
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.standby import Entrance
+from tests.coordinator.entrance import entrance
 from tests.store.places import Bucket
 
 
 def settings(folder: Path, blob_store: str) -> Settings:
     return Settings(data_dir=folder, blob_store=blob_store, _cli_parse_args=False)
-
-
-def entrance() -> Entrance:
-    return Entrance("127.0.0.1:1", health.aio.HealthServicer())
 
 
 async def lead_once(found: Settings) -> None:

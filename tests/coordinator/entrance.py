@@ -1,0 +1,9 @@
+"""The entrance of a coordinator that a test leads by itself: nobody comes through it."""
+
+from grpc_health.v1 import health
+
+from stratagem.coordinator.standby import Entrance
+
+
+def entrance() -> Entrance:
+    return Entrance("127.0.0.1:1", health.aio.HealthServicer())
