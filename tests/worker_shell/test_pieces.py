@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.errors import ConflictError, NotFoundError, StaleError, UnavailableError
+from stratagem.common.errors import (
+    ConflictError,
+    IntegrityError,
+    LimitError,
+    NotFoundError,
+    StaleError,
+    UnavailableError,
+)
 from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safefile import blob_digest
@@ -125,6 +132,48 @@ async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
     cache.clear()
     assert not files_in(tmp_path)
     assert cache.find("run", data) is None
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+async def test_what_came_in_several_streams_must_have_the_digest(
+    tmp_path: Path, limit: int
+) -> None:
+    cache = BlobCache(tmp_path, limit, max_uploads=2)
+    manifest, buffers = manifest_of({"x": torch.full((600_000,), 1.0)}, Purpose.STATE)
+    _, others = manifest_of({"x": torch.full((600_000,), 2.0)}, Purpose.STATE)
+    digest = blob_digest(manifest, buffers)
+    for first, is_right in ((others, False), (buffers, True)):
+        one = cache.open_upload("run", digest, manifest, 1)
+        assert one.writer.received == 0
+        one.writer.write(next(iter_chunks([first[0][:1000]])))
+        one.is_open = False
+        one = cache.open_upload("run", digest, manifest, 1)
+        assert (one.writer.received, one.num_streams) == (1000, 2)
+        for chunk in iter_chunks(buffers, 1000):
+            one.writer.write(chunk)
+        if is_right:
+            one.check()
+            break
+        with pytest.raises(IntegrityError, match="several streams"):
+            one.check()
+        cache.forget("run", one)
+    cache.commit("run", one)
+    assert cache.find("run", digest) is not None
+    cache.clear()
+    assert not files_in(tmp_path)
+
+
+async def test_uploads_that_nobody_goes_on_with_do_not_pile_up(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, 0, max_uploads=2)
+    manifest, _ = manifest_of({"x": torch.ones(600)}, Purpose.STATE)
+    for number in range(5):
+        cache.open_upload("run", f"{number:064}", manifest, 1).is_open = False
+    assert len(files_in(tmp_path)) == 2
+    for number in range(2):
+        cache.open_upload("run", f"{number:064}", manifest, 1)
+    with pytest.raises(LimitError, match="max_uploads: 2 uploads are open, the limit is 2"):
+        cache.open_upload("run", "9" * 64, manifest, 1)
+    cache.clear()
 
 
 class Cut:

@@ -109,7 +109,8 @@ class WorkerServiceServicer(object):
         the worker ends with committed = true once CRCs and length are right. A stream that
         breaks resumes at the offset that the next call is told; nothing becomes visible before
         committed.
-        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC,
+        or the wrong digest of what came in several streams;
         ABORTED when another stream uploads the same blob.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -70,7 +70,8 @@ class WorkerServiceStub:
     the worker ends with committed = true once CRCs and length are right. A stream that
     breaks resumes at the offset that the next call is told; nothing becomes visible before
     committed.
-    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC,
+    or the wrong digest of what came in several streams;
     ABORTED when another stream uploads the same blob.
     """
     GetGradients: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetGradientsRequest, _worker_pb2.GetGradientsResponse]
@@ -121,7 +122,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     the worker ends with committed = true once CRCs and length are right. A stream that
     breaks resumes at the offset that the next call is told; nothing becomes visible before
     committed.
-    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC,
+    or the wrong digest of what came in several streams;
     ABORTED when another stream uploads the same blob.
     """
     GetGradients: _aio.UnaryStreamMultiCallable[_worker_pb2.GetGradientsRequest, _worker_pb2.GetGradientsResponse]  # type: ignore[assignment]
@@ -187,7 +189,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         the worker ends with committed = true once CRCs and length are right. A stream that
         breaks resumes at the offset that the next call is told; nothing becomes visible before
         committed.
-        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC;
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for a wrong CRC,
+        or the wrong digest of what came in several streams;
         ABORTED when another stream uploads the same blob.
         """
 

@@ -8,7 +8,8 @@ The digest is a name here and is not computed again: the coordinator has checked
 it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
 SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which trains
 meanwhile). What it would find besides is memory that fails; of that, workers that hold the same
-state find more, as they compare what they have computed.
+state find more, as they compare what they have computed. Only what has come in several streams is
+computed again: they may have been those of different callers.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
-from stratagem.common.errors import ConflictError, LimitError, StaleError
+from stratagem.common.errors import ConflictError, IntegrityError, LimitError, StaleError
 from stratagem.common.tensors.chunks import ChunkWriter, Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.safefile import header_bytes
-from stratagem.common.tensors.torch_codec import allocate, load_file
+from stratagem.common.tensors.safefile import blob_digest, file_digest, header_bytes
+from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 
 NUM_STATES_PER_RUN: Final = 2
 MAX_UPLOADS: Final = 16
@@ -52,6 +53,7 @@ class _Place(Protocol):
 
     @property
     def sink(self) -> Sink: ...
+    def digest(self) -> str: ...
     def finish(self) -> Blob: ...
     def drop(self) -> None: ...
 
@@ -101,6 +103,11 @@ class _MemoryPlace:
                 "data_dir for what exceeds max_blob_memory_bytes"
             ) from error
 
+    def digest(self) -> str:
+        tensors = self._finish()
+        stored = [bytes_of(tensors[each.name]) for each in self._manifest.stored()]
+        return blob_digest(self._manifest, stored)
+
     def finish(self) -> Blob:
         return _InMemory(self._manifest, self._finish())
 
@@ -121,6 +128,10 @@ class _FilePlace:
             raise StaleError(f"the upload to {self._path.name} was dropped")
         self._file.write(data)
 
+    def digest(self) -> str:
+        self._file.flush()
+        return file_digest(self._path)
+
     def finish(self) -> Blob:
         self._file.close()
         return _OnDisk(self._path, self._purpose)
@@ -139,8 +150,18 @@ class Upload:
         self.is_open = False
         self.term = 0
         """Of the coordinator whose stream has it open."""
+        self.num_streams = 0
         self._place = place
         self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
+
+    def check(self) -> None:
+        """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""
+        try:
+            found = self._place.digest()
+        except (OSError, ValueError) as error:
+            raise ConflictError("the run was closed meanwhile") from error
+        if found != self.digest:
+            raise IntegrityError(f"the bytes of several streams have the digest {found}")
 
     def finish(self) -> Blob:
         """The blob; IntegrityError while bytes are missing."""
@@ -187,12 +208,25 @@ class BlobCache:
             raise ConflictError(f"another stream uploads blob {digest}")
         self._check_uploads()
         if upload is None or upload.is_open or upload.manifest != manifest:
+            self._forget_oldest()
             if upload is not None:
                 upload.drop()
             upload = Upload(digest, manifest, self._place(run_id, digest, manifest))
             self._uploads[run_id, digest] = upload
         upload.is_open, upload.term = True, term
+        upload.num_streams += 1
         return upload
+
+    def forget(self, run_id: str, upload: Upload) -> None:
+        """Begin anew with the next stream; nothing where another has taken its place already."""
+        if self._uploads.get((run_id, upload.digest)) is upload:
+            self._uploads.pop((run_id, upload.digest)).drop()
+
+    def _forget_oldest(self) -> None:
+        """Uploads that nobody goes on with may not pile up."""
+        idle = [key for key, each in self._uploads.items() if not each.is_open]
+        for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
+            self._uploads.pop((run_id, digest)).drop()
 
     def _check_uploads(self) -> None:
         num_open = sum(each.is_open for each in self._uploads.values())

@@ -6,6 +6,7 @@ code are results and never come past here.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import grpc
 
-from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import check_party, check_run_id
 from stratagem.common.job import JobSpec
@@ -30,6 +31,7 @@ from stratagem.common.tensors.transfer import (
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
+from stratagem.worker.blobs import Upload
 from stratagem.worker.diagnosis import diagnosis
 from stratagem.worker.plan_checks import check_plan
 from stratagem.worker.sessions import Session, Sessions
@@ -115,6 +117,8 @@ class WorkerServicer(WorkerServiceServicer):
         upload = self._host.blobs.open_upload(run_id, header.digest, manifest, header.fence.term)
 
         async def commit() -> None:
+            if upload.num_streams > 1:
+                await self._check(run_id, upload)
             self._host.blobs.commit(run_id, upload)
             failpoint("worker.blob.committed")
 
@@ -125,6 +129,13 @@ class WorkerServicer(WorkerServiceServicer):
                 yield response
         finally:
             upload.is_open = False
+
+    async def _check(self, run_id: str, upload: Upload) -> None:
+        try:
+            await asyncio.to_thread(upload.check)
+        except IntegrityError:
+            self._host.blobs.forget(run_id, upload)
+            raise
 
     async def GetGradients(
         self, request: pb.GetGradientsRequest, context: Context
