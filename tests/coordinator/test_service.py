@@ -210,6 +210,28 @@ async def test_uploaded_data_can_be_named_and_missing_data_is_refused(tmp_path: 
         await stub.SubmitRun(named)
 
 
+async def test_many_large_runs_are_listed_page_by_page(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        model = {"entrypoint": "m:f", "kwargs": {"text": "x" * 900_000}}
+        for number in range(6):
+            await stub.SubmitRun(submit(f"r-{number}", model=model))
+        found: list[str] = []
+        request, num_pages = pb.ListRunsRequest(), 0
+        while True:
+            page = await stub.ListRuns(request)
+            found += [run.run_id for run in page.runs]
+            num_pages += 1
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                break
+            await stub.CancelRun(pb.CancelRunRequest(run_id=page.runs[-1].run_id))
+        assert found == [f"r-{number}" for number in reversed(range(6))]
+        assert num_pages == 3
+        for token in ("x", "nan", "1.0 Bad Id", "1.0"):
+            code, reason = await refused(stub.ListRuns(pb.ListRunsRequest(page_token=token)))
+            assert (code, reason.partition(":")[0]) == (Code.INVALID_ARGUMENT, "page_token")
+
+
 async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
     async with coordinator(tmp_path):
         second = asyncio.create_task(

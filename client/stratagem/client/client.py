@@ -131,8 +131,14 @@ class AsyncClient:
     async def runs(self) -> tuple[RunStatus, ...]:
         """All runs, newest first."""
         connection = self._connection
-        response = await connection.call(connection.stub.ListRuns, pb.ListRunsRequest())
-        return tuple(views.run_status(each) for each in response.runs)
+        found: list[RunStatus] = []
+        request = pb.ListRunsRequest()
+        while True:
+            response = await connection.call(connection.stub.ListRuns, request)
+            found += [views.run_status(each) for each in response.runs]
+            if not response.next_page_token:
+                return tuple(found)
+            request.page_token = response.next_page_token
 
     async def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""

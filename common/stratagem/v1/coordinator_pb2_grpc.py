@@ -144,7 +144,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """All runs, newest first.
+        """All runs, newest first, in as many answers as it takes. INVALID_ARGUMENT when page_token is not
+        from an earlier answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

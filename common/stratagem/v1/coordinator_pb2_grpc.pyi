@@ -58,7 +58,9 @@ class CoordinatorServiceStub:
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]
     """One run. NOT_FOUND."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
-    """All runs, newest first."""
+    """All runs, newest first, in as many answers as it takes. INVALID_ARGUMENT when page_token is not
+    from an earlier answer.
+    """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
@@ -131,7 +133,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]  # type: ignore[assignment]
     """One run. NOT_FOUND."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """All runs, newest first."""
+    """All runs, newest first, in as many answers as it takes. INVALID_ARGUMENT when page_token is not
+    from an earlier answer.
+    """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
@@ -219,7 +223,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListRunsResponse, _abc.Awaitable[_coordinator_pb2.ListRunsResponse]]:
-        """All runs, newest first."""
+        """All runs, newest first, in as many answers as it takes. INVALID_ARGUMENT when page_token is not
+        from an earlier answer.
+        """
 
     @_abc_1.abstractmethod
     def WatchRun(

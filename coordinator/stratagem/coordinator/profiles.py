@@ -11,13 +11,18 @@ import io
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import RunId
 from stratagem.v1 import worker_pb2
+
+log = structlog.get_logger(__name__)
 
 MAX_RUN_BYTES: Final = 16 * 2**20
 """What a run has recorded beyond this is dropped."""
@@ -33,7 +38,13 @@ class Profiles:
         self._root = root
 
     def add(self, run_id: RunId, profile: worker_pb2.Profile) -> None:
-        """Keep a recording; one of the same worker, party and segment replaces an earlier one."""
+        """Keep a recording; one of the same worker, party and segment replaces an earlier one.
+
+        One that cannot be read, which no worker of ours sends, is dropped.
+        """
+        if not _is_readable(profile):
+            log.warning("a recording cannot be read", run_id=run_id, worker_id=profile.worker_id)
+            return
         folder = self._root / run_id
         folder.mkdir(parents=True, exist_ok=True)
         content = profile.SerializeToString()
@@ -99,6 +110,18 @@ def _timed(
         if category == "step":
             event["args"] = {"segment": profile.segment, "party": profile.party}
         yield event
+
+
+def _is_readable(profile: worker_pb2.Profile) -> bool:
+    try:
+        found = _events(profile)
+        int(found["base_ns"])
+        return all(
+            isinstance(name, str) and begin_us + duration_us >= 0 and thread is not None
+            for name, _category, begin_us, duration_us, thread in found["events"]
+        )
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def _events(profile: worker_pb2.Profile) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -22,6 +23,9 @@ from stratagem.coordinator.run_logs import Line
 from stratagem.v1 import types_pb2, worker_pb2
 
 log = structlog.get_logger()
+
+MAX_ERROR_CHARS: Final = 10_000
+"""Of what user code raised; ten times as many of its traceback, the end of it."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
 
@@ -99,11 +103,11 @@ class _Attended:
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
     """The user's code raised: the party fails with what was raised, and is not retried."""
     record = ErrorRecord(
-        type=error.type,
-        message=error.message,
-        traceback=error.traceback,
-        worker_id=error.worker_id,
-        activity=error.activity,
+        type=error.type[:MAX_ERROR_CHARS],
+        message=error.message[:MAX_ERROR_CHARS],
+        traceback=error.traceback[-10 * MAX_ERROR_CHARS :],
+        worker_id=error.worker_id[:MAX_ERROR_CHARS],
+        activity=error.activity[:MAX_ERROR_CHARS],
     )
     reason = f"{record.type}: {record.message} (worker {record.worker_id}, {record.activity})"
     await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))

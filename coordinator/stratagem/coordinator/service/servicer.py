@@ -85,8 +85,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetRunResponse(run=self._info(self._run(request.run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        runs = sorted(self._app.loop.state.runs.values(), key=lambda r: -r.submitted_wall_s)
-        return pb.ListRunsResponse(runs=[self._info(run) for run in runs])
+        return views.page_of(self._app.loop.state.runs.values(), request.page_token, self._info)
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: Context

@@ -1,9 +1,11 @@
 """State as protobuf, for answers. Shows what is; decides nothing."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from stratagem.common.ids import Digest, RunId
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import Digest, RunId, check_run_id
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.facts import (
     Capability,
@@ -29,6 +31,9 @@ from stratagem.coordinator.feed import Event, Progress
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.v1 import coordinator_pb2, types_pb2
+
+MAX_PAGE_BYTES: Final = 2 * 2**20
+"""Of a page with several runs; one alone is never larger than a message."""
 
 Paths = Callable[[Digest], str]
 """Where a blob lies, for people; "" when it is not a file here."""
@@ -88,6 +93,45 @@ def run_info(
         data_plane=_data_plane(world, outlook),
         submitted_by=run.submitted_by,
     )
+
+
+def page_of(
+    runs: Iterable[RunRecord],
+    page_token: str,
+    info_of: Callable[[RunRecord], coordinator_pb2.RunInfo],
+) -> coordinator_pb2.ListRunsResponse:
+    """The runs behind the token, newest first, as many as fit into one message.
+
+    The token is the place of the last run of a page, so that one that is deleted does no harm.
+    """
+    ordered = sorted(runs, key=_place)
+    behind = _place_in(page_token) if page_token else None
+    response = coordinator_pb2.ListRunsResponse()
+    num_bytes = 0
+    for run in ordered:
+        if behind is not None and _place(run) <= behind:
+            continue
+        info = info_of(run)
+        num_bytes += info.ByteSize()
+        if response.runs and num_bytes > MAX_PAGE_BYTES:
+            last = response.runs[-1]
+            response.next_page_token = f"{last.submitted_at_s!r} {last.run_id}"
+            return response
+        response.runs.append(info)
+    return response
+
+
+def _place(run: RunRecord) -> tuple[float, str]:
+    return -run.submitted_wall_s, run.run_id
+
+
+def _place_in(page_token: str) -> tuple[float, str]:
+    wall_s, _, run_id = page_token.partition(" ")
+    try:
+        return -float(wall_s), check_run_id(run_id)
+    except ValueError:
+        text = f"{page_token[:80]!r} is not from an earlier answer"
+        raise InvalidInputError.at("page_token", text) from None
 
 
 def event(item: Event) -> coordinator_pb2.RunEvent:
