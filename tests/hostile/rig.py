@@ -99,7 +99,7 @@ def under_attack(folder: Path) -> Iterator[Rig]:
     limits = {
         "STRATAGEM_COORDINATOR_STREAM_IDLE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
         "STRATAGEM_WORKER_STREAM_IDLE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
-        "STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
+        "STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "0.2",
     }
     with LocalCluster(
         workers=1,

@@ -28,7 +28,7 @@ MANY = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )
-NUM_QUICK, NUM_SWEEP = 6, 150
+NUM_QUICK, NUM_SWEEP = 5, 40
 
 
 def hammer(rig: Rig, each: Method, num_examples: int) -> None:

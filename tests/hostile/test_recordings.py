@@ -32,6 +32,7 @@ def recording(events: object, worker_id: str = "w") -> wpb.Profile:
         gzip.compress(b'{"base_ns": 1, "events": [[1]]}'),
         gzip.compress(b'{"base_ns": 1, "events": [["a", "b", "c", 1, 1]]}'),
     ],
+    ids=range(9),
 )
 def test_what_cannot_be_read_is_dropped(tmp_path: Path, packed: bytes) -> None:
     profiles = Profiles(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -139,23 +140,25 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
     """What the other side, or gRPC itself, wanted to say."""
     code, message = error.code(), error.details() or error.code().name
-    info, violations = _details(error)
-    kind = _BY_NAME.get(info.reason) if info.domain == _DOMAIN else None
+    found = _details(error)
+    kind = _BY_NAME.get(found.info.reason) if found.info.domain == _DOMAIN else None
     if kind is UserCodeError:
-        told = info.metadata
+        told = found.info.metadata
         return UserCodeError(told["type"], told["message"], "", told["worker_id"], told["activity"])
     if kind is StandbyError:
-        return StandbyError(message, info.metadata["leader"])
+        return StandbyError(message, found.info.metadata["leader"])
     if kind is None:
         kind = _BY_CODE.get(code, StratagemError)
     if issubclass(kind, InvalidInputError):
-        return kind(message, violations=violations)
+        return kind(message, violations=found.violations)
+    if issubclass(kind, LimitError):
+        return kind(message, retry_after_s=found.retry_after_s)
     return kind(message)
 
 
 def name_of(error: grpc.RpcError) -> str:
     """Which error of ours the other side raised; "" when it was gRPC itself, or a proxy."""
-    info, _ = _details(error)
+    info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 
 
@@ -168,10 +171,16 @@ def rpc_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
-def _details(
-    error: grpc.RpcError,
-) -> tuple[error_details_pb2.ErrorInfo, tuple[Violation, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Details:
+    info: error_details_pb2.ErrorInfo
+    violations: tuple[Violation, ...] = ()
+    retry_after_s: float | None = None
+
+
+def _details(error: grpc.RpcError) -> _Details:
     info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry, retry_after_s = error_details_pb2.RetryInfo(), None
     try:
         status = rpc_status.from_call(error)
         for detail in status.details if status else ():
@@ -179,6 +188,10 @@ def _details(
                 detail.Unpack(info)
             elif detail.Is(request.DESCRIPTOR):
                 detail.Unpack(request)
+            elif detail.Is(retry.DESCRIPTOR):
+                detail.Unpack(retry)
+                retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     except (ValueError, DecodeError):  # the sender's details contradict its code: go by the code
-        return error_details_pb2.ErrorInfo(), ()
-    return info, tuple(Violation(each.field, each.description) for each in request.field_violations)
+        return _Details(error_details_pb2.ErrorInfo())
+    violations = tuple(Violation(each.field, each.description) for each in request.field_violations)
+    return _Details(info, violations, retry_after_s)
