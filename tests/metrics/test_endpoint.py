@@ -107,10 +107,9 @@ async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, s
     monitor = CoordinatorMonitor(settings)
     async with monitor.served("127.0.0.1") as metrics:
         app = await App.lead(settings, entrance())
+        await app.entrance.open(CoordinatorServicer(app))
         server = make_server(calls=monitor.process.calls)
-        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-            CoordinatorServicer(app), server
-        )
+        server.add_generic_rpc_handlers((app.entrance,))
         port = bind(server, "127.0.0.1", 0)
         running = asyncio.create_task(app.run())
         await server.start()
@@ -126,7 +125,7 @@ async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, s
 
 
 async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> None:
-    async with coordinator(tmp_path) as (_, metrics, stub):
+    async with coordinator(tmp_path) as (monitor, metrics, stub):
         await stub.SubmitRun(pb.SubmitRunRequest(run_id="r-1", job_json=job(LOCAL)))
         for wrong in (pb.GetRunRequest(run_id="no"), pb.GetRunRequest(run_id="nor-this")):
             with pytest.raises(grpc.aio.AioRpcError):
@@ -154,3 +153,6 @@ async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> 
         counts = found["stratagem_rpc_seconds_count"]
         assert counts[labelled(method="CoordinatorService/GetRun")] == 2.0
         assert "r-1" not in str(found)
+        assert monitor.app is not None
+        await monitor.app.entrance.shut("cannot reach its journal")
+        assert (await scrape(metrics))["stratagem_coordinator_lease_held"] == {(): 0.0}

@@ -54,7 +54,9 @@ APPEND_SECONDS: Final = Metric(
     "how long transactions of the journal took, to the disk and back",
 )
 LEASE_HELD: Final = Metric(
-    "stratagem_coordinator_lease_held", "gauge", "1 while this coordinator leads, 0 while it waits"
+    "stratagem_coordinator_lease_held",
+    "gauge",
+    "1 while this coordinator leads, 0 while it waits, or may no longer lead",
 )
 LEASE_AGE: Final = Metric(
     "stratagem_coordinator_lease_age_seconds", "gauge", "since the lead was last renewed"
@@ -182,7 +184,7 @@ class CoordinatorMonitor:
 def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     """What only the event loop may look at."""
     loop, supervisor = app.loop, app.supervisor
-    yield LEASE_HELD, one(1.0)
+    yield LEASE_HELD, one(float(app.entrance.is_open))
     yield LEASE_AGE, one(time.monotonic() - loop.renewed_s)
     yield TERM, one(loop.term)
     yield COMMANDS, one(loop.num_waiting)

@@ -42,6 +42,11 @@ class Entrance(grpc.GenericRpcHandler):
         chosen = self._serving if is_open and self._serving is not None else self._refusing
         return chosen.service(handler_call_details)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this coordinator leads, as far as it knows, and serves."""
+        return self._is_open
+
     async def open(
         self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
     ) -> None:
