@@ -18,7 +18,7 @@ options=()
 
 fetch_wheels() {
     local wheels=deploy/docker/wheels needed what
-    needed=$("$WHEELS_FROM" deploy/docker/requirements.py pyproject.toml "coordinator,s3,$extras")
+    needed=$("$WHEELS_FROM" deploy/docker/requirements.py pyproject.toml "coordinator,s3,postgres,$extras")
     what=$(cat <(echo "$needed $index $WHEELS_FROM") constraints.txt | sha256sum)
     if [ "$(cat "$wheels/.fetched" 2> /dev/null)" = "$what" ]; then
         return

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy import make_url
 
 from stratagem.coordinator.blobs.credentials import credentials_from_file
 from stratagem.coordinator.blobs.s3 import check_url
@@ -73,8 +74,9 @@ def test_both_generations_of_compose_know_the_keys() -> None:
 def test_docker_compose_reads_the_file() -> None:
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine")
-    for profile in ([], ["--profile", "gpu"], ["--profile", "s3"], ["--profile", "observability"]):
-        command = ["docker-compose", "--file", str(FILE), *profile, "config", "--quiet"]
+    for profile in ("", "gpu", "s3", "postgres", "observability"):
+        flags = ["--profile", profile] if profile else []
+        command = ["docker-compose", "--file", str(FILE), *flags, "config", "--quiet"]
         subprocess.run(command, check=True, capture_output=True)
 
 
@@ -126,9 +128,12 @@ def test_containers_may_do_little(name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["tmpfs"] == ["/tmp"]
+    # PostgreSQL's image would need capabilities to leave root, and has its socket in /run.
+    exceptions = {"user": "postgres", "tmpfs": ["/tmp", "/run/postgresql"]}
+    expected = exceptions if name == "postgres" else {"tmpfs": ["/tmp"]}
+    assert {key: service[key] for key in ("user", "tmpfs") if key in service} == expected
     assert service["restart"] == "unless-stopped"
-    assert not {"privileged", "network_mode", "pid", "ipc", "user", "cap_add"} & set(service)
+    assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & set(service)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -182,9 +187,9 @@ def test_a_container_has_time_to_stop() -> None:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_images_of_others_are_pinned_and_stay_out_unless_asked_for(name: str) -> None:
     service = SERVICES[name]
-    version = r"v?\d+\.\d+\.\d+|RELEASE\.\d{4}(-\d\d){2}T(\d\d-){2}\d\dZ"
-    assert re.fullmatch(rf"[a-z]+/[a-z]+:({version})", service["image"])
-    assert service["profiles"] in (["observability"], ["s3"])
+    version = r"v?\d+\.\d+(\.\d+)?|RELEASE\.\d{4}(-\d\d){2}T(\d\d-){2}\d\dZ"
+    assert re.fullmatch(rf"([a-z]+/)?[a-z]+:({version})", service["image"])
+    assert service["profiles"] in (["observability"], ["s3"], ["postgres"])
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     for source, target, *mode in (volume.split(":") for volume in service["volumes"]):
         if source.startswith("."):
@@ -213,7 +218,8 @@ def test_keys_are_files_and_none_where_no_object_store_is_used() -> None:
     assert SERVICES["s3"]["environment"]["MINIO_CONFIG_ENV_FILE"] == "/run/secrets/s3_server"
     for service in SERVICES.values():
         for name in service.get("environment", {}):
-            assert not re.search(r"SECRET|PASSWORD|TOKEN|ACCESS_KEY", name)
+            is_file = name.endswith("_FILE")
+            assert is_file or not re.search(r"SECRET|PASSWORD|TOKEN|ACCESS_KEY", name)
 
 
 def test_the_coordinator_keeps_its_states_in_a_folder_unless_told(
@@ -253,6 +259,34 @@ def test_the_keys_of_server_and_coordinator_are_the_same(tmp_path: Path) -> None
     assert (tmp_path / "s3").stat().st_mode & 0o077 == 0
     (tmp_path / "s3" / "server").unlink()
     assert subprocess.run(script, capture_output=True, text=True).returncode == 1
+
+
+# ---- the profile postgres ----
+
+
+def test_the_journal_is_a_file_unless_told_and_the_password_always_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in SERVICES["coordinator"]["environment"].items():
+        monkeypatch.setenv(name, str(value or ""))
+    told, server = coordinator(), SERVICES["postgres"]
+    assert told.journal == ""
+    assert str(told.journal_password_file) == server["environment"]["POSTGRES_PASSWORD_FILE"]
+    for service in (server, SERVICES["coordinator"]):
+        assert "journal_password" in service["secrets"]
+    assert "postgres" in dict(line.partition("=")[::2] for line in instructions("ARG"))[
+        "COORDINATOR_EXTRAS"
+    ].split(",")
+
+
+def test_the_server_has_the_database_that_the_documentation_names() -> None:
+    page = (ROOT / "docs" / "deploy-compose.md").read_text()
+    (named,) = set(re.findall(r'postgresql://[^\s`"]+', page))
+    url, server = make_url(named), SERVICES["postgres"]["environment"]
+    assert (url.username, url.database) == (server["POSTGRES_USER"], server["POSTGRES_DB"])
+    assert (url.host, url.password) == ("postgres", None)
+    asked = SERVICES["postgres"]["healthcheck"]["test"]
+    assert {f"--username={url.username}", f"--dbname={url.database}"} <= set(asked)
 
 
 # ---- the Dockerfile ----

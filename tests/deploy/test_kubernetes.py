@@ -19,10 +19,13 @@ from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy import make_url
 
 from stratagem.coordinator.blobs.s3 import check_url
+from stratagem.coordinator.journal.postgres import SCHEME
 from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.standby import LIVE
 from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from stratagem.worker.settings import WorkerSettings, from_command_line
 from tests.deploy.test_compose_file import VERSION
@@ -33,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = [
     *sorted(path.name for path in (FOLDER / "overlays").iterdir()),
-    *("cpu+metrics", "cpu+s3", "cpu+tls"),
+    *("cpu+metrics", "cpu+postgres-ha", "cpu+s3", "cpu+tls"),
 ]
 """With a component behind a plus."""
 VERSIONS = ("1.29", "1.32", "1.37")
@@ -139,7 +142,17 @@ def test_probes_ask_the_health_port(objects: tuple[Object, ...]) -> None:
     for pod in templates(objects):
         for container in pod["spec"]["containers"]:
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                assert container[probe]["grpc"] == {"port": ports_of(pod)["health"]}
+                asked = container[probe]["grpc"]
+                assert asked["port"] == ports_of(pod)["health"]
+                # Who stands by is well, and not ready.
+                stands_by = is_pair(objects) and component(pod) == "coordinator"
+                wanted = LIVE if stands_by and probe != "readinessProbe" else ""
+                assert asked.get("service", "") == wanted
+
+
+def is_pair(objects: tuple[Object, ...]) -> bool:
+    """With the component postgres-ha."""
+    return bool(named(objects, "StatefulSet", "stratagem-coordinator")["spec"]["replicas"] == 2)
 
 
 def test_network_policies_and_budgets_mean_pods_and_ports_that_exist(
@@ -262,8 +275,11 @@ def test_workers_are_told_what_the_objects_say(
     assert told.health_port == ports_of(pod)["health"]
     assert told.threads == 2
     assert (told.allow, told.import_path) == (["examples.*:*"], ["/srv/code"])
-    front = named(objects, "Service", told.coordinator.partition(":")[0])
-    assert told.coordinator.endswith(f":{front['spec']['ports'][0]['port']}")
+    pods = [f"stratagem-coordinator-{n}.stratagem-coordinators" for n in range(2)]
+    hosts = pods if is_pair(objects) else ["stratagem-coordinator"]
+    front = named(objects, "Service", hosts[0].partition(".")[2] or hosts[0])
+    port = front["spec"]["ports"][0]["port"]
+    assert told.coordinator == ",".join(f"{host}:{port}" for host in hosts)
     needed_s = told.drain_grace_s + WORKER_STOP_GRACE_S
     assert pod["spec"]["terminationGracePeriodSeconds"] > needed_s
 
@@ -271,7 +287,7 @@ def test_workers_are_told_what_the_objects_say(
 def test_the_coordinator_is_told_what_the_objects_say(objects: tuple[Object, ...]) -> None:
     told = coordinator(objects)
     each = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]
-    assert each["replicas"] == 1
+    assert each["replicas"] == (2 if is_pair(objects) else 1)
     pod = each["template"]
     assert told.listen == f"0.0.0.0:{ports_of(pod)['grpc']}"
     assert told.health_port == ports_of(pod)["health"]
@@ -326,6 +342,40 @@ def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(
     check_url(coordinator(objects).blob_store)
     (rule,) = named(objects, "NetworkPolicy", "stratagem-s3")["spec"]["egress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": 443}]}
+
+
+def test_of_a_pair_of_coordinators_each_has_a_name_and_nobody_waits_for_the_standby() -> None:
+    objects = rendered("cpu+postgres-ha")
+    each = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]
+    assert (each["podManagementPolicy"], each["updateStrategy"]) == (
+        "Parallel",
+        {"type": "OnDelete"},
+    )
+    service = named(objects, "Service", each["serviceName"])["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    told = coordinator(objects)
+    assert told.advertise == f"$(POD_NAME).{each['serviceName']}:7070"
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        held_up = {component(pod) for pod in selected(objects, budget["spec"]["selector"])}
+        assert "coordinator" not in held_up
+
+
+def test_the_password_of_the_journal_is_a_file_that_only_the_coordinators_see() -> None:
+    objects = rendered("cpu+postgres-ha")
+    told = coordinator(objects)
+    pods = {component(pod): pod["spec"] for pod in templates(objects)}
+    assert [v for v in pods["worker"]["volumes"] if "secret" in v] == []
+    (volume,) = [v for v in pods["coordinator"]["volumes"] if "secret" in v]
+    assert volume["secret"] == {"secretName": "stratagem-journal", "defaultMode": 0o440}
+    (container,) = pods["coordinator"]["containers"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    assert str(told.journal_password_file) == f"{mount['mountPath']}/password"
+    (source,) = [e for e in container["env"] if e["name"] == "STRATAGEM_COORDINATOR_JOURNAL"]
+    key = source["valueFrom"]["configMapKeyRef"]
+    url = make_url(named(objects, "ConfigMap", key["name"])["data"][key["key"]])
+    assert (url.drivername, url.password) == (SCHEME, None)
+    (rule,) = named(objects, "NetworkPolicy", "stratagem-journal")["spec"]["egress"]
+    assert rule == {"ports": [{"protocol": "TCP", "port": url.port}]}
 
 
 def test_with_certificates_nothing_but_probes_is_in_plaintext(
