@@ -273,6 +273,32 @@ async def test_no_lease_runs_while_the_process_is_frozen() -> None:
     assert lost_at_s - resumed_s > ttl_s / 2
 
 
+async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
+    lost: list[Member] = []
+    has_lost = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append(who)
+        has_lost.set()
+
+    now_s = 0.0
+    leases = Leases(0.05, lambda: now_s, lose)
+    leases.grant([member("a"), member("b")])
+    leases.suspend()
+    now_s = 100.0
+    expiring = asyncio.create_task(leases.expire())
+    await asyncio.sleep(0)
+    assert lost == []
+    leases.resume()
+    now_s = 100.04
+    assert leases.renew(member("a"))
+    now_s = 100.06
+    async with asyncio.timeout(5):
+        await has_lost.wait()
+    expiring.cancel()
+    assert lost == [member("b")]
+
+
 # ---- feed and logs ----
 
 

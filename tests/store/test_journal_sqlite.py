@@ -89,6 +89,7 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stratagem.coordinator.journal.sqlite._BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("stratagem.coordinator.journal.sqlite._PATIENCE_S", 0.01)
     log = Journal.open(path)
     term = lead(log)
     other = sqlite3.connect(path, isolation_level=None)
@@ -104,7 +105,8 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
 def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
     code = """
 from stratagem.common.errors import UnavailableError
-from stratagem.coordinator.journal import Holder, Journal, Record
+from stratagem.coordinator.journal import Holder, Journal, Record, sqlite
+sqlite._PATIENCE_S = 0.0
 log = Journal.open(Path(sys.argv[1]))
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 def append(seq):

@@ -261,8 +261,11 @@ class App:
 
     def _chore_done(self, task: asyncio.Task[None]) -> None:
         self._chores.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("chore failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError | StratagemError):
+            log.warning("chore failed", reason=str(error))
+        elif error is not None:
+            log.error("chore failed", exc_info=error)
 
     # ---- what others ask ----
 
@@ -289,9 +292,11 @@ class App:
                 async with asyncio.timeout(third_s):
                     await asyncio.shield(renewing)
             except TimeoutError:
+                self.leases.suspend()
                 await self.entrance.shut("cannot reach its journal and may no longer lead")
                 await renewing
                 await self.entrance.open()
+                self.leases.resume()
 
 
 def _private_folder(path: Path) -> None:

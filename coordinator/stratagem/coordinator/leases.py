@@ -24,6 +24,7 @@ class Leases:
         self._lose = lose
         self._beats: dict[Member, float] = {}
         self._changed = asyncio.Event()
+        self._is_deaf = False
 
     def grant(self, members: Iterable[Member]) -> None:
         """A full ttl from now for each."""
@@ -31,6 +32,15 @@ class Leases:
         for member in members:
             self._beats[member] = now
         self._changed.set()
+
+    def suspend(self) -> None:
+        """Nobody is heard from now on, so nothing expires."""
+        self._is_deaf = True
+
+    def resume(self) -> None:
+        """All are heard again, and have a full ttl to be."""
+        self._is_deaf = False
+        self.grant(list(self._beats))
 
     def renew(self, member: Member) -> bool:
         """False when the member holds no lease (any more)."""
@@ -55,17 +65,20 @@ class Leases:
     async def expire(self) -> None:
         """Watch for leases that run out, until cancelled."""
         while True:
-            for member in [m for m, beat in self._beats.items() if self._is_over(beat)]:
+            for member in self._expired():
                 self.drop(member)
                 await self._lose(member, f"no heartbeat for {self._ttl_s:g} s")
             await self._until_next()
+
+    def _expired(self) -> list[Member]:
+        return [m for m, beat in self._beats.items() if not self._is_deaf and self._is_over(beat)]
 
     def _is_over(self, beat: float) -> bool:
         return self._clock() - beat >= self._ttl_s
 
     async def _until_next(self) -> None:
         self._changed.clear()
-        if not self._beats:
+        if self._is_deaf or not self._beats:
             await self._changed.wait()
             return
         first_end = min(self._beats.values()) + self._ttl_s

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 
 from stratagem.common import tracing
+from stratagem.common.descriptors import raise_descriptor_limit
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
@@ -44,12 +45,16 @@ def main() -> None:
         sys.exit(told("stratagem coordinator", error))
     setup_logging("coordinator", settings.log_level, settings.log_json)
     log.info("malloc", tuning=tune_malloc())
+    log.info("descriptors", limit=raise_descriptor_limit())
     try:
         tracing.start("coordinator", settings.name)
         asyncio.run(_serve(settings))
     except* FencedError as group:
         log.error("another coordinator leads", reason=str(group.exceptions[0]))
         sys.exit(EXIT_FENCED)
+    except* OSError as group:
+        log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
+        sys.exit(1)
     except* StratagemError as group:
         log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
         sys.exit(1)

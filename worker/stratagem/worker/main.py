@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2
 from pydantic import ValidationError
 
 from stratagem.common import tracing
+from stratagem.common.descriptors import raise_descriptor_limit
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
@@ -80,6 +81,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
     setup_logging(f"worker {settings.name}", settings.log_level, settings.log_json)
     identify(worker_id=settings.name)
     log.info("allocator", result=malloc or "untouched")
+    log.info("descriptors", limit=raise_descriptor_limit())
     thread = TorchThread(settings.threads)
     thread.start()
     try:

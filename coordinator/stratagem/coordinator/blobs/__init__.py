@@ -13,7 +13,14 @@ Knows bytes and digests. What a blob holds is the business of `common/tensors/sa
 
 from stratagem.coordinator.blobs.directory import DirectoryBlobs
 from stratagem.coordinator.blobs.shared import SharedBlobs
-from stratagem.coordinator.blobs.store import BlobStore, BlobWriter
+from stratagem.coordinator.blobs.store import BlobStore, BlobWriter, DamagedBlobError
 from stratagem.coordinator.blobs.temporary import Scratch
 
-__all__ = ["BlobStore", "BlobWriter", "DirectoryBlobs", "Scratch", "SharedBlobs"]
+__all__ = [
+    "BlobStore",
+    "BlobWriter",
+    "DamagedBlobError",
+    "DirectoryBlobs",
+    "Scratch",
+    "SharedBlobs",
+]

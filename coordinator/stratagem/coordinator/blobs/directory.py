@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
+from stratagem.common.errors import InvalidInputError, NotFoundError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.durable import (
@@ -26,7 +26,7 @@ from stratagem.coordinator.blobs.durable import (
     pieces,
     sync_folder,
 )
-from stratagem.coordinator.blobs.store import Adopt, BlobWriter
+from stratagem.coordinator.blobs.store import Adopt, BlobWriter, DamagedBlobError
 from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned, time_of
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -197,7 +197,7 @@ class DirectoryBlobs:
         for piece in pieces(descriptor, os.fstat(descriptor).st_size):
             found.update(piece)
         if found.hexdigest() != digest:
-            raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+            raise DamagedBlobError(digest)
         self._verified[digest] = identity
 
 

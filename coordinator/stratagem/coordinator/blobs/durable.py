@@ -22,6 +22,11 @@ fsync; sending every 4 pieces to the disk early is worth 13 ms of it."""
 
 _WRITEBACK_BYTES: Final = 4 * PIECE_BYTES
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_UNWRITABLE: Final = frozenset({errno.EROFS, errno.EMFILE, errno.ENFILE})
+
+
+class NoSpaceError(UnavailableError):
+    """The disk is full, or a quota or file size limit is reached."""
 
 
 class DurableFile:
@@ -114,10 +119,13 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def space_needed() -> Iterator[None]:
-    """A full disk, quota or file size limit as an error that a retry may cure."""
+    """What somebody can mend, and a retry then cures, as an error that says so."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise UnavailableError(f"the coordinator's disk is full: {error.strerror}") from error
+        if error.errno in _NO_SPACE:
+            raise NoSpaceError(f"the coordinator's disk is full: {error.strerror}") from error
+        if error.errno in _UNWRITABLE:
+            message = f"the coordinator cannot write to its disk now: {error.strerror}"
+            raise UnavailableError(message) from error
+        raise

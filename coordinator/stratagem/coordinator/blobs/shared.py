@@ -33,7 +33,7 @@ from stratagem.coordinator.blobs.objects import (
     term_of,
     unique_name,
 )
-from stratagem.coordinator.blobs.store import BlobWriter
+from stratagem.coordinator.blobs.store import BlobWriter, DamagedBlobError
 from stratagem.coordinator.blobs.temporary import Scratch
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -163,7 +163,7 @@ class SharedBlobs:
                 except NotFoundError:
                     continue
             if is_damaged:
-                raise IntegrityError(f"blob {digest} is damaged: its bytes have another digest")
+                raise DamagedBlobError(digest)
         raise NotFoundError(f"blob {digest} is not in the store")
 
     def _copy(self, digest: Digest, found: Found) -> BinaryIO:

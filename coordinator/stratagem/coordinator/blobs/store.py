@@ -18,6 +18,13 @@ from stratagem.coordinator.blobs.durable import DurableFile, space_needed
 from stratagem.coordinator.blobs.temporary import Scratch, new_temporary
 
 
+class DamagedBlobError(IntegrityError):
+    """The bytes of a stored blob are not those that were stored; reading it again is no use."""
+
+    def __init__(self, digest: Digest) -> None:
+        super().__init__(f"blob {digest} is damaged: its bytes have another digest")
+
+
 class BlobStore(Protocol):
     """Content-addressed blobs; see the module for the rules."""
 
@@ -30,7 +37,7 @@ class BlobStore(Protocol):
     def open(self, digest: Digest) -> BinaryIO:
         """The blob as a local file to read, at any offset.
 
-        Raises NotFoundError, IntegrityError when it is damaged, UnavailableError when it cannot be
+        Raises NotFoundError, DamagedBlobError, UnavailableError when it cannot be
         reached now. The file stays readable also when the blob is collected meanwhile.
         """
 

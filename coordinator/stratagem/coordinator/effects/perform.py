@@ -4,6 +4,7 @@ from typing import assert_never
 
 from stratagem.common import tracing
 from stratagem.common.logs import about
+from stratagem.coordinator.blobs import DamagedBlobError
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
@@ -16,6 +17,7 @@ from stratagem.coordinator.core.effects import (
     RunSegment,
     TrainClient,
 )
+from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.effects.aggregate import aggregate_round
 from stratagem.coordinator.effects.build import build
 from stratagem.coordinator.effects.client_round import train_client
@@ -35,7 +37,19 @@ async def perform(env: Env, effect: Effect) -> None:
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
     with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
-        await _perform(env, effect)
+        try:
+            await _perform(env, effect)
+        except* DamagedBlobError as group:
+            await _fail(env, effect, group)
+
+
+async def _fail(env: Env, effect: Effect, group: BaseExceptionGroup[DamagedBlobError]) -> None:
+    """The run ends, rather than trying for ever what only a sound copy can mend."""
+    errors: list[BaseException] = [group]
+    while isinstance(errors[0], BaseExceptionGroup):
+        errors = list(errors[0].exceptions)
+    advice = "put a sound copy in its place, then resume the run"
+    await env.report(effect.run_id, RunFailed(reason=f"{errors[0]}; {advice}"))
 
 
 async def _perform(env: Env, effect: Effect) -> None:

@@ -21,6 +21,11 @@ _LAST_PAUSE_S: Final = 1.0
 
 T = TypeVar("T")
 
+
+class GoneError(UnavailableError):
+    """The database cannot be used, and will not come back by itself: waiting is no use."""
+
+
 log = structlog.get_logger()
 
 
@@ -66,7 +71,7 @@ class Database:
             try:
                 return act(is_repeat)
             except UnavailableError as error:
-                if time.monotonic() >= give_up_s:
+                if isinstance(error, GoneError) or time.monotonic() >= give_up_s:
                     raise
                 if not is_repeat:
                     log.warning("waiting for the journal's database", reason=str(error))

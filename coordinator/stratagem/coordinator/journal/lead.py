@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy import Connection, Float, literal, select, update
 
 from stratagem.common.errors import StaleError, UnavailableError
-from stratagem.coordinator.journal.database import Database
+from stratagem.coordinator.journal.database import Database, GoneError
 from stratagem.coordinator.journal.holder import Holder
 from stratagem.coordinator.journal.tables import CLOCK_FLOOR, event, lease, meta
 
@@ -90,7 +90,7 @@ class Candidate:
                 seen = now
                 lead = self._try(seen)
             except UnavailableError as error:
-                if not self.database.patience_s:
+                if isinstance(error, GoneError) or not self.database.patience_s:
                     raise
                 log.warning("waiting for the journal's database", reason=str(error))
                 self._pause(self.ttl_s / _LOOKS_PER_TTL)

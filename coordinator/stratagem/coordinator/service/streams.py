@@ -22,6 +22,7 @@ from stratagem.common.tensors.transfer import receive_header, receive_upload, se
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
 from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs.durable import NoSpaceError
 from stratagem.coordinator.core.state import RunRecord, best_commit, retained
 from stratagem.coordinator.service.limits import Keys, Places
 from stratagem.coordinator.service.suspicion import look_into
@@ -75,7 +76,7 @@ class Uploads:
     async def receive(
         self, requests: AsyncIterator[pb.UploadDataRequest]
     ) -> AsyncIterator[pb.UploadDataResponse]:
-        """Store an inline data set under its digest."""
+        """Store an inline data set under its digest. Raises LimitError when there is no room."""
         settings = self._app.settings
         header = (await receive_header(requests, settings.stream_idle_timeout_s)).header
         limits = Limits(
@@ -88,8 +89,11 @@ class Uploads:
             return
         with self._digests.holding(header.digest), self._places.taken():
             async with aclosing(_store(self._app, header.digest, manifest, requests)) as responses:
-                async for response in responses:
-                    yield response
+                try:
+                    async for response in responses:
+                        yield response
+                except NoSpaceError as error:  # the sender need not wait until somebody makes room
+                    raise LimitError(str(error)) from error
 
 
 async def _store(

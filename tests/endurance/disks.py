@@ -1,0 +1,43 @@
+"""Small, full and damaged disks."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[None]:
+    """A file system in memory at a folder; the test is skipped where mounting is not allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that takes all the room there is."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert shutil.disk_usage(folder).free == 0
+    return path
+
+
+@contextmanager
+def damaged(folder: Path) -> Iterator[None]:
+    """One bit of each file below is another one inside the block."""
+    sound = {path: path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+    assert sound
+    for path, content in sound.items():
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    yield
+    for path, content in sound.items():
+        path.write_bytes(content)

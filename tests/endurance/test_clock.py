@@ -1,0 +1,46 @@
+"""The wall clock is for people and for certificates: no run depends on it, so it may jump."""
+
+import ast
+from collections.abc import Mapping
+
+import pytest
+
+from tests.generate_stubs import ROOT
+from tests.house.test_structure import everything
+
+pytestmark = pytest.mark.core
+
+CLOCKS = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+
+LOG_LINES = "the time of a log line"
+RECORDINGS = "whose recordings are drawn in one time, with the error that is known"
+EXPIRY = "certificates, tokens and keys are valid from one date to another"
+MAY_READ: Mapping[str, str] = {
+    "client/cli/identity_commands.py": EXPIRY,
+    "client/doctor.py": "compares clocks, and says which one is wrong",
+    "common/certificates.py": EXPIRY,
+    "common/rpc/authorization.py": EXPIRY,
+    "common/rpc/tls.py": EXPIRY,
+    "common/rpc/tls_probe.py": EXPIRY,
+    "coordinator/app.py": LOG_LINES,
+    "coordinator/blobs/credentials.py": EXPIRY,
+    "coordinator/blobs/directory.py": "which copy of an object was used last, as the disk notes it",
+    "coordinator/loop.py": "when a fact was journaled",
+    "coordinator/service/diagnosis.py": "compares clocks, and says which one is wrong",
+    "coordinator/service/servicer.py": f"when a run was submitted; {RECORDINGS}",
+    "worker/agent.py": RECORDINGS,
+    "worker/execution.py": LOG_LINES,
+    "worker/server.py": "compares clocks, and says which one is wrong",
+    "worker/work.py": LOG_LINES,
+}
+
+
+def test_nobody_else_reads_the_wall_clock() -> None:
+    readers = set()
+    for path in everything():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                if node.func.attr in CLOCKS and owner in ("time", "datetime", "datetime.datetime"):
+                    readers.add(path.relative_to(ROOT).as_posix().partition("/stratagem/")[2])
+    assert readers == set(MAY_READ), "is anything decided by it? leases and deadlines must not be"

@@ -1,0 +1,157 @@
+"""What runs out under a coordinator: disk, the journal's lock, descriptors, sound bytes, a folder.
+
+One cluster for all of it: a coordinator whose data lie on a disk of 16 MB, and two workers. After
+each fault the same processes go on, and the run ends with the bits of an undisturbed one.
+"""
+
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stratagem.client.sync import Client
+from stratagem.client.views import Phase
+from stratagem.common.errors import LimitError, StratagemError
+from tests.crash.conftest import LOGS
+from tests.crash.hands import Hands, Process, hands
+from tests.crash.jobs import ALL_REDUCE, LOCAL
+from tests.crash.rig import Outcome, await_event, await_step, outcome_of, until
+from tests.crash.test_coordinator_faults import paced
+from tests.endurance.disks import damaged, fill, mounted
+
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+
+FLAGS = ("--lease-ttl-s", "5", "--worker-ttl-s", "5", "--heartbeat-interval-s", "0.5")
+LOCKED_S = 10.0
+NUM_STEPS = 20
+FEW = 64
+
+
+class Site:
+    """The cluster, and what its runs should come to."""
+
+    def __init__(self, started: Hands, disk: Path) -> None:
+        self.disk = disk
+        self.started = started
+        self.coordinator: Process = started.coordinator("coordinator")
+        self.address = self.coordinator.address
+        self.workers = [started.worker(f"w{n}", self.address) for n in range(2)]
+        for worker in self.workers:
+            assert worker.address
+        self.client = Client(self.address)
+        self.expected: Outcome = outcome_of(self.client.submit(paced(ALL_REDUCE, 0.0, NUM_STEPS)))
+
+    def said(self, words: str) -> bool:
+        return words in self.coordinator.log_file.read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    disk = folder / "data"
+    disk.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(mounted(disk, "size=16m"))
+        made = Site(stack.enter_context(hands(folder, *FLAGS)), disk)
+        yield made
+        made.client.close()
+
+
+def full_disk(site: Site) -> None:
+    """Until the journal could not be written, and a user's data neither."""
+    filler = fill(site.disk)
+    until(lambda: site.said("database or disk is full"), "the journal has met the full disk")
+    data = {"train": (np.zeros((1000, 1000), np.float32), np.zeros(1000, np.int64))}
+    with pytest.raises(LimitError, match="the coordinator's disk is full"):
+        site.client.submit({**paced(LOCAL, 0.0), "data": {}}, data=data)
+    filler.unlink()
+
+
+def locked_journal(site: Site) -> None:
+    other = sqlite3.connect(site.disk / "journal.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    threading.Event().wait(LOCKED_S)
+    other.execute("ROLLBACK")
+    other.close()
+    assert site.said("database is locked")
+
+
+def few_descriptors(site: Site) -> None:
+    """More connections than it may have, until something could not be opened."""
+    pid = site.coordinator.popen.pid
+    host, _, port = site.address.rpartition(":")
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (FEW, before[1]))
+    with ExitStack() as stack:
+        for _ in range(2 * FEW):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        until(lambda: site.said("Too many open files"), "descriptors have run out")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture(autouse=True)
+def _logs(request: pytest.FixtureRequest) -> None:
+    if "site" in request.fixturenames:
+        request.node.stash[LOGS] = request.getfixturevalue("site").started.logs
+
+
+@pytest.mark.parametrize("fault", [full_disk, locked_journal, few_descriptors])
+def test_a_run_outlives_it_with_the_same_processes_and_bits(
+    site: Site, fault: Callable[[Site], None]
+) -> None:
+    starts = {each.worker_id: each.incarnation for each in site.client.workers()}
+    run = site.client.submit(paced(ALL_REDUCE, 0.1, NUM_STEPS))
+    await_step(run, 3)
+    fault(site)
+    assert outcome_of(run).digests == site.expected.digests
+    assert not site.coordinator.has_ended
+    assert {each.worker_id: each.incarnation for each in site.client.workers()} == starts
+    assert all(each.is_alive for each in site.client.workers())
+    assert not site.said("Traceback")
+    assert not site.said("no heartbeat for")
+
+
+def test_a_run_whose_state_is_damaged_says_so_and_goes_on_from_a_sound_copy(site: Site) -> None:
+    run = site.client.submit(paced(ALL_REDUCE, 0.2, NUM_STEPS))
+    await_event(run, "SegmentCommitted")
+    for worker in site.workers:
+        worker.send(signal.SIGSTOP)  # so that no sound state is committed after the damage
+    with damaged(site.disk / "blobs"):
+        for worker in site.workers:
+            worker.kill()
+        # Whoever takes their places must be given the state.
+        site.workers = [site.started.worker(f"w{n}", site.address) for n in range(2)]
+        until(lambda: run.status().phase is Phase.FAILED, "the run has failed")
+        assert "its bytes have another digest; put a sound copy" in run.status().reason
+    run.resume()
+    assert outcome_of(run).digests == site.expected.digests
+
+
+def test_a_coordinator_whose_folder_is_removed_acknowledges_nothing_more(tmp_path: Path) -> None:
+    with hands(tmp_path, *FLAGS) as started:
+        process = started.coordinator("coordinator")
+        with Client(process.address, patience_s=0.0) as client:
+            client.submit(paced(LOCAL, 0.0), "before")
+            shutil.rmtree(tmp_path / "data")
+            with pytest.raises(StratagemError):
+                client.submit(paced(LOCAL, 0.0), "after")
+        assert process.popen.wait(20) == 1
+        assert "journal.sqlite was removed or replaced" in process.log_file.read_text()
+
+
+def test_a_coordinator_on_a_disk_that_is_read_only_says_so_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with mounted(tmp_path / "data", "size=1m,ro"), hands(tmp_path) as started:
+        process = started.coordinator("coordinator")
+        assert process.popen.wait(60) == 1
+        text = process.log_file.read_text()
+        assert "coordinator ends" in text
+        assert "Read-only file system" in text
