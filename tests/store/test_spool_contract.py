@@ -19,6 +19,7 @@ from tests.store.updates import (
     RUN,
     accept,
     data_of,
+    flip_bit,
     key,
     manifest_of,
     update_digest,
@@ -172,6 +173,25 @@ def test_what_crashes_have_left_of_unknown_and_completed_runs_is_deleted(bucket:
     assert bucket.names("spool") == []
 
 
+def test_copies_of_runs_that_are_not_known_any_more_are_deleted(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    for root in ("known", "unknown", "completed"):
+        spool = bucket.spool(tmp_path / root)
+        accept(spool, 0, MANIFEST, DATA)
+        completed = {RUN} if root == "completed" else set()
+        spool.clean(completed, {RUN} if root != "unknown" else ())
+        assert (tmp_path / root / RUN).exists() == (root == "known")
+        assert (spool.used_bytes > 0) == (root == "known")
+    # In a folder that two coordinators share, only what the journal says has ended.
+    folder_spool = Spool(tmp_path / "folder", quota_bytes=1 << 20)
+    accept(folder_spool, 0, MANIFEST, DATA)
+    folder_spool.clean((), ())
+    assert folder_spool.entry(key(0)) is not None
+    folder_spool.clean({RUN}, {RUN})
+    assert folder_spool.entry(key(0)) is None
+
+
 @pytest.mark.parametrize("at", [0, 7, 20, -1])
 def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket, at: int) -> None:
     accept(bucket.spool(), 0, MANIFEST, DATA)
@@ -182,6 +202,18 @@ def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket, at: int) 
     assert spool.look(key(0)) == (None, 0)
     accept(spool, 0, MANIFEST, DATA)
     assert content_of(bucket.spool(), 0, digest_of(DATA)) == DATA
+
+
+def test_a_damaged_copy_is_fetched_again_once_it_is_distrusted(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    spool, folder_spool = bucket.spool(), Spool(tmp_path / "folder", quota_bytes=1 << 20)
+    for each in (spool, folder_spool):
+        entry = accept(each, 0, MANIFEST, DATA)
+        flip_bit(entry.path, -1)
+        each.distrust([entry])
+    assert content_of(spool, 0, digest_of(DATA)) == DATA
+    assert folder_spool.entry(key(0)) is not None  # the only one there is
 
 
 def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(

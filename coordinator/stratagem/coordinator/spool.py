@@ -170,6 +170,14 @@ class Spool:
             if self._shared is not None:
                 self._shared.delete(f"{self._relative(folder)}/{key.client}")
 
+    def distrust(self, entries: Iterable[SpoolEntry]) -> None:
+        """Forget files that were not what they should be, where they are mere copies."""
+        if self._shared is None:
+            return
+        for entry in entries:
+            _client_of(entry.path).with_suffix(_ENTRY).unlink(missing_ok=True)
+            self._remove(entry.path)
+
     def mark(self) -> str:
         """The present, for delete_run: a run of the same name may begin before that is done."""
         return self._shared.mark() if self._shared is not None else ""
@@ -180,11 +188,13 @@ class Spool:
 
     def clean(self, completed: Collection[RunId], known: Collection[RunId]) -> None:
         """Forget what crashes have left of runs that have ended, or that are not known any more."""
-        for run_id in completed:
-            if (self._root / check_run_id(run_id)).exists():
-                self._delete(self._root / run_id)
+        kept = set(known) - set(completed)
+        for folder in self._root.iterdir():
+            # A coordinator that is fenced may not know the runs of one that has the same folder.
+            if folder.name in completed or (self._shared is not None and folder.name not in kept):
+                self._delete_here(folder)
         if self._shared is not None:
-            self._shared.clean(set(known) - set(completed))
+            self._shared.clean(kept)
 
     def _publish(self, key: SpoolKey) -> Publish | None:
         shared = self._shared
@@ -272,12 +282,15 @@ class Spool:
             self._of_client.get(_client_of(path), set()).discard(path)
 
     def _delete(self, folder: Path, before: str = "") -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        self._delete_here(folder)
         if self._shared is not None:
             gone = self._relative(folder)
             self._shared.delete(gone, before)
             for seen in [each for each in self._of_others if Path(each).is_relative_to(gone)]:
                 self._of_others.pop(seen, None)
+
+    def _delete_here(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             self._used = {p: n for p, n in self._used.items() if folder not in p.parents}
             self._of_client = {

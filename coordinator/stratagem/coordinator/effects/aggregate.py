@@ -29,6 +29,9 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
     try:
         folded = await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
         digest, slots, manifest = folded
+    except (IntegrityError, FileNotFoundError):
+        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        raise
     finally:
         cancelled.set()
     failpoint("coordinator.round.folded")
