@@ -158,7 +158,7 @@ def measure(cluster: LocalCluster) -> dict[str, float]:
     for name, view in cluster.processes.items():
         if view.pid is None:
             continue
-        status = _status(view.pid)
+        status = status_of(view.pid)
         if not status:
             continue
         values[f"{name} MB"] = status["RssAnon"] / 1024
@@ -171,7 +171,7 @@ def measure(cluster: LocalCluster) -> dict[str, float]:
     return values
 
 
-def _status(pid: int) -> dict[str, int]:
+def status_of(pid: int) -> dict[str, int]:
     """The numbers of /proc/<pid>/status; empty when the process has just ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
