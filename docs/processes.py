@@ -13,8 +13,8 @@ from docs.tables import default_text, table, value_text
 from stratagem.client.cli.main import app
 from stratagem.common.metrics.definition import Metric
 from stratagem.common.metrics.process import SHARED
-from stratagem.coordinator import monitoring as coordinator
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.watching import monitoring as coordinator
 from stratagem.worker import monitoring as worker
 from stratagem.worker.settings import WorkerSettings
 

@@ -8,7 +8,7 @@ from obstore.store import from_url
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.common.errors import UserCodeError
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, assert_same_bits, job, model_parallel, train
 from tests.crash.rig import until

@@ -12,7 +12,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, job, train
 
 pytestmark = pytest.mark.cluster

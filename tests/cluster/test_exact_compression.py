@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
-from stratagem.worker.reference import federated_loop
-from stratagem.worker.reference_compressed import compressed_loop
-from stratagem.worker.reference_gossip import gossip_loop
+from stratagem.worker.reference.compressed import compressed_loop
+from stratagem.worker.reference.gossip import gossip_loop
+from stratagem.worker.reference.loops import federated_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

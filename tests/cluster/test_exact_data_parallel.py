@@ -10,8 +10,8 @@ from torch import Tensor
 from stratagem.client.sync import Client
 from stratagem.client.views import Phase
 from stratagem.common.errors import RunFailedError
-from stratagem.worker.reference import plain_loop, sharded_loop
-from stratagem.worker.reference_phases import phases_loop
+from stratagem.worker.reference.loops import plain_loop, sharded_loop
+from stratagem.worker.reference.phases import phases_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

@@ -12,7 +12,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.common.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference_evaluation import evaluation_loop
+from stratagem.worker.reference.evaluation import evaluation_loop
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.client.sync import Client
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, job, train, user
 
 pytestmark = pytest.mark.cluster

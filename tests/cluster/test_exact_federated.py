@@ -11,7 +11,7 @@ from stratagem.common.ids import WorkerId
 from stratagem.common.strategy import Federated, Random
 from stratagem.coordinator.core.facts import ClientBinding
 from stratagem.coordinator.strategies.selection import select
-from stratagem.worker.reference import federated_loop
+from stratagem.worker.reference.loops import federated_loop
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

@@ -13,8 +13,8 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.client.views import Progress
 from stratagem.common.errors import InvalidInputError
-from stratagem.worker.reference import sharded_loop
-from stratagem.worker.reference_gossip import GossipResult, gossip_loop
+from stratagem.worker.reference.gossip import GossipResult, gossip_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

@@ -12,7 +12,7 @@ from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Phase
 from stratagem.common.errors import UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

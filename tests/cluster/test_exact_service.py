@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from stratagem.client.sync import Client
 from stratagem.client.views import Phase
 from stratagem.common.errors import NotFoundError, UserCodeError
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ALLOWED,
     METHODS,

@@ -10,10 +10,10 @@ from stratagem.client.sync import Client
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
 from stratagem.coordinator.strategies.silos import client_job
-from stratagem.worker import reference
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.models.build import build_model
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference import loops as reference
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ALLOWED,
     MOMENTUM,

@@ -4,7 +4,7 @@ import pytest
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,

@@ -9,8 +9,8 @@ from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import GradientBuckets, solo_exchange
-from stratagem.worker.reference import sharded_loop
-from stratagem.worker.reference_compressed import compressed_loop
+from stratagem.worker.reference.compressed import compressed_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.compression.support import CODECS
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
 from tests.engine.test_gossip import gossip_job

@@ -8,7 +8,7 @@ from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import Link, form_gloo
-from stratagem.worker.reference_compressed import compressed_loop
+from stratagem.worker.reference.compressed import compressed_loop
 from tests.compression.support import CODECS
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
 from tests.stream.test_peer import LONG_S, meeting

@@ -11,10 +11,10 @@ import torch
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.effects.coded_update import CodedUpload
-from stratagem.coordinator.spool import Spool, SpoolEntry, SpoolKey
-from stratagem.coordinator.update_checks import UpdateRejectedError
+from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey
 from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.state_store import Frozen

@@ -21,11 +21,11 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
 from stratagem.coordinator.core.gangs import Request, grant
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.feed import MAX_EVENTS, Event, Feed, Progress
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.paced import Paced
-from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.supervisor import Supervisor
+from stratagem.coordinator.watching.feed import MAX_EVENTS, Event, Feed, Progress
+from stratagem.coordinator.watching.run_logs import Line, RunLogs
 
 RUN = RunId("run-1")
 ROOT = Party("")

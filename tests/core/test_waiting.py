@@ -9,8 +9,8 @@ from stratagem.coordinator.core.decide import why_waiting, world_of
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.pending import next_deadline
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.feed import Event, Feed
-from stratagem.coordinator.waiting import say_what_is_missing
+from stratagem.coordinator.watching.feed import Event, Feed
+from stratagem.coordinator.watching.waiting import say_what_is_missing
 from tests.core.simulation import RUN, Simulation, job, member, register
 
 pytestmark = pytest.mark.core

@@ -16,7 +16,7 @@ from stratagem.common.metrics.definition import Metric
 from stratagem.common.rpc.status import TABLE
 from stratagem.coordinator.core import facts
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.monitoring import METRICS as COORDINATOR
+from stratagem.coordinator.watching.monitoring import METRICS as COORDINATOR
 from stratagem.worker.monitoring import METRICS as WORKER
 from tests.deploy.test_compose_file import SERVICES, coordinator, worker
 

@@ -17,8 +17,8 @@ from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.plan import Party
 from stratagem.worker.exchange.transport import SoloTransport
-from stratagem.worker.reference import federated_loop, plain_loop, sharded_loop
-from stratagem.worker.reference_gossip import gossip_loop
+from stratagem.worker.reference.gossip import gossip_loop
+from stratagem.worker.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.engine import test_client_round as rounds
 from tests.engine import test_gossip as gossip
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, solo, train, trainer_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.worker.engine import ClientRunner, run_client_round
-from stratagem.worker.reference import federated_loop, plain_loop
+from stratagem.worker.reference.loops import federated_loop, plain_loop
 from tests.engine.support import ALLOWED, CPU, assert_same_bits, job, trainer_of
 
 FEDAVG = {"method": "FedAvg"}

@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.worker.engine.execution.blocks import blocks_of
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import (
     ALLOWED,
     assert_same_bits,

@@ -10,8 +10,8 @@ from torch import Tensor
 from stratagem.common.errors import InvalidInputError
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.passes import Rows, Window
-from stratagem.worker.reference import federated_loop, sharded_loop
-from stratagem.worker.reference_gossip import gossip_loop
+from stratagem.worker.reference.gossip import gossip_loop
+from stratagem.worker.reference.loops import federated_loop, sharded_loop
 from tests.engine import test_client_round, test_gossip
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, train, trainer_of
 

@@ -10,7 +10,7 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.worker.data.datasets import Gather, Subset, TensorDataset
 from stratagem.worker.data.storage import BatchPool, DatasetCache
 from stratagem.worker.exchange.exchange import solo_exchange
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.engine import test_client_round, test_gossip
 from tests.engine.support import (
     ALLOWED,

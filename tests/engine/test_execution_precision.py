@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import UserCodeError
 from stratagem.worker.engine.execution import LossScale
-from stratagem.worker.reference import federated_loop, plain_loop, sharded_loop
-from stratagem.worker.reference_gossip import gossip_loop
+from stratagem.worker.reference.gossip import gossip_loop
+from stratagem.worker.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.engine import test_client_round, test_gossip
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, train, trainer_of
 from tests.engine.userland import classes

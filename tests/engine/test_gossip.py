@@ -12,7 +12,7 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.topology import graph_of, metropolis_hastings
 from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
-from stratagem.worker.reference_gossip import gossip_loop
+from stratagem.worker.reference.gossip import gossip_loop
 from tests.engine.support import ALLOWED, CPU, assert_same_bits, job, trainer_of
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

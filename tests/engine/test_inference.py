@@ -11,8 +11,8 @@ from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import Inference, build_inference
 from stratagem.worker.engine.inference import _copies
 from stratagem.worker.engine.state import given_model_state, load_model_state, model_state
-from stratagem.worker.execution_train import parts_to_proto
-from stratagem.worker.reference_evaluation import evaluation_loop
+from stratagem.worker.executing.train import parts_to_proto
+from stratagem.worker.reference.evaluation import evaluation_loop
 from tests.engine.support import ALLOWED, CPU, job, model_of, peak_bytes, train, trainer_of
 
 METRICS = ["accuracy", "perplexity", "tests.engine.userland:confidence"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stratagem.common.errors import UserCodeError
-from stratagem.worker.reference import plain_loop, sharded_loop
+from stratagem.worker.reference.loops import plain_loop, sharded_loop
 from tests.engine.support import (
     ALLOWED,
     CPU,

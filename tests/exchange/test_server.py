@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.shards import Node, assign_shards, tree_nodes, tree_sum
-from stratagem.coordinator.tree_fold import fold_chunks
+from stratagem.coordinator.aggregation.tree_fold import fold_chunks
 from stratagem.worker.exchange import ExchangeError, ServerTransport, server, server_exchange
 from tests.exchange.cases import Case, one_step
 from tests.exchange.late_device import LateDevice

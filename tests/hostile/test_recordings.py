@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import RunId
-from stratagem.coordinator.profiles import MAX_EVENT_BYTES, Profiles
+from stratagem.coordinator.watching.profiles import MAX_EVENT_BYTES, Profiles
 from stratagem.v1 import worker_pb2 as wpb
 
 RUN = RunId("run")

@@ -15,7 +15,7 @@ from stratagem.client.views import Phase
 from stratagem.common.certificates import Authority, make_authority
 from stratagem.common.errors import UnauthenticatedError
 from stratagem.common.rpc.tls import Role, TlsFiles
-from stratagem.worker.reference import federated_loop, sharded_loop
+from stratagem.worker.reference.loops import federated_loop, sharded_loop
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

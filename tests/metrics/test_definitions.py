@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.common.metrics.definition import Durations, Metric
 from stratagem.common.metrics.exposition import render
-from stratagem.coordinator.monitoring import METRICS as COORDINATOR
+from stratagem.coordinator.watching.monitoring import METRICS as COORDINATOR
 from stratagem.worker.monitoring import METRICS as WORKER
 from tests.metrics.scrape import labelled, parsed
 

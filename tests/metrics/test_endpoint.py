@@ -17,9 +17,9 @@ from stratagem.common.metrics.lag import INTERVAL_S, LoopLag
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.coordinator.app import App
-from stratagem.coordinator.monitoring import METRICS, CoordinatorMonitor
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.watching.monitoring import METRICS, CoordinatorMonitor
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.coordinator.entrance import entrance

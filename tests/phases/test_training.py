@@ -9,8 +9,8 @@ from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import StepReport, Trainer, build_trainer
 from stratagem.worker.phases import PhaseError
-from stratagem.worker.reference import sharded_loop
-from stratagem.worker.reference_phases import phases_loop
+from stratagem.worker.reference.loops import sharded_loop
+from stratagem.worker.reference.phases import phases_loop
 from tests.cluster.jobs import data_parallel
 from tests.engine.support import ALLOWED, assert_same_bits, model_of, solo, trainer_of
 from tests.engine.support import job as job_of

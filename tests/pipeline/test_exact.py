@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stratagem.common.graph import GraphSpec
 from stratagem.common.pipeline.schedules import SCHEDULES
 from stratagem.worker.pipeline.build import Placement
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.pipeline.support import (
     ADAM,

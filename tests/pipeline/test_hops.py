@@ -11,7 +11,7 @@ from stratagem.worker.pipeline.build import Placement
 from stratagem.worker.pipeline.hops import Hops, Meter, measure_hops
 from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.pipeline.support import ALLOWED, BRANCHES, SKIPS, Party, cut, job
 
 DEEP = [str(i) for i in range(8)]

@@ -14,7 +14,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement
 from stratagem.worker.pipeline.replicas import SumOverReplicas
 from stratagem.worker.pipeline.runner import StageGradients, StageRunner
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
 

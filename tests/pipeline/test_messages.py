@@ -30,7 +30,7 @@ from stratagem.worker.pipeline.message import (
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job

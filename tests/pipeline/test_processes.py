@@ -8,7 +8,7 @@ import torch
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.exchange.party import introduce, party
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
 from tests.stream.test_peer_processes import form, hub_in_a_thread

@@ -9,8 +9,8 @@ import pytest
 
 from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import RunId
-from stratagem.coordinator import profiles
-from stratagem.coordinator.profiles import Profiles, joined
+from stratagem.coordinator.watching import profiles
+from stratagem.coordinator.watching.profiles import Profiles, joined
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker import profiling
 from stratagem.worker.clock import CoordinatorClock

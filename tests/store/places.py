@@ -16,8 +16,8 @@ from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.objects import Objects
 from stratagem.coordinator.blobs.s3 import open_s3
-from stratagem.coordinator.shared_spool import SharedSpool
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.shared import SharedSpool
+from stratagem.coordinator.spool.spool import Spool
 from tests.store.updates import flip_bit
 
 BUCKET = "stratagem"

@@ -12,11 +12,11 @@ from stratagem.common.errors import IntegrityError, InvalidInputError, LimitErro
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import blob_digest, header_bytes, read_header
-from stratagem.coordinator import fold
+from stratagem.coordinator.aggregation import fold
+from stratagem.coordinator.aggregation.floats import narrow, storage, widen
+from stratagem.coordinator.aggregation.fold import FoldStoppedError, fold_weighted_mean
 from stratagem.coordinator.blobs import BlobWriter, DirectoryBlobs
-from stratagem.coordinator.floats import narrow, storage, widen
-from stratagem.coordinator.fold import FoldStoppedError, fold_weighted_mean
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.spool import Spool
 from tests.store.programs import run
 from tests.store.updates import MIXED, Layout, accept, arrays, data_of, flip_bit, manifest_of
 

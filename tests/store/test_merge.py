@@ -12,9 +12,7 @@ from torch import Tensor
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.blobs import DirectoryBlobs
-from stratagem.coordinator.blobs.durable import PIECE_BYTES
-from stratagem.coordinator.merge import (
+from stratagem.coordinator.aggregation.merge import (
     ContradictionError,
     MergeStoppedError,
     Part,
@@ -22,6 +20,8 @@ from stratagem.coordinator.merge import (
     merged_manifest,
     write_merged,
 )
+from stratagem.coordinator.blobs import DirectoryBlobs
+from stratagem.coordinator.blobs.durable import PIECE_BYTES
 
 LARGE = torch.arange(PIECE_BYTES // 4 + 7, dtype=torch.float32)
 STATE = {

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from stratagem.coordinator.offload import MAX_PIECES_BEHIND, Offload
+from stratagem.coordinator.spool.offload import MAX_PIECES_BEHIND, Offload
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 7, 300])

@@ -13,14 +13,14 @@ from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes, read_header
-from stratagem.coordinator import fold
+from stratagem.coordinator.aggregation import fold
+from stratagem.coordinator.aggregation.floats import Wide, narrow, storage, widen
+from stratagem.coordinator.aggregation.fold import fold_weighted_mean
+from stratagem.coordinator.aggregation.rebasing import Rebasing
+from stratagem.coordinator.aggregation.server_optimizers import server_optimizer
+from stratagem.coordinator.aggregation.server_step import ServerStep
 from stratagem.coordinator.blobs import DirectoryBlobs
-from stratagem.coordinator.floats import Wide, narrow, storage, widen
-from stratagem.coordinator.fold import fold_weighted_mean
-from stratagem.coordinator.rebasing import Rebasing
-from stratagem.coordinator.server_optimizers import server_optimizer
-from stratagem.coordinator.server_step import ServerStep
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.spool import Spool
 from tests.store.updates import MIXED, accept, arrays, data_of, manifest_of
 
 # A frozen tensor and a buffer between trained ones; MIXED has sizes 0, 1 and odd ones.

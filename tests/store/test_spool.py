@@ -11,9 +11,9 @@ from stratagem.common.errors import IntegrityError, InvalidInputError, LimitErro
 from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
-from stratagem.coordinator import upload
-from stratagem.coordinator.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
-from stratagem.coordinator.update_checks import DataCheck
+from stratagem.coordinator.aggregation.update_checks import DataCheck
+from stratagem.coordinator.spool import upload
+from stratagem.coordinator.spool.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
 from tests.store.programs import run
 from tests.store.updates import (
     MIXED,
@@ -32,7 +32,7 @@ MIB = 1 << 20
 MANIFEST = manifest_of(MIXED)
 DATA = data_of(MANIFEST, 1)
 PREAMBLE = """
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.spool import Spool
 from tests.store.updates import MIXED, data_of, key, manifest_of, update_digest
 MANIFEST = manifest_of(MIXED)
 DATA = data_of(MANIFEST, 1)
@@ -316,7 +316,7 @@ def test_a_crash_at_the_rename_accepts_all_or_nothing(
 def test_a_crash_between_checkpoints_goes_on_at_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "coordinator.spool.after_checkpoint").write_text("1")
     code = (
-        "from stratagem.coordinator import upload\nupload.CHECKPOINT_BYTES = 100\n"
+        "from stratagem.coordinator.spool import upload\nupload.CHECKPOINT_BYTES = 100\n"
         + PREAMBLE
         + "for start in range(len(DATA)):\n    writer.write(DATA[start:start + 1])"
     )

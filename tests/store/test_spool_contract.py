@@ -7,9 +7,9 @@ import pytest
 from stratagem.common.errors import IntegrityError, LimitError, UnavailableError
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.tensors.safefile import read_header
+from stratagem.coordinator.aggregation.fold import fold_weighted_mean
 from stratagem.coordinator.blobs import DirectoryBlobs
-from stratagem.coordinator.fold import fold_weighted_mean
-from stratagem.coordinator.spool import Spool, SpoolKey
+from stratagem.coordinator.spool.spool import Spool, SpoolKey
 from tests.store.places import Bucket, Place
 from tests.store.programs import run
 from tests.store.troubled import FORBIDDEN, troubled
@@ -30,8 +30,8 @@ DATA = data_of(MANIFEST, 1)
 OTHER_DATA = data_of(MANIFEST, 2)
 WRITE = """
 from stratagem.coordinator.blobs.s3 import open_s3
-from stratagem.coordinator.shared_spool import SharedSpool
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.shared import SharedSpool
+from stratagem.coordinator.spool.spool import Spool
 from tests.store.updates import MIXED, accept, data_of, manifest_of
 MANIFEST = manifest_of(MIXED)
 shared = SharedSpool(open_s3(sys.argv[1], os.environ), 1)

@@ -10,8 +10,8 @@ import numpy as np
 from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.floats import narrow, storage
-from stratagem.coordinator.spool import Spool, SpoolEntry, SpoolKey
+from stratagem.coordinator.aggregation.floats import narrow, storage
+from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey
 
 RUN, ROOT = RunId("digits-1"), Party("")
 

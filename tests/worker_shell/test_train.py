@@ -16,7 +16,7 @@ from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.reference import sharded_loop
+from stratagem.worker.reference.loops import sharded_loop
 from tests.worker_shell.gate import Gate
 from tests.worker_shell.rig import Rig, Worker
 from tests.worker_shell.saying import (

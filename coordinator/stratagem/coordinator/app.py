@@ -38,22 +38,22 @@ from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.perform import perform
-from stratagem.coordinator.feed import Event, Feed
 from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.loop import Committed, Loop
 from stratagem.coordinator.paced import Paced
-from stratagem.coordinator.profiles import Profiles
-from stratagem.coordinator.run_logs import Line, RunLogs
 from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.standby import Entrance
 from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.supervisor import Supervisor
-from stratagem.coordinator.waiting import say_what_is_missing
+from stratagem.coordinator.watching.feed import Event, Feed
+from stratagem.coordinator.watching.profiles import Profiles
+from stratagem.coordinator.watching.run_logs import Line, RunLogs
+from stratagem.coordinator.watching.waiting import say_what_is_missing
 
 BLOB_GRACE_S = 600.0
 """A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""

@@ -36,7 +36,7 @@ from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunDeleted, decode,
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Journal, Lead, Record
-from stratagem.coordinator.log_ids import ids_of
+from stratagem.coordinator.watching.log_ids import ids_of
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64

@@ -23,10 +23,10 @@ from stratagem.common.settings_rules import told
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
 from stratagem.coordinator.listening import Security, host_and_port
-from stratagem.coordinator.monitoring import CoordinatorMonitor
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.standby import Entrance
+from stratagem.coordinator.watching.monitoring import CoordinatorMonitor
 from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0

@@ -19,8 +19,8 @@ from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.objects import Objects
 from stratagem.coordinator.blobs.s3 import SETTING, open_s3
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.shared_spool import SharedSpool
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.shared import SharedSpool
+from stratagem.coordinator.spool.spool import Spool
 
 _OWNER: Final = "journal"
 

@@ -18,7 +18,7 @@ from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gangs import Request, grant
-from stratagem.coordinator.log_ids import ids_of
+from stratagem.coordinator.watching.log_ids import ids_of
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0

@@ -19,7 +19,7 @@ from stratagem.common.job import JobSpec
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import Control
-from stratagem.worker.execution import Execution, Key, Phase, key_of, view_of
+from stratagem.worker.executing.execution import Execution, Key, Phase, key_of, view_of
 from stratagem.worker.fence import FenceGuard
 from stratagem.worker.gradients import GradientPort
 from stratagem.worker.outbox import Outbox

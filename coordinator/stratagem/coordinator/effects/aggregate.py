@@ -8,18 +8,18 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes, header_of
+from stratagem.coordinator.aggregation.fold import fold_weighted_mean
+from stratagem.coordinator.aggregation.rebasing import Rebasing
+from stratagem.coordinator.aggregation.server_optimizers import server_optimizer
+from stratagem.coordinator.aggregation.server_step import ServerStep
+from stratagem.coordinator.aggregation.state_reader import AVERAGED_KEY
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.fold import fold_weighted_mean
-from stratagem.coordinator.rebasing import Rebasing
-from stratagem.coordinator.server_optimizers import server_optimizer
-from stratagem.coordinator.server_step import ServerStep
-from stratagem.coordinator.spool import SpoolKey
-from stratagem.coordinator.state_reader import AVERAGED_KEY
+from stratagem.coordinator.spool.spool import SpoolKey
+from stratagem.coordinator.spool.upload import SpoolEntry
 from stratagem.coordinator.strategies.federated_run import spec_of
 from stratagem.coordinator.strategies.late_updates import max_staleness, weight
-from stratagem.coordinator.upload import SpoolEntry
 
 
 async def aggregate_round(env: Env, effect: AggregateRound) -> None:

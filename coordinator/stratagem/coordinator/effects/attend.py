@@ -19,7 +19,7 @@ from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink
-from stratagem.coordinator.run_logs import Line
+from stratagem.coordinator.watching.run_logs import Line
 from stratagem.v1 import types_pb2, worker_pb2
 
 log = structlog.get_logger()

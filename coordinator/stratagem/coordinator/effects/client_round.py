@@ -15,6 +15,7 @@ from stratagem.common.ids import child_party
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.transfer import pull
+from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.attend import attend, fail_party
@@ -22,11 +23,10 @@ from stratagem.coordinator.effects.coded_step import codec_of
 from stratagem.coordinator.effects.coded_update import CodedUpload
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import session, state_ref
-from stratagem.coordinator.offload import Offload
-from stratagem.coordinator.spool import SpoolKey
+from stratagem.coordinator.spool.offload import Offload
+from stratagem.coordinator.spool.spool import SpoolKey
+from stratagem.coordinator.spool.upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
-from stratagem.coordinator.update_checks import UpdateRejectedError
-from stratagem.coordinator.upload import SpoolEntry, SpoolWriter
 from stratagem.v1 import types_pb2, worker_pb2
 
 

@@ -19,10 +19,10 @@ from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import Sink, into
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
+from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.blobs import BlobStore
-from stratagem.coordinator.spool import Spool, SpoolKey
-from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
-from stratagem.coordinator.upload import SpoolEntry
+from stratagem.coordinator.spool.spool import Spool, SpoolKey
+from stratagem.coordinator.spool.upload import SpoolEntry
 
 
 @dataclass(slots=True)

@@ -13,12 +13,12 @@ from stratagem.common.errors import IntegrityError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
+from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.core.effects import CollectUpdate
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.spool import SpoolKey
-from stratagem.coordinator.update_checks import UpdateRejectedError
-from stratagem.coordinator.upload import SpoolEntry
+from stratagem.coordinator.spool.spool import SpoolKey
+from stratagem.coordinator.spool.upload import SpoolEntry
 
 WINDOW_BYTES = 4 << 20
 

@@ -13,18 +13,18 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Limits
 from stratagem.common.tensors.safefile import header_bytes
-from stratagem.coordinator.core.effects import CommitSegment
-from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
-from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.effects.snapshot import from_any, pull_part, pull_snapshot
-from stratagem.coordinator.link import session
-from stratagem.coordinator.merge import (
+from stratagem.coordinator.aggregation.merge import (
     ContradictionError,
     Part,
     joined_rows,
     merged_manifest,
     write_merged,
 )
+from stratagem.coordinator.core.effects import CommitSegment
+from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.snapshot import from_any, pull_part, pull_snapshot
+from stratagem.coordinator.link import session
 
 
 async def commit_segment(env: Env, effect: CommitSegment) -> None:

@@ -22,14 +22,14 @@ from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact, Member
 from stratagem.coordinator.core.pending import pending_of
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.feed import Feed
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
-from stratagem.coordinator.profiles import Profiles
-from stratagem.coordinator.run_logs import RunLogs
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool import Spool
+from stratagem.coordinator.spool.spool import Spool
 from stratagem.coordinator.strategies.table import strategy_of
+from stratagem.coordinator.watching.feed import Feed
+from stratagem.coordinator.watching.profiles import Profiles
+from stratagem.coordinator.watching.run_logs import RunLogs
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger()

@@ -11,6 +11,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
+from stratagem.coordinator.aggregation.merge import ContradictionError, Part
 from stratagem.coordinator.core.effects import EvaluateTogether
 from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
@@ -18,9 +19,8 @@ from stratagem.coordinator.effects.commit import merged
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.coordinator.effects.snapshot import pull_part
-from stratagem.coordinator.feed import Progress
 from stratagem.coordinator.link import session, state_ref
-from stratagem.coordinator.merge import ContradictionError, Part
+from stratagem.coordinator.watching.feed import Progress
 from stratagem.v1 import types_pb2, worker_pb2
 
 

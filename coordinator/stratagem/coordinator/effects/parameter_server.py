@@ -34,12 +34,12 @@ from stratagem.common.tensors.manifest import (
     to_proto,
 )
 from stratagem.common.tensors.traffic import sent
+from stratagem.coordinator.aggregation.tree_fold import fold_chunks
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.effects.coded_step import codec_of, reply_to
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink, session
-from stratagem.coordinator.tree_fold import fold_chunks
 from stratagem.v1 import worker_pb2
 
 RETRY_S = 0.02

@@ -28,7 +28,7 @@ from stratagem.coordinator.effects.evaluate import evaluate_state
 from stratagem.coordinator.effects.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.release import release
 from stratagem.coordinator.effects.segment import run_segment
-from stratagem.coordinator.log_ids import ids_of
+from stratagem.coordinator.watching.log_ids import ids_of
 
 
 async def perform(env: Env, effect: Effect) -> None:

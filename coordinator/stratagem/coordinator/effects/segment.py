@@ -23,9 +23,9 @@ from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import fold_parts
 from stratagem.coordinator.effects.parameter_server import serve_steps
-from stratagem.coordinator.feed import Progress
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
+from stratagem.coordinator.watching.feed import Progress
 from stratagem.v1 import worker_pb2
 
 EXCHANGE = {

@@ -11,11 +11,11 @@ from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.common.tensors.transfer import pull
+from stratagem.coordinator.aggregation.merge import Part
 from stratagem.coordinator.blobs import BlobWriter
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.merge import Part
-from stratagem.coordinator.offload import Offload
+from stratagem.coordinator.spool.offload import Offload
 from stratagem.v1 import types_pb2, worker_pb2
 
 log = structlog.get_logger()

@@ -41,8 +41,6 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import RunRecord
-from stratagem.coordinator.feed import Event
-from stratagem.coordinator.run_logs import Line
 from stratagem.coordinator.service import streams, views
 from stratagem.coordinator.service.diagnosis import diagnose
 from stratagem.coordinator.service.limits import (
@@ -54,6 +52,8 @@ from stratagem.coordinator.service.limits import (
     clipped_reason,
 )
 from stratagem.coordinator.service.suspicion import look_into, meet
+from stratagem.coordinator.watching.feed import Event
+from stratagem.coordinator.watching.run_logs import Line
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2
 

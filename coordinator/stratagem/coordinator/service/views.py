@@ -27,9 +27,9 @@ from stratagem.coordinator.core.state import (
     best_commit,
     retained,
 )
-from stratagem.coordinator.feed import Event, Progress
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.table import strategy_of
+from stratagem.coordinator.watching.feed import Event, Progress
 from stratagem.v1 import coordinator_pb2, types_pb2
 
 MAX_PAGE_BYTES: Final = 2 * 2**20

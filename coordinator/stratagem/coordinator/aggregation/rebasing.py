@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.coordinator.aggregation.floats import Wide
+from stratagem.coordinator.aggregation.state_reader import averaged_names, open_state
 from stratagem.coordinator.blobs import BlobStore
-from stratagem.coordinator.floats import Wide
-from stratagem.coordinator.state_reader import averaged_names, open_state
 
 
 class Rebasing:

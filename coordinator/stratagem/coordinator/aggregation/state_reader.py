@@ -14,8 +14,8 @@ from stratagem.common.errors import IntegrityError
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_of
+from stratagem.coordinator.aggregation.floats import Wide, storage, widen
 from stratagem.coordinator.blobs import BlobStore
-from stratagem.coordinator.floats import Wide, storage, widen
 
 AVERAGED_KEY: Final = "averaged"
 """Metadata of a state: the JSON list of floating tensors that no optimizer may touch."""

@@ -6,7 +6,7 @@ from stratagem.common.ids import RunId
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.decide import why_waiting
 from stratagem.coordinator.core.state import CoordinatorState, World
-from stratagem.coordinator.feed import Feed, Progress
+from stratagem.coordinator.watching.feed import Feed, Progress
 
 
 def say_what_is_missing(

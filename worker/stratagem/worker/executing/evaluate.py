@@ -15,7 +15,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt
 from stratagem.worker.engine import Inference
-from stratagem.worker.execution_train import PROGRESS_INTERVAL_S, Segment, parts_to_proto
+from stratagem.worker.executing.train import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.profiling import EVALUATING, StepRecorder
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work

@@ -20,7 +20,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
 from stratagem.worker.exchange import ExchangeError, GossipExchange
-from stratagem.worker.party import give_up, join
+from stratagem.worker.party.party import give_up, join
 from stratagem.worker.phases import Phase
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze

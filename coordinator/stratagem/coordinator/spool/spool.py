@@ -27,10 +27,16 @@ from stratagem.common.errors import IntegrityError, InvalidInputError, LimitErro
 from stratagem.common.ids import Digest, Party, RunId, check_run_id
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.blobs.durable import make_folder
-from stratagem.coordinator.shared_spool import SharedSpool, SharedUpdate
-from stratagem.coordinator.update_checks import UpdateRejectedError, check_layout
-from stratagem.coordinator.upload import SpoolEntry, SpoolWriter, Upload, noted_offset, remove_files
+from stratagem.coordinator.spool.shared import SharedSpool, SharedUpdate
+from stratagem.coordinator.spool.upload import (
+    SpoolEntry,
+    SpoolWriter,
+    Upload,
+    noted_offset,
+    remove_files,
+)
 
 __all__ = [
     "Spool",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.common.strategy import FedAdagrad, FedAdam, FedAvgM, Federated, FedYogi
-from stratagem.coordinator.floats import Wide
+from stratagem.coordinator.aggregation.floats import Wide
 
 Slots = tuple[Wide, ...]
 Step = Callable[[Slots, Wide], tuple[Slots, Wide]]

@@ -32,8 +32,8 @@ from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference_coded import received
-from stratagem.worker.reference_server import Slots, server_step
+from stratagem.worker.reference.coded import received
+from stratagem.worker.reference.server import Slots, server_step
 
 _CPU = torch.device("cpu")
 

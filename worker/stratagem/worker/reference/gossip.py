@@ -25,8 +25,8 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference import backward, cut_rows, divide, is_skipped
-from stratagem.worker.reference_gossip_coded import CodedMixing
+from stratagem.worker.reference.gossip_coded import CodedMixing
+from stratagem.worker.reference.loops import backward, cut_rows, divide, is_skipped
 
 _CPU = torch.device("cpu")
 

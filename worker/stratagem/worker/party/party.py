@@ -47,7 +47,7 @@ from stratagem.worker.mesh import Forming, Link, Rendezvous, SharedGroup
 from stratagem.worker.mesh.agree import Place, form_agreed
 from stratagem.worker.mesh.choice import PREFERENCE
 from stratagem.worker.mesh.segments import UnshareableError
-from stratagem.worker.party_gossip import join_nodes
+from stratagem.worker.party.gossip import join_nodes
 from stratagem.worker.peer import Group
 from stratagem.worker.settings import split_address
 from stratagem.worker.state_store import freeze

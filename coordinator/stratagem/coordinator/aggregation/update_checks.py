@@ -12,7 +12,7 @@ import numpy as np
 from stratagem.common.errors import StratagemError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.coordinator.floats import is_finite, storage
+from stratagem.coordinator.aggregation.floats import is_finite, storage
 
 
 class UpdateRejectedError(StratagemError):

@@ -21,8 +21,12 @@ from stratagem.common.errors import IntegrityError, StaleError, StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.aggregation.update_checks import (
+    DataCheck,
+    UpdateRejectedError,
+    check_layout,
+)
 from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
-from stratagem.coordinator.update_checks import DataCheck, UpdateRejectedError, check_layout
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """A power cut costs an upload at most this much."""

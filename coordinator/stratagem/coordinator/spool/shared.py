@@ -29,7 +29,7 @@ from stratagem.coordinator.blobs.objects import (
     unique_name,
 )
 from stratagem.coordinator.blobs.shared import own_pieces
-from stratagem.coordinator.upload import SpoolEntry, update_digest
+from stratagem.coordinator.spool.upload import SpoolEntry, update_digest
 
 _FOLDER: Final = "spool"
 _NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safetensors")

@@ -29,12 +29,12 @@ from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.aggregation.floats import Raw, is_finite, narrow, storage, widen
+from stratagem.coordinator.aggregation.rebasing import Rebasing
+from stratagem.coordinator.aggregation.server_step import ServerStep
 from stratagem.coordinator.blobs import BlobWriter
 from stratagem.coordinator.blobs.durable import open_regular
-from stratagem.coordinator.floats import Raw, is_finite, narrow, storage, widen
-from stratagem.coordinator.rebasing import Rebasing
-from stratagem.coordinator.server_step import ServerStep
-from stratagem.coordinator.upload import SpoolEntry
+from stratagem.coordinator.spool.upload import SpoolEntry
 
 WINDOW_ELEMENTS: Final = 1 << 18
 """Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with 2^14, 16 ms with

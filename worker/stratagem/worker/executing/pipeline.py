@@ -14,8 +14,8 @@ from stratagem.common.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.execution_train import Segment, account, parts_to_proto, report_failure
-from stratagem.worker.party_pipeline import join_stages
+from stratagem.worker.executing.train import Segment, account, parts_to_proto, report_failure
+from stratagem.worker.party.pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import freeze

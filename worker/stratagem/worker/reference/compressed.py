@@ -22,7 +22,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference import Result, cut_rows
+from stratagem.worker.reference.loops import Result, cut_rows
 
 _CPU = torch.device("cpu")
 

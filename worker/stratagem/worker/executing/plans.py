@@ -23,7 +23,7 @@ from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.engine.state import given_model_state, load_model_state
-from stratagem.worker.execution_train import evaluate, parts_to_proto
+from stratagem.worker.executing.train import evaluate, parts_to_proto
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
 from stratagem.worker.stats import ClientSteps

@@ -32,10 +32,10 @@ from stratagem.worker import capture
 from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
 from stratagem.worker.engine.execution import give_back
 from stratagem.worker.entrypoints import user_error
-from stratagem.worker.execution_evaluate import evaluate_share
-from stratagem.worker.execution_pipeline import train_stages
-from stratagem.worker.execution_plans import build, client_round, evaluate_state
-from stratagem.worker.execution_train import Segment, train
+from stratagem.worker.executing.evaluate import evaluate_share
+from stratagem.worker.executing.pipeline import train_stages
+from stratagem.worker.executing.plans import build, client_round, evaluate_state
+from stratagem.worker.executing.train import Segment, train
 from stratagem.worker.stats import DEFECT
 from stratagem.worker.supported import check_supported
 from stratagem.worker.work import Work

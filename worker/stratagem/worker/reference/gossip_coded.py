@@ -1,4 +1,4 @@
-"""The mixing of CHOCO-SGD (https://arxiv.org/abs/1902.00340); see `reference_gossip`.
+"""The mixing of CHOCO-SGD (https://arxiv.org/abs/1902.00340); see `gossip`.
 
 Shares the codecs, which define their bits, with the engine; none of its state or transport.
 """

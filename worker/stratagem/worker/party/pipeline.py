@@ -29,7 +29,7 @@ from stratagem.worker.control import PartyView
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, solo_exchange
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.party import (
+from stratagem.worker.party.party import (
     FORM_TIMEOUT_S,
     exchange_over,
     form_link,

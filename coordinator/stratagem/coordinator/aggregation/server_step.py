@@ -18,10 +18,10 @@ from stratagem.common.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
 from stratagem.common.tensors.safefile import header_bytes
+from stratagem.coordinator.aggregation.floats import Wide, narrow, storage
+from stratagem.coordinator.aggregation.server_optimizers import ServerOptimizer
+from stratagem.coordinator.aggregation.state_reader import averaged_names, open_state
 from stratagem.coordinator.blobs import BlobStore, BlobWriter
-from stratagem.coordinator.floats import Wide, narrow, storage
-from stratagem.coordinator.server_optimizers import ServerOptimizer
-from stratagem.coordinator.state_reader import averaged_names, open_state
 
 
 def slot_dtype(dtype: str) -> str:

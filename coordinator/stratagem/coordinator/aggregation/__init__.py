@@ -1,0 +1,1 @@
+"""How many updates become one state: exact, in a fixed order, window by window."""
