@@ -29,7 +29,7 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/service/diagnosis.py": "compares clocks, and says which one is wrong",
     "coordinator/service/servicer.py": f"when a run was submitted; {RECORDINGS}",
     "worker/agent.py": RECORDINGS,
-    "worker/execution.py": LOG_LINES,
+    "worker/executing/execution.py": LOG_LINES,
     "worker/server.py": "compares clocks, and says which one is wrong",
     "worker/work.py": LOG_LINES,
 }
