@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,15 +105,26 @@ def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().endswith("ValueError: told\n")
 
 
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded._ForkServer]:
+    """Not the one that other tests' clusters are forks of."""
+    server = preloaded._ForkServer()
+    monkeypatch.setattr(preloaded, "_server", server)
+    yield server
+    server.close()
+
+
 @linux_only
-def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(tmp_path: Path) -> None:
+def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
+    tmp_path: Path, own_server: preloaded._ForkServer
+) -> None:
     orphan = started(tmp_path, program(tmp_path, WAIT))
-    server = preloaded._server._process
+    server = own_server._process
     assert server is not None
     server.kill()
     assert orphan.wait(60) == -signal.SIGKILL
     assert report_of_the_next(tmp_path)["has_torch"]
-    assert preloaded._server._process is not server
+    assert own_server._process is not server
 
 
 def report_of_the_next(folder: Path) -> dict[str, Any]:

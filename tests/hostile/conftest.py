@@ -9,7 +9,7 @@ from tests.hostile.rig import Rig, calm_runs, nothing_left_behind, under_attack
 from tests.hostile.samples import samples
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Undisturbed runs go on behind all tests; that nothing is left behind is checked last."""
     with under_attack(tmp_path_factory.mktemp("hostile")) as attacked:
