@@ -62,7 +62,7 @@ def report(folder: Path, process: preloaded.Process) -> dict[str, Any]:
 def test_a_fork_sees_what_an_executed_program_sees(tmp_path: Path) -> None:
     argv = [*program(tmp_path, REPORT), "one", "two words"]
     environment = {"WORD": "wörd", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
-    early = {name: value for name, value in os.environ.items() if preloaded._read_early({name: ""})}
+    early = dict(preloaded._read_early(os.environ))
     facts = []
     for more in ({}, {"OMP_PROC_BIND": "false"}):  # OpenMP would have read it: no fork
         (tmp_path / "log").unlink(missing_ok=True)
@@ -108,8 +108,10 @@ def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
 @pytest.fixture
 def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded._ForkServer]:
     """Not the one that other tests' clusters are forks of."""
-    server = preloaded._ForkServer()
-    monkeypatch.setattr(preloaded, "_server", server)
+    servers: dict[preloaded.Early, preloaded._ForkServer] = {}
+    monkeypatch.setattr(preloaded, "_servers", servers)
+    server = preloaded._server_for(os.environ)
+    assert server is not None
     yield server
     server.close()
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final, Protocol, TypeAlias
 
 from stratagem.client.guard import guarded
 
@@ -31,6 +31,7 @@ READ_WHILE_LOADED: Final = (
 )
 """Names of variables that libraries read once, when they are loaded, begin like this."""
 UNLESS: Final = ("PYTHONUNBUFFERED",)
+Early: TypeAlias = frozenset[tuple[str, str]]
 MAX_REQUEST_BYTES: Final = 1 << 20
 MAX_STATUS_BYTES: Final = 4096
 
@@ -58,11 +59,12 @@ def start(
 
     It ends when the thread that calls this ends, or this process. with_input: `stdin` is a pipe.
     """
-    if sys.platform == "linux" and _is_program(argv) and _server.suits(environment):
+    server = _server_for(environment) if sys.platform == "linux" and _is_program(argv) else None
+    if server is not None:
         try:
-            return _server.fork(argv[1:], environment, log, with_input)
+            return server.fork(argv[1:], environment, log, with_input)
         except ConnectionError:  # it has died, with all its forks; the next one starts afresh
-            return _server.fork(argv[1:], environment, log, with_input)
+            return server.fork(argv[1:], environment, log, with_input)
     return subprocess.Popen(
         guarded(list(argv)),
         stdin=subprocess.PIPE if with_input else subprocess.DEVNULL,
@@ -129,19 +131,13 @@ class Fork:
 
 
 class _ForkServer:
-    """The one of this process; a fork of this process makes its own."""
+    """One of this process; a fork of this process makes its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        self._environment: dict[str, str] = {}
         self._owner = 0
-
-    def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether libraries would have been loaded the same way in the environment."""
-        started_in = self._environment if self._is_mine() else dict(os.environ)
-        return _read_early(environment) == _read_early(started_in)
 
     def fork(
         self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], with_input: bool
@@ -194,7 +190,7 @@ class _ForkServer:
             return self._requests
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
-        self._owner, self._environment = os.getpid(), dict(os.environ)
+        self._owner = os.getpid()
         number = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
@@ -219,13 +215,27 @@ def _is_program(argv: Sequence[str]) -> bool:
     return argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
 
 
-def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
+def _read_early(environment: Mapping[str, str]) -> Early:
+    return frozenset(
+        (name, value)
         for name, value in environment.items()
         if name.startswith(READ_WHILE_LOADED) and name not in UNLESS
-    }
+    )
 
 
-_server: Final = _ForkServer()
-atexit.register(_server.close)
+_servers: Final[dict[Early, _ForkServer]] = {}
+"""By what libraries have read while they were loaded there: nearly always one."""
+
+
+def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
+    """Where libraries were loaded as they would be in the environment; None for a strange one."""
+    early = _read_early(environment)
+    if early not in _servers and early == _read_early(os.environ):
+        _servers[early] = _ForkServer()
+    return _servers.get(early)
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        server.close()
