@@ -5,17 +5,16 @@ the worker is lost. What comes between Accepted and the result (a wish for a blo
 lines) is passed on.
 """
 
-import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
-from stratagem.common.errors import UnavailableError
+from stratagem.common.errors import NotFoundError, UnavailableError
 from stratagem.common.ids import Digest, Party, RunId
-from stratagem.coordinator.cancelled import stop_if_cancelled
+from stratagem.coordinator.cancelled import stop_if_cancelled, task_group
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.link import WorkerLink
@@ -71,10 +70,9 @@ class _Attended:
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
-        async with asyncio.TaskGroup() as pushes, aclosing(link.execute(self.request)) as messages:
+        async with task_group() as pushes, aclosing(link.execute(self.request)) as messages:
             if self.base is not None:
-                run_id = RunId(self.request.session.run_id)
-                pushes.create_task(self.env.bring(self.member, run_id, self.base))
+                pushes.create_task(self._bring(self.base))
             async for message in messages:
                 match message.WhichOneof("message"):
                     case "need_blob":
@@ -85,8 +83,17 @@ class _Attended:
                         self._note(message)
         raise AssertionError("a stream without a result raises")
 
+    async def _bring(self, base: Digest) -> None:
+        # It may be there before the plan that it is for: then the plan asks for it.
+        with suppress(NotFoundError):
+            await self.env.bring(self.member, RunId(self.request.session.run_id), base)
+
     async def _push(self, digest: Digest) -> None:
-        await self.env.push(self.member, RunId(self.request.session.run_id), digest)
+        run_id = RunId(self.request.session.run_id)
+        try:
+            await self.env.push(self.member, run_id, digest)
+        except NotFoundError:  # of one that was under way and came before the plan
+            await self.env.push(self.member, run_id, digest)
 
     def _note(self, message: worker_pb2.ExecuteResponse) -> None:
         match message.WhichOneof("message"):

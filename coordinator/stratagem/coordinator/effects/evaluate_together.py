@@ -4,7 +4,6 @@ Members do not meet, so one that is lost holds nobody up: the next membership gi
 the others, which answer at once for what they have evaluated already.
 """
 
-import asyncio
 from functools import partial
 
 from stratagem.common.failpoints import failpoint
@@ -12,6 +11,7 @@ from stratagem.common.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.coordinator.aggregation.merge import ContradictionError, Part
+from stratagem.coordinator.cancelled import task_group
 from stratagem.coordinator.core.effects import EvaluateTogether
 from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.attend import OnProgress, attend, fail_party
@@ -28,7 +28,7 @@ async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
     """Evaluate and report Evaluated, or why the run fails."""
     job = env.job_of(effect.run_id, effect.party)
     shown = _Shown(env, effect)
-    async with asyncio.TaskGroup() as group:
+    async with task_group() as group:
         attending = [
             group.create_task(_attend_member(env, effect, job, rank, shown.by(rank)))
             for rank in range(len(effect.members))

@@ -5,12 +5,12 @@ When a member is lost the fact that says so changes the pending set, this task i
 the next one gives the survivors their new view: what they compute goes on untouched.
 """
 
-import asyncio
 from collections.abc import Mapping
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
+from stratagem.coordinator.cancelled import task_group
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -38,7 +38,7 @@ EXCHANGE = {
 async def run_segment(env: Env, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
     job = env.job_of(effect.run_id, effect.party)
-    async with asyncio.TaskGroup() as group:
+    async with task_group() as group:
         server = None
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             server = group.create_task(serve_steps(env, effect))
