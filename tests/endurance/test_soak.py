@@ -29,6 +29,9 @@ def test_uploads_and_runs_leave_nothing_behind() -> None:
     cluster = LocalCluster(workers=2, threads=1, allow=("benchmarks.soak:*",), import_path=(ROOT,))
     with cluster, cluster.client() as client:
         deadline_s = time.monotonic() + 100
+        soak(
+            cluster, runs(client), 4, deadline_s
+        )  # workers import what they need in their own time
         sent = soak(cluster, uploads(client, UPLOAD_MB), 400, deadline_s)
         ended = soak(cluster, runs(client), 80, deadline_s)
         idle = measure(cluster)

@@ -19,7 +19,11 @@ from tests.hostile.rig import Rig
 from tests.hostile.samples import samples, upload_of
 from tests.hostile.slow import ENDS, LYING, SILENT, Act, end_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    # of hypothesis, about the texts that it draws from
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 Code = grpc.StatusCode
 MANY = settings(
