@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.client.sync import Client
 from stratagem.client.views import Event, Phase
 from stratagem.common.errors import RunFailedError
+from tests.crash.hands import hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PARAMETER_SERVER, Job, job
 from tests.crash.rig import (
     Rig,
@@ -116,17 +118,23 @@ def test_worker_that_comes_back_under_its_old_name_joins_the_run_again(rig: Rig)
 
 
 @pytest.mark.cluster
-def test_local_run_waits_with_the_reason_and_ends_when_a_worker_comes(rig: Rig) -> None:
-    """First the idle workers die, then the one that trains; it goes on from the last commit."""
+def test_local_run_waits_with_the_reason_and_ends_when_a_worker_comes(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Its only worker dies, and nobody starts it again; it goes on from the last commit."""
     expected = rig.outcome(paced(LOCAL))
-    with rig.running(paced(LOCAL)) as run:
-        await_event(run, "SegmentCommitted")
-        for name in reversed(rig.cluster.worker_names):
-            rig.cluster.kill(name)
-        waiting = await_status(run, lambda s: s.strategy_phase == "WAITING", "the run waits")
-        assert "waiting for 1 of 1 workers: no worker is available" in waiting.reason
-        assert waiting.phase is Phase.RECOVERING
-        assert outcome_of(run).digests == expected.digests
+    with hands(tmp_path) as started:
+        address = started.coordinator("only").address
+        first = started.worker("first", address)
+        with Client(address) as client:
+            run = client.submit(paced(LOCAL))
+            await_event(run, "SegmentCommitted")
+            first.kill()
+            waiting = await_status(run, lambda s: s.strategy_phase == "WAITING", "the run waits")
+            assert "waiting for 1 of 1 workers: no worker is available" in waiting.reason
+            assert waiting.phase is Phase.RECOVERING
+            started.worker("second", address)
+            assert outcome_of(run).digests == expected.digests
 
 
 @pytest.mark.sweep
