@@ -99,7 +99,22 @@ async def write_message(call: Any, message: Message | bytes) -> None:
         raise ConflictError("the other side ended the stream early") from None
 
 
-class _ProtocolChannel(grpc.aio.Channel):
+class _Channel(grpc.aio.Channel):
+    """What our channels have in common: leaving the context closes them."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class _ProtocolChannel(_Channel):
     """A channel whose calls carry protocol version and token beside the caller's own metadata."""
 
     def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
@@ -140,19 +155,8 @@ class _ProtocolChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self._inner.channel_ready()
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-
-class _RenewedChannel(grpc.aio.Channel):
+class _RenewedChannel(_Channel):
     """Calls go over a channel that knows the newest certificates.
 
     Calls that run when files change end on the channel on which they began.
@@ -202,17 +206,6 @@ class _RenewedChannel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._current().channel_ready()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        await self.close()
 
 
 def _adding(
