@@ -23,7 +23,7 @@ from tests.deploy.stack import ROOT, Stack, running_stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
-EXAMPLE = ROOT / "examples" / "digits_allreduce.yaml"
+EXAMPLE = ROOT / "examples" / "digits.yaml"
 # Long enough for what happens in the middle of it.
 LONG = ("epochs=80", "batch_size=16", "model.kwargs.hidden=256")
 NUM_WORKERS = 3

@@ -23,7 +23,7 @@ from typing import IO, Any, Final, Protocol, TypeAlias
 
 from stratagem.client.guard import guarded
 
-PRELOADED: Final = ("stratagem.worker.main", "stratagem.coordinator.main")
+PRELOADED: Final = ("stratagem.worker.main", "stratagem.coordinator.main", "torch._dynamo")
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
