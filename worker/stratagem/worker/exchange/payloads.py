@@ -79,15 +79,17 @@ class PayloadMethod:
         turn.wait(sends)
 
     def _post(self, prepared: _Prepared, first_tag: int) -> tuple[list[Work], list[Work]]:
-        """(receives, sends). Of two members the lower one sends first, for links that go by
-        order alone."""
+        """(receives, sends). A link that goes by order alone needs mirrored orders: of two members
+        the lower one sends first. Over others receives go first: gloo tells a peer of one behind
+        what it sends itself, so members that send first would take turns."""
         link, receives, sends = self._link, list[Work](), list[Work]()
         device = next((each.device for each in prepared.incoming.values()), torch.device("cpu"))
         own = [(s, self._compressor.messages[s].to(device)) for s in prepared.step.live]
         for peer in range(link.size):
             if peer == link.rank:
                 continue
-            for is_send in (True, False) if link.rank < peer else (False, True):
+            sends_first = link.in_order and link.rank < peer
+            for is_send in (True, False) if sends_first else (False, True):
                 if is_send:
                     sends += [link.send(peer, first_tag + s, message) for s, message in own]
                 else:
