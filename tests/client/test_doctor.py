@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.doctor import Finding, Level, Measured, _no_answer, judge
+from stratagem.client.doctor import Measured, _no_answer, judge
 from stratagem.common.environment import environment_of
 from stratagem.common.errors import (
     PermissionDeniedError,
@@ -17,6 +17,7 @@ from stratagem.common.errors import (
     UnavailableError,
     WrongStateError,
 )
+from stratagem.common.findings import Finding, Level
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 

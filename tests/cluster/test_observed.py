@@ -5,11 +5,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-from stratagem.client.doctor import Level, examine
+from stratagem.client.doctor import examine
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
+from stratagem.common.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
+from stratagem.worker.doctor import examine as examine_worker
+from stratagem.worker.settings import WorkerSettings
 from tests.cluster.jobs import data_parallel, federated, job
 from tests.metrics.scrape import Scraped, labelled, scrape_from_outside
 
@@ -108,3 +112,24 @@ def test_the_doctor_finds_all_of_a_cluster_well(exact_cluster: LocalCluster) -> 
     for name in (f"worker-{number}" for number in range(NUM_WORKERS)):
         assert {(check, name) for check in ("worker", "clock", "torch", "peers", "fsync")} <= checks
     assert {("disk", "coordinator"), ("numerics", "workers"), ("versions", "torch")} <= checks
+
+
+def test_the_doctor_finds_the_settings_of_a_worker_well_beside_that_worker(
+    exact_cluster: LocalCluster,
+) -> None:
+    ready = json.loads((exact_cluster.folder / "ready" / "worker-0").read_text())
+    settings = WorkerSettings(
+        coordinator=exact_cluster.address,
+        name="worker-0",
+        listen=ready["address"],
+        allow=["tests.cluster.userland:*"],
+        threads=torch.get_num_threads(),
+    )
+    found = {each.check: each for each in asyncio.run(examine_worker(settings))}
+    assert [each for each in found.values() if each.level is Level.FAIL] == []
+    assert found["listen"].found == f"worker worker-0 serves at {ready['address']} now"
+    assert {"connection", "versions", "clock", "torch", "allow"} <= found.keys()
+    other = settings.model_copy(update={"name": "worker-9"})
+    (failed,) = [x for x in asyncio.run(examine_worker(other)) if x.level is Level.FAIL]
+    assert failed.check == "listen"
+    assert "worker worker-0 answers there" in failed.found

@@ -177,6 +177,10 @@ async def test_a_worker_speaks_for_itself_alone(authority: Authority, tmp_path: 
         heartbeat = pb.HeartbeatRequest(worker_id="w0", incarnation="w0")
         await w0.Heartbeat(heartbeat)
         assert (await refused(w1.Heartbeat(heartbeat)))[0] is Code.PERMISSION_DENIED
+        denied = await refused(w0.Diagnose(pb.DiagnoseRequest()))
+        assert denied[0] is Code.PERMISSION_DENIED
+        own = await w0.Diagnose(pb.DiagnoseRequest(without_workers=True))
+        assert (len(own.workers), own.environment.certificate) == (0, "coordinator coordinator")
         strategy = {**DATA_PARALLEL, "num_replicas": 1}
         await alice.SubmitRun(pb.SubmitRunRequest(run_id="r", job_json=job(strategy)))
         events = alice.WatchRun(pb.WatchRunRequest(run_id="r"))

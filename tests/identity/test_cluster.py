@@ -1,5 +1,6 @@
 """A whole cluster with certificates: the same bits, strangers stay out, certificates run out."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -163,3 +164,18 @@ def test_certificates_run_out_and_are_renewed_during_a_run(
     again = job(strategy=data_parallel(2))
     assert_same_bits(train(client, again).state, sharded_loop(again, ALLOWED, 2).state)
     assert wait_for(client.submit(again), "MembersFormed")
+
+
+def test_the_doctor_asks_with_a_workers_certificate(
+    cluster: LocalCluster, authority: Authority
+) -> None:
+    command = [sys.executable, "-c", "from stratagem.client.cli.main import main; main()"]
+    command += ["doctor", "--format", "json", "--worker-settings"]
+    worker = ["--coordinator", cluster.address, "--name", "worker-0", "--threads", "1"]
+    worker += flags(authority.files("worker-worker-0"))
+    told = subprocess.run([*command, *worker], capture_output=True, text=True, check=False)
+    found = {each["check"]: each for each in json.loads(told.stdout)}
+    assert told.returncode == 0, told.stderr
+    assert found["connection"]["level"] == found["clock"]["level"] == "ok"
+    assert found["certificate"]["found"].startswith("worker worker-0, expires in")
+    assert found["exchange"]["found"] == "data plane tls, mesh grpc"

@@ -920,12 +920,17 @@ Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 class DiagnoseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITHOUT_WORKERS_FIELD_NUMBER: _builtins.int
+    without_workers: _builtins.bool
+    """Leave the workers out; workers themselves may ask for no more."""
     def __init__(
         self,
+        *,
+        without_workers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["without_workers", b"without_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

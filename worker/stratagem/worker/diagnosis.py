@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from stratagem.common.environment import environment_of
 from stratagem.common.errors import StratagemError
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
@@ -31,13 +32,16 @@ async def diagnosis(
     host: Host, probes: Iterable[types_pb2.PeerProbe]
 ) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
     """The environment, and what became of each probe."""
-    measuring = asyncio.create_task(asyncio.to_thread(_environment, host))
-    probed = await asyncio.gather(*(_probe(host, each) for each in probes))
-    return await measuring, probed
+    proof = host.hub.proof
+    return await asyncio.gather(
+        asyncio.to_thread(surroundings, host.blobs.data_dir, proof),
+        asyncio.gather(*(probe(proof, each.worker_id, each.address) for each in probes)),
+    )
 
 
-def _environment(host: Host) -> types_pb2.Environment:
-    found = environment_of(host.blobs.data_dir, ("torch", "safetensors"), host.hub.proof.tls)
+def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
+    """The environment, with what torch has here. Blocking."""
+    found = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
         found.backends.extend(name for name, is_there in available.items() if is_there())
@@ -47,17 +51,18 @@ def _environment(host: Host) -> types_pb2.Environment:
     return found
 
 
-async def _probe(host: Host, probe: types_pb2.PeerProbe) -> types_pb2.PeerProbe:
-    answer = types_pb2.PeerProbe(worker_id=probe.worker_id, address=probe.address)
+async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:
+    """Whether that worker is reached at that address."""
+    answer = types_pb2.PeerProbe(worker_id=worker_id, address=address)
     began_s = time.perf_counter()
     try:
         async with open_channel(
-            probe.address, host.hub.proof, to_worker=probe.worker_id, own_connection=True
+            address, proof, to_worker=worker_id, own_connection=True
         ) as channel:
             described = await WorkerServiceStub(channel).Describe(
                 pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S
             )
-        if described.worker_id != probe.worker_id:
+        if described.worker_id != worker_id:
             answer.problem = f"worker {described.worker_id} answers there"
     except grpc.aio.AioRpcError as error:
         if error.code() not in _ANSWERS:

@@ -54,7 +54,7 @@ class EntryPoints:
         if not self._allows(name):
             allowed = ", ".join(self.allow) or "nothing"
             raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
-        target = _walk(_import(module_name, field, name), qualname, field, name)
+        target = _walk(import_allowed(module_name, field, name), qualname, field, name)
         return self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
@@ -82,7 +82,9 @@ def _refusal(field: str, name: str, reason: str) -> InvalidInputError:
     return InvalidInputError.at(field, f'"{name}" {reason}')
 
 
-def _import(module_name: str, field: str, name: str) -> ModuleType:
+def import_allowed(module_name: str, field: str, name: str) -> ModuleType:
+    """The module of an entry point that is allowed. Raises InvalidInputError where it is missing,
+    UserCodeError for what it raises."""
     with user_code(f"importing {module_name}"):
         try:
             return importlib.import_module(module_name)

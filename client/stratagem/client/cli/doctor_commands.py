@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Annotated, Any, Final
 
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from stratagem.client.cli import tables
 from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption
 from stratagem.client.cli.query_commands import make_console
 from stratagem.client.cli.reporting import FAILED, reporting
 from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.doctor import Finding, Level, examine
+from stratagem.client.doctor import examine
+from stratagem.common.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+WORKER_SETTINGS: Final = "--worker-settings"
+
+
+class DoctorCommand(TyperCommand):
+    """What follows `--worker-settings` are options of a worker, and not of this command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if WORKER_SETTINGS in args:
+            args.insert(args.index(WORKER_SETTINGS) + 1, "--")
+        return super().parse_args(ctx, args)
 
 
 def doctor(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
+    is_worker: Annotated[
+        bool,
+        typer.Option(
+            WORKER_SETTINGS,
+            help="Examine the settings of a worker instead, here: all that follows is what "
+            "`stratagem worker` would be given, beside STRATAGEM_WORKER_* of the environment.",
+        ),
+    ] = False,
+    worker_options: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORKER OPTION]...", hidden=True)
+    ] = None,
 ) -> None:
     """Examine this client, the coordinator and all its workers, and say what to do.
 
@@ -33,14 +61,32 @@ def doctor(
 
     Exit code: 0 when nothing has failed (there may be warnings), else 1.
     """
+    if worker_options and not is_worker:
+        raise typer.BadParameter(f"{worker_options[0]} stands for a worker: {WORKER_SETTINGS}")
     with reporting():
-        findings = asyncio.run(examine(coordinator, proof))
+        if is_worker:
+            findings = _of_worker(worker_options or [])
+        else:
+            findings = asyncio.run(examine(coordinator, proof))
     if form is Format.JSON:
         print(tables.many_to_json(findings))
     else:
         make_console().print(_table(findings))
     if any(each.level is Level.FAIL for each in findings):
         raise typer.Exit(FAILED)
+
+
+def _of_worker(options: Sequence[str]) -> list[Finding]:
+    """By a process of its own, with torch in it and the user's modules."""
+    if importlib.util.find_spec("torch") is None:
+        advice = "pip install 'stratagem[worker]', or run this where the worker runs"
+        return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
+    command = [sys.executable, "-m", "stratagem.worker.doctor", *options]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not ended.stdout.startswith("["):  # --help, or a death that stderr tells of
+        print(ended.stdout, end="")
+        raise typer.Exit(ended.returncode)
+    return [Finding(**{**each, "level": Level(each["level"])}) for each in json.loads(ended.stdout)]
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -50,7 +50,8 @@ TABLE: Final[Mapping[str, tuple[Who, ...]]] = {
     f"{_COORDINATOR}UploadData": (Scope.SUBMIT,),
     f"{_COORDINATOR}TailLogs": (Scope.READ,),
     f"{_COORDINATOR}ListWorkers": (Scope.READ,),
-    f"{_COORDINATOR}Diagnose": (Scope.READ,),
+    # A worker may ask for the coordinator's own part, which the service checks.
+    f"{_COORDINATOR}Diagnose": (Scope.READ, Role.WORKER),
     # Workers, each for itself, which the service checks.
     f"{_COORDINATOR}RegisterWorker": (Role.WORKER,),
     f"{_COORDINATOR}Heartbeat": (Role.WORKER,),
@@ -92,6 +93,10 @@ class Caller:
     @property
     def is_known(self) -> bool:
         return bool(self.name)
+
+    @property
+    def is_worker(self) -> bool:
+        return self.cert_id is not None and self.cert_id.role is Role.WORKER
 
     def must_be_worker(self, worker_id: str) -> None:
         """Refuse a worker that speaks for another one."""

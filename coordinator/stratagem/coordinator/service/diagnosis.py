@@ -28,24 +28,29 @@ MAX_PROBES: Final = 8
 _PACKAGES: Final = ("sqlalchemy", "safetensors")
 
 
-async def diagnose(app: App) -> pb.DiagnoseResponse:
+async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseResponse:
     """All workers at once; the coordinator's own disk meanwhile."""
+    settings = app.settings
+    environment, diagnosed = await asyncio.gather(
+        asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings)),
+        _workers(app, with_workers),
+    )
+    return pb.DiagnoseResponse(
+        environment=environment, time_s=time.time(), term=app.loop.term, workers=diagnosed
+    )
+
+
+async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
+    if not are_wanted:
+        return []
     workers = sorted(app.loop.state.workers.values(), key=lambda each: each.member.worker_id)
     alive = [worker for worker in workers if worker.is_alive]
-    settings = app.settings
-    measuring = asyncio.create_task(
-        asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings))
-    )
     infos = views.worker_infos(app.loop.state, app.leases.silent_s)  # sorted likewise
-    diagnosed = await asyncio.gather(
+    return await asyncio.gather(
         *(
             _worker(app, worker, info, _neighbours(alive, worker))
             for worker, info in zip(workers, infos, strict=True)
         )
-    )
-    environment = await measuring
-    return pb.DiagnoseResponse(
-        environment=environment, time_s=time.time(), term=app.loop.term, workers=diagnosed
     )
 
 

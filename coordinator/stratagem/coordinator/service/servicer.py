@@ -164,8 +164,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.ListWorkersResponse(workers=infos)
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
+        caller = current_caller()
+        if caller.is_worker and not request.without_workers:
+            raise PermissionDeniedError(
+                f"Diagnose: {caller.name} may ask for the coordinator alone (without_workers)"
+            )
         async with self._diagnosis:
-            return await diagnose(self._app)
+            return await diagnose(self._app, with_workers=not request.without_workers)
 
     # ---- workers ----
 
