@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.common.errors import InvalidInputError
 from stratagem.worker.mesh.link import ExchangeError
 
 PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
@@ -60,7 +61,10 @@ def decode(words: bytes, rank: int) -> dict[str, Seat]:
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
-    """The first engine of PREFERENCE that all can take; offers by rank."""
+    """The first engine of PREFERENCE that all can take; offers by rank.
+
+    Raises InvalidInputError where there is none: to meet again would change nothing.
+    """
     reasons: list[str] = []
     for name in PREFERENCE:
         objection = _objection(name, offers)
@@ -68,8 +72,8 @@ def choose(offers: Sequence[Offer]) -> Choice:
             return Choice(name, "; ".join(reasons))
         if any(name in offer for offer in offers):
             reasons.append(f"not {name}: {objection}")
-    raise ExchangeError(
-        "the members have no mesh engine in common: "
+    raise InvalidInputError(
+        "the members have no mesh engine in common that this job can use: "
         + ", ".join(
             f"member {rank} offers {' or '.join(sorted(offer)) or 'none'}"
             for rank, offer in enumerate(offers)
