@@ -1,5 +1,6 @@
 """Federated averaging over real processes: bits, order of arrival, and who is left out."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.metrics.scrape import scrape_process
 
 pytestmark = pytest.mark.cluster
 
@@ -126,12 +128,20 @@ def test_order_of_arrival_changes_no_bit(client: Client, gates: Gates) -> None:
     assert_same_bits(outcomes["up"].state, federated_loop(spec, ALLOWED).state)
 
 
-def test_client_with_nan_is_rejected_alone(client: Client) -> None:
+def refused(cluster: LocalCluster) -> Counter[str]:
+    """Updates that do not count, by cause, since the coordinator's start."""
+    found = scrape_process(cluster, "coordinator")["stratagem_coordinator_updates_refused_total"]
+    return Counter({dict(labels)["cause"]: int(number) for labels, number in found.items()})
+
+
+def test_client_with_nan_is_rejected_alone(client: Client, exact_cluster: LocalCluster) -> None:
+    before = refused(exact_cluster)
     spec = federated("Poisonable", data=user("poisoned", poisoned_client=2), rounds=2)
     outcome = train(client, spec)
     rejected = [event.payload for event in outcome.of("UpdateRejected")]
     assert [(each["round_num"], each["client"]) for each in rejected] == [(1, 2), (2, 2)]
     assert all("hidden" in each["reason"] for each in rejected)
+    assert refused(exact_cluster) - before == Counter(not_finite=2)
     first = outcome.of("RoundClosed")[0].sentence
     assert first.startswith("round 1 closed: round 1: 3 of 4 updates, 1 rejected (client 2: ")
     expected = federated_loop(spec, ALLOWED, lambda _: [0, 1, 3])
@@ -149,7 +159,9 @@ def test_clients_are_chosen_by_the_tags_of_their_workers(client: Client) -> None
         assert_same_bits(outcome.state, expected.state)
 
 
-def test_deadline_closes_a_round_with_a_quorum(client: Client, gates: Gates) -> None:
+def test_deadline_closes_a_round_with_a_quorum(
+    client: Client, gates: Gates, exact_cluster: LocalCluster
+) -> None:
     spec = federated(
         rounds=1,
         batch_size=64,
@@ -158,9 +170,11 @@ def test_deadline_closes_a_round_with_a_quorum(client: Client, gates: Gates) -> 
     )
     train(client, federated(rounds=1))  # the first step of a process takes torch a while
     gates.close("client2-1")
+    before = refused(exact_cluster)
     outcome = train(client, spec)
     closed = outcome.of("RoundClosed")[0]
     assert closed.payload["reason"] == "round 1: 3 of 4 updates, deadline passed"
+    assert refused(exact_cluster) - before == Counter(late=1)
     assert not outcome.status.reproducible
     gates.open()
     assert_same_bits(outcome.state, federated_loop(spec, ALLOWED, lambda _: [0, 1, 3]).state)

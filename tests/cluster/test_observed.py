@@ -15,16 +15,12 @@ from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.worker.doctor import examine as examine_worker
 from stratagem.worker.settings import WorkerSettings
 from tests.cluster.jobs import data_parallel, federated, job
-from tests.metrics.scrape import Scraped, labelled, scrape_from_outside
+from tests.metrics.scrape import labelled
+from tests.metrics.scrape import scrape_process as scraped
 
 pytestmark = pytest.mark.cluster
 
 NUM_WORKERS = 4
-
-
-def scraped(cluster: LocalCluster, process: str) -> Scraped:
-    ready = json.loads((cluster.folder / "ready" / process).read_text())
-    return scrape_from_outside(ready["metrics_address"])
 
 
 def total(series: dict[tuple[tuple[str, str], ...], float]) -> float:

@@ -1,9 +1,12 @@
 """Asks an endpoint for its metrics, as Prometheus does, and reads the answer with its parser."""
 
 import asyncio
+import json
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from stratagem.client.local_cluster import LocalCluster
 
 Scraped = dict[str, dict[tuple[tuple[str, str], ...], float]]
 """By name of the sample (with _bucket, _sum, _count, _total) and labels."""
@@ -33,6 +36,12 @@ def scrape_from_outside(address: str) -> Scraped:
     """From another process."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return parsed(answer.read().decode())
+
+
+def scrape_process(cluster: LocalCluster, process: str) -> Scraped:
+    """A coordinator or worker of a cluster, by name."""
+    ready = json.loads((cluster.folder / "ready" / process).read_text())
+    return scrape_from_outside(ready["metrics_address"])
 
 
 def parsed(text: str) -> Scraped:

@@ -12,6 +12,7 @@ from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import DataCheck
+from stratagem.coordinator.core.facts import Cause
 from stratagem.coordinator.spool import upload
 from stratagem.coordinator.spool.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
 from tests.store.programs import run
@@ -186,7 +187,7 @@ def test_another_layout_is_rejected_with_the_first_difference(
     writer.write(data_of(manifest, 1))
     with pytest.raises(UpdateRejectedError, match=reason) as raised:
         writer.commit(expected, 1)
-    assert str(raised.value) == raised.value.reason
+    assert (str(raised.value), raised.value.cause) == (raised.value.reason, Cause.LAYOUT)
     assert files(tmp_path) == []
     assert spool.entry(key(0)) is None
 
@@ -245,8 +246,9 @@ def test_how_the_data_are_cut_does_not_matter(cuts: list[int], bad: bool) -> Non
 
 def test_what_was_announced_must_be_true(tmp_path: Path, spool: Spool) -> None:
     writer = spool.open(key(0), MANIFEST)
-    with pytest.raises(UpdateRejectedError, match="more than the announced"):
+    with pytest.raises(UpdateRejectedError, match="more than the announced") as raised:
         writer.write(DATA + b"1")
+    assert raised.value.cause is Cause.SIZE
     accept(spool, 0, MANIFEST, DATA)
     writer = spool.open(key(1), MANIFEST)
     writer.write(DATA)

@@ -30,6 +30,7 @@ from stratagem.coordinator.core.facts import (
     RunDeleted,
     SegmentCommitted,
     SegmentFinished,
+    UpdateRejected,
     WorkerLost,
     WorkerRegistered,
 )
@@ -208,6 +209,8 @@ class App:
             case SegmentCommitted():
                 self._empty_spool(run_id, fact)
                 self._do(self._collecting.ask())
+            case UpdateRejected():
+                self.env.refused[fact.cause] += 1
             case RunCompleted():
                 self._delete_updates(run_id)
             case RunDeleted():

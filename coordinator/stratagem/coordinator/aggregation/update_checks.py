@@ -13,15 +13,14 @@ from stratagem.common.errors import StratagemError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.coordinator.aggregation.floats import is_finite, storage
+from stratagem.coordinator.core.facts import Cause
 
 
 class UpdateRejectedError(StratagemError):
     """This update cannot enter the round; `reason` is the sentence to show."""
 
-    reason: str
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, cause: Cause, reason: str) -> None:
+        self.cause, self.reason = cause, reason
         super().__init__(reason)
 
 
@@ -33,21 +32,27 @@ def check_layout(found: Manifest, expected: Manifest) -> None:
     ours, theirs = expected.stored(), found.stored()
     for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
         if have.name != want.name:
-            raise UpdateRejectedError(f"tensor {index} is {have.name!r}, expected {want.name!r}")
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"tensor {index} is {have.name!r}, expected {want.name!r}"
+            )
         for what, value, allowed in (
             ("shape", have.shape, want.shape),
             ("dtype", have.dtype, want.dtype),
         ):
             if value != allowed:
-                raise UpdateRejectedError(f"{want.name!r} has {what} {value}, expected {allowed}")
+                raise UpdateRejectedError(
+                    Cause.LAYOUT, f"{want.name!r} has {what} {value}, expected {allowed}"
+                )
     if len(theirs) != len(ours):
         longer, problem = (ours, "is missing") if len(ours) > len(theirs) else (theirs, "is extra")
         name = longer[min(len(ours), len(theirs))].name
         raise UpdateRejectedError(
-            f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
+            Cause.LAYOUT, f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
         )
     if _aliases(found) != _aliases(expected):
-        raise UpdateRejectedError("other tensors share their storage than in the run's model")
+        raise UpdateRejectedError(
+            Cause.LAYOUT, "other tensors share their storage than in the run's model"
+        )
 
 
 def _aliases(manifest: Manifest) -> dict[str, str]:
@@ -86,6 +91,6 @@ class DataCheck:
             self._check(spec, memoryview(joined))
         num_whole = len(part) - len(part) % item_bytes
         if not is_finite(spec.dtype, np.frombuffer(part[:num_whole], storage(spec.dtype))):
-            raise UpdateRejectedError(f"values of {spec.name!r} are not finite")
+            raise UpdateRejectedError(Cause.NOT_FINITE, f"values of {spec.name!r} are not finite")
         if part[num_whole:]:
             self._split_element = bytes(part[num_whole:])

@@ -9,6 +9,7 @@ adds an entry to UPGRADES.
 import json
 import math
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -275,11 +276,29 @@ class UpdateReceived(Value):
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
 
 
+class Cause(StrEnum):
+    """Why an update of a federated client does not count; few, as they are labels of a metric."""
+
+    NOT_FINITE = "not_finite"
+    LAYOUT = "layout"
+    """Other names, shapes, types or aliases than the run's model has."""
+    SIZE = "size"
+    """More bytes than were announced, or than the model has."""
+    CODEC = "codec"
+    """What cannot be decoded, or what its codec cannot hold."""
+    NUM_SAMPLES = "num_samples"
+    LATE = "late"
+    """Its round has been closed without it; never journaled."""
+    UNKNOWN = "unknown"
+    """As journaled by versions that did not say."""
+
+
 class UpdateRejected(Value):
     party: Party
     round_num: int
     client: int
     reason: str
+    cause: Cause = Cause.UNKNOWN
 
 
 class Accepted(Value):

@@ -22,6 +22,7 @@ from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.coded_step import codec_of
 from stratagem.coordinator.effects.coded_update import CodedUpload
 from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.late import count_if_late, report_update
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.spool.offload import Offload
 from stratagem.coordinator.spool.spool import SpoolKey
@@ -50,6 +51,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
         result = await attend(env, effect.member, request, base=effect.base.digest)
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
+            count_if_late(env, effect)
             env.do_beside(link.abort(request.fence, session_ref), f"abort client {effect.client}")
         raise
     match result.WhichOneof("outcome"):
@@ -71,14 +73,18 @@ async def _collect(
     try:
         async with env.pulls:
             entry, traffic = await _pull(env, effect, session_ref, result.num_samples)
+    except asyncio.CancelledError:
+        count_if_late(env, effect)
+        raise
     except UpdateRejectedError as error:
         rejected = UpdateRejected(
             party=effect.party,
             round_num=effect.round_num,
             client=effect.client,
             reason=error.reason,
+            cause=error.cause,
         )
-        await env.report(effect.run_id, rejected)
+        await report_update(env, effect, rejected)
         return
     failpoint("coordinator.round.pulled")
     # The worker would keep one update of every client that it plays.
@@ -95,7 +101,7 @@ async def _collect(
         traffic=traffic,
         metrics={f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())},
     )
-    await env.report(effect.run_id, received)
+    await report_update(env, effect, received)
 
 
 async def _pull(

@@ -21,6 +21,7 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.core.facts import Cause
 from stratagem.coordinator.spool.spool import Spool, SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 
@@ -42,7 +43,9 @@ class CodedUpload:
         """Raises UpdateRejectedError for an update that is larger than the model."""
         room = self.expected.total_bytes
         if manifest.total_bytes > room:
-            raise UpdateRejectedError(f"{manifest.total_bytes} bytes for a model of {room}")
+            raise UpdateRejectedError(
+                Cause.SIZE, f"{manifest.total_bytes} bytes for a model of {room}"
+            )
         self.manifest, self.data = manifest, bytearray(manifest.total_bytes)
         return into(memoryview(self.data))
 
@@ -83,7 +86,7 @@ class CodedUpload:
             with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
                 moves = codec.decode(payload, key)
         except ValueError as error:
-            raise UpdateRejectedError(str(error)) from error
+            raise UpdateRejectedError(Cause.CODEC, str(error)) from error
         return dict(zip(names, moves, strict=True))
 
 
@@ -97,10 +100,14 @@ def _check_announced(
         if name == PAYLOAD and have.dtype == "uint8":
             continue
         if want is None or (have.dtype, have.shape) != (want.dtype, want.shape):
-            raise UpdateRejectedError(f"{name!r} is no tensor of the model, or another one")
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"{name!r} is no tensor of the model, or another one"
+            )
     wide = [each.name for each in coded if each.dtype != "float32"]
     if PAYLOAD not in found or wide:
-        raise UpdateRejectedError(f"no payload, or one that cannot hold {wide or 'anything'}")
+        raise UpdateRejectedError(
+            Cause.CODEC, f"no payload, or one that cannot hold {wide or 'anything'}"
+        )
 
 
 def _pieces(

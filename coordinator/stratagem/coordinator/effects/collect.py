@@ -15,8 +15,9 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.core.effects import CollectUpdate
-from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.core.facts import Cause, UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.late import report_update
 from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 
@@ -33,8 +34,9 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
             round_num=effect.round_num,
             client=effect.client,
             reason=error.reason,
+            cause=error.cause,
         )
-        await env.report(effect.run_id, rejected)
+        await report_update(env, effect, rejected)
         return
     failpoint("coordinator.silo.collected")
     received = UpdateReceived(
@@ -46,7 +48,7 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
         loss=effect.loss,
         seconds=0.0,
     )
-    await env.report(effect.run_id, received)
+    await report_update(env, effect, received)
 
 
 def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
@@ -76,7 +78,9 @@ def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSp
     for spec in wanted.stored():
         found = by_name.get(spec.name)
         if found is None or (found.dtype, found.shape) != (spec.dtype, spec.shape):
-            raise UpdateRejectedError(f"{spec.name} is missing or has another dtype or shape")
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"{spec.name} is missing or has another dtype or shape"
+            )
         pairs.append((spec, found))
     return pairs
 

@@ -1,6 +1,7 @@
 """What effects act through: the loop for facts, links to workers, stores, and what watchers see."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.broadcast import SharedFrames
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import Fact, Member
+from stratagem.coordinator.core.facts import Cause, Fact, Member
 from stratagem.coordinator.core.pending import pending_of
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.link import Links
@@ -61,6 +62,8 @@ class Env:
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
     chores: set[asyncio.Task[None]] = field(default_factory=set)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
+    refused: Counter[Cause] = field(default_factory=Counter)
+    """Updates of federated clients that do not count, since the start."""
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
 
     @property
@@ -102,12 +105,17 @@ class Env:
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
-    async def report(self, run_id: RunId, fact: Fact) -> None:
-        """Tell the loop what was done; a fact that came too late is dropped with its reason."""
+    async def report(self, run_id: RunId, fact: Fact) -> bool:
+        """Tell the loop what was done; a fact that came too late is dropped with its reason.
+
+        Answers whether it came in time.
+        """
         try:
             await self.loop.submit(Report(run_id, fact))
         except StaleError as error:
             log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
+            return False
+        return True
 
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
         """Nobody answers at the member's address; had_begun: what it was last asked to do."""

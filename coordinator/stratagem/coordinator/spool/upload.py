@@ -27,6 +27,7 @@ from stratagem.coordinator.aggregation.update_checks import (
     check_layout,
 )
 from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
+from stratagem.coordinator.core.facts import Cause
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """A power cut costs an upload at most this much."""
@@ -130,7 +131,9 @@ class SpoolWriter:
         total_bytes = self._upload.manifest.total_bytes
         try:
             if self.offset + len(view) > total_bytes:
-                raise UpdateRejectedError(f"more than the announced {total_bytes} bytes")
+                raise UpdateRejectedError(
+                    Cause.SIZE, f"more than the announced {total_bytes} bytes"
+                )
             self._file.write(view)
             self._check.see(view)  # afterwards: of what it has seen, all is in the file
         except UpdateRejectedError:
@@ -258,7 +261,9 @@ class SpoolWriter:
     def _check_announced(self, entry: SpoolEntry) -> None:
         """What the sender said beside the layout must be true as well."""
         if entry.num_samples < 1:
-            raise UpdateRejectedError(f"num_samples is {entry.num_samples}, must be at least 1")
+            raise UpdateRejectedError(
+                Cause.NUM_SAMPLES, f"num_samples is {entry.num_samples}, must be at least 1"
+            )
 
     def _refuse_if_replaced(self) -> None:
         if os.fstat(self._file.descriptor).st_nlink == 0:

@@ -19,6 +19,7 @@ from stratagem.common.metrics.endpoint import metrics_served
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.decide import world_of
+from stratagem.coordinator.core.facts import Cause
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
@@ -44,6 +45,14 @@ UPDATES: Final = Metric(
     "counter",
     "updates of federated clients since the start: received, rejected",
     ("outcome",),
+)
+REFUSED: Final = Metric(
+    "stratagem_coordinator_updates_refused_total",
+    "counter",
+    "updates of federated clients that do not count, since the start: not_finite, layout (other "
+    "names, shapes or types than the model), size, codec, num_samples; late (the round was closed "
+    "while the client trained or sent)",
+    ("cause",),
 )
 FACTS: Final = Metric(
     "stratagem_coordinator_facts_total", "counter", "facts journaled since the start", ("kind",)
@@ -109,6 +118,7 @@ METRICS: Final = (
     SEGMENTS,
     ROUNDS,
     UPDATES,
+    REFUSED,
     FACTS,
     APPEND_SECONDS,
     LEASE_HELD,
@@ -127,6 +137,7 @@ METRICS: Final = (
 )
 UNKNOWN: Final = "UNKNOWN"
 """Of a run whose strategy cannot say how it stands."""
+_CAUSES: Final = tuple(each for each in Cause if each is not Cause.UNKNOWN)
 _COUNTED: Final = (
     (COMMITS, "SegmentCommitted"),
     (SEGMENTS, "SegmentFinished"),
@@ -204,6 +215,7 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
             ("rejected",): facts["UpdateRejected"],
         },
     )
+    yield REFUSED, {(each.value,): app.env.refused[each] for each in _CAUSES}
 
 
 def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], float]:
