@@ -15,9 +15,11 @@ from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.cli.progress import ProgressLine
+from stratagem.client.cli.reporting import describe
 from stratagem.client.cli.run_commands import LocalRun
 from stratagem.client.planning import import_folders
 from stratagem.client.views import Event, Phase, Progress
+from stratagem.common.errors import UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 
@@ -130,6 +132,11 @@ def test_an_exception_of_the_users_code_shows_its_traceback(
         "ValueError: bad hidden",
         "error: ValueError in your code on worker-1, build model",
     ]
+
+
+def test_a_mistake_in_the_job_that_a_worker_has_found_is_no_exception_of_the_users_code() -> None:
+    error = UserCodeError("InvalidInputError", "loss.name: 'x' is unknown", "", "w0", "building")
+    assert list(describe(error)) == ["error: loss.name: 'x' is unknown (on w0, building)"]
 
 
 def test_a_failed_run_ends_with_its_reason(

@@ -95,7 +95,9 @@ class UserError(_message.Message):
     message: _builtins.str
     """str(exception)."""
     traceback: _builtins.str
-    """Formatted traceback, newest frame last."""
+    """Formatted traceback, newest frame last; empty where the job is wrong, or its numbers are, and
+    nothing was raised in the user's code.
+    """
     worker_id: _builtins.str
     """Worker on which it was raised."""
     activity: _builtins.str

@@ -58,10 +58,13 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
     """The lines that tell a user about an error."""
     match error:
         case UserCodeError():
+            during = f", {error.activity}" if error.activity else ""
+            where = f"on {error.worker_id or 'a worker'}{during}"
             if error.traceback:
                 yield error.traceback.rstrip()
-            during = f", {error.activity}" if error.activity else ""
-            yield f"error: {error.type} in your code on {error.worker_id or 'a worker'}{during}"
+                yield f"error: {error.type} in your code {where}"
+            else:  # of the job, or of numbers; nothing was raised in the user's code
+                yield f"error: {error.message} ({where})"
         case InvalidInputError(violations=violations) if violations:
             for violation in violations:
                 yield f"error: {violation}"

@@ -108,7 +108,7 @@ class _Attended:
 
 
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
-    """The user's code raised: the party fails with what was raised, and is not retried."""
+    """The user's code raised, or the job is wrong: the party fails with that, for good."""
     record = ErrorRecord(
         type=error.type[:MAX_ERROR_CHARS],
         message=error.message[:MAX_ERROR_CHARS],
@@ -116,7 +116,8 @@ async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.Use
         worker_id=error.worker_id[:MAX_ERROR_CHARS],
         activity=error.activity[:MAX_ERROR_CHARS],
     )
-    reason = f"{record.type}: {record.message} (worker {record.worker_id}, {record.activity})"
+    said = f"{record.type}: {record.message}" if record.traceback else record.message
+    reason = f"{said} (worker {record.worker_id}, {record.activity})"
     await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
 
 

@@ -23,6 +23,7 @@ from stratagem.common.errors import (
     InvalidInputError,
     LimitError,
     NotFoundError,
+    StratagemError,
     UserCodeError,
 )
 from stratagem.common.logs import about
@@ -317,8 +318,16 @@ def _interrupted(reason: str) -> pb.ExecuteResult:
 
 
 def _users_fault(work: Work, error: BaseException) -> pb.ExecuteResult:
+    """What the user's code raised, or what we have to say of the job: that without a traceback,
+    which would be of our code."""
     activity = work.holding.activity
-    told = error if isinstance(error, UserCodeError) else user_error(error, activity)
+    match error:
+        case UserCodeError():
+            told = error
+        case StratagemError():
+            told = UserCodeError(type(error).__name__, str(error))
+        case _:
+            told = user_error(error, activity)
     return pb.ExecuteResult(
         error=types_pb2.UserError(
             type=told.type,
