@@ -50,6 +50,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
             "give certificates (`--tls-ca` and the like), or say `--allow-insecure-network`",
         ),
         ("… has no implementation here; registered are …", "install the strategy's package"),
+        ("… is built in and reads no config", "name it as the `type`, not as a coordinator"),
         (
             "is not allowed on this worker, which allows: …",
             "add the entry point to the workers' `--allow`",

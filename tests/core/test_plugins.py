@@ -1,12 +1,18 @@
 """What a strategy that fails, or is gone, does to its own run and to others: only the former."""
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.common.ids import RunId
+from stratagem.coordinator.core import decide
+from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.asking import outlook_of, parties_of
+from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
+from stratagem.coordinator.core.facts import ROOT, Noted, RunSubmitted
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 from stratagem.coordinator.strategies import federated, missing, table
 from stratagem.coordinator.strategies.contract import Strategy
 from stratagem.coordinator.strategies.local import STRATEGY as local
@@ -14,6 +20,8 @@ from tests.core.simulation import RUN, Simulation, job, register, start
 from tests.core.test_runs import FEDERATED, LOCAL
 
 pytestmark = pytest.mark.core
+
+BROKEN = RunId("broken")
 
 
 class Raising:
@@ -38,18 +46,86 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return strategies
 
 
-@pytest.mark.parametrize("function", ["decide", "transition", "pending"])
+CALLED_IN_EACH_RUN = ["init", "decide", "transition", "pending", "is_welcome"]
+
+
+@pytest.mark.parametrize("function", [*CALLED_IN_EACH_RUN, "deaths", "reform"])
 def test_strategy_that_raises_fails_its_own_run_only(
     installed: dict[str, object], function: str
 ) -> None:
     simulation = start(job(FEDERATED), "a")
     installed["Local"] = Raising(function)
-    simulation.tell(SubmitRun(type(RUN)("broken"), job(LOCAL), 0.0))
+    simulation.tell(SubmitRun(BROKEN, job(LOCAL), 0.0))
+    simulation.tell(ReportTrouble(BROKEN, ROOT, 1, "cut off"))
+    simulation.tell(register("a", 1))
     simulation.run()
-    broken = simulation.state.runs[type(RUN)("broken")]
+    broken = simulation.state.runs[BROKEN]
     assert broken.ended is RunPhase.FAILED
     assert broken.reason == "the strategy raised ZeroDivisionError: by zero"
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    state = simulation.state
+    simulation.crash()
+    assert simulation.state == state, "a replay meets the same errors"
+
+
+@pytest.mark.parametrize("function", ["next_deadline", "outlook", "parties"])
+def test_one_that_cannot_say_how_it_stands_may_still_train(
+    installed: dict[str, object], function: str
+) -> None:
+    installed["Local"] = Raising(function)
+    simulation = start(job(LOCAL), "a")
+    run = simulation.state.runs[RUN]
+    outlook = outlook_of(run, simulation.agenda.world)
+    assert (outlook.reason == "the strategy raised ZeroDivisionError: by zero") is (
+        function == "outlook"
+    )
+    assert function != "parties" or parties_of(run) == {}
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_check_that_raises_refuses_the_job(installed: dict[str, object]) -> None:
+    installed["Local"] = Raising("check")
+    with pytest.raises(InvalidInputError, match="strategy: the strategy raised ZeroDivisionError"):
+        Simulation().tell(SubmitRun(RUN, job(LOCAL), 0.0))
+
+
+def test_one_that_decides_in_a_circle_is_stopped(
+    installed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Circling(Raising):
+        def _raise(self, *_: object) -> Noted:
+            return Noted(party=ROOT, kind="again", data={})
+
+    monkeypatch.setattr(decide, "MAX_DECISIONS", 7)
+    installed["Local"] = Circling("decide")
+    run = start(job(LOCAL)).state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "the strategy decides in a circle: 7 facts, the next one Noted"
+
+
+@pytest.mark.parametrize("name", sorted(table.BUILT_IN))
+def test_custom_cannot_name_what_is_built_in(name: str) -> None:
+    """Each reads a strategy of its own type, and would fail on this one after it was accepted."""
+    custom = {"type": "Custom", "coordinator": name, "config": None}
+    with pytest.raises(InvalidInputError, match=f"strategy.coordinator: '{name}' is built in"):
+        Simulation().tell(SubmitRun(RUN, job(custom), 0.0))
+
+
+def test_what_a_journal_holds_of_it_does_not_keep_the_coordinator_from_starting() -> None:
+    custom = {"type": "Custom", "coordinator": "Federated", "config": None}
+    submitted = RunSubmitted(job_json=job(custom), wall_s=0.0)
+    state = apply(CoordinatorState(), RUN, submitted, 0.0)
+    assert "is not installed" in outlook_of(state.runs[RUN], World({}, {})).reason
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("Broken", "stratagem.no_such_module:STRATEGY", table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda **_: [point])
+    custom = {"type": "Custom", "coordinator": "Broken", "config": None}
+    reason = "'Broken' cannot be imported: ModuleNotFoundError: No module named"
+    with pytest.raises(InvalidInputError, match=reason):
+        Simulation().tell(SubmitRun(RUN, job(custom), 0.0))
 
 
 def test_run_of_a_strategy_that_is_gone_fails_with_the_reason(

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from stratagem.coordinator.core.asking import why_waiting
 from stratagem.coordinator.core.commands import LoseWorker, SubmitRun, Tick
-from stratagem.coordinator.core.decide import why_waiting, world_of
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.pending import next_deadline
 from stratagem.coordinator.core.state import RunPhase

@@ -19,8 +19,8 @@ from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import Proof
 from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import LoseWorker
-from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
     Fact,

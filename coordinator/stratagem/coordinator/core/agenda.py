@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from stratagem.common.ids import RunId, WorkerId
 from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.asking import ask, deadline_of
 from stratagem.coordinator.core.commands import Entry
-from stratagem.coordinator.core.decide import MAX_DECISIONS, ask, deadline_of, key_of
+from stratagem.coordinator.core.decide import key_of, limited
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
 
 
@@ -71,12 +72,10 @@ class Agenda:
     ) -> None:
         """Have every run that is due say what follows; `add` applies and notes one fact."""
         self._due |= {each for each, deadline_s in self._deadlines.items() if deadline_s <= now_s}
-        for _ in range(MAX_DECISIONS):
-            entry = self._next(state, now_s)
-            if entry is None:
-                return
-            state = add(entry)
-        raise RuntimeError(f"decisions do not settle; the last one was {entry}")
+        counts = Counter[RunId]()
+        while (entry := self._next(state, now_s)) is not None:
+            counts[entry.run_id] += 1
+            state = add(limited(entry, counts[entry.run_id]))
 
     def _next(self, state: CoordinatorState, now_s: float) -> Entry | None:
         for run_id in sorted(self._due, key=self._numbers.__getitem__):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
+from stratagem.coordinator.core.asking import Raised
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -81,15 +82,18 @@ def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
 
 def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
     job = JobSpec.from_json(fact.job_json)
-    value = strategy_of(job).init(job, ROOT)
-    return RunRecord(
+    record = RunRecord(
         run_id=run_id,
         job=job,
-        value=value,
+        value=None,
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
         traceparent=fact.traceparent,
     )
+    try:
+        return replace(record, value=strategy_of(job).init(job, ROOT))
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        return replace(record, ended=RunPhase.FAILED, reason=Raised.by(error))
 
 
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
@@ -98,8 +102,7 @@ def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     try:
         record, used = _transition(record, fact, time_s)
     except Exception as error:  # the border to plug-ins; replay meets the same error
-        reason = f"the strategy raised {type(error).__name__}: {error}"
-        return replace(record, ended=RunPhase.FAILED, reason=reason)
+        return replace(record, ended=RunPhase.FAILED, reason=Raised.by(error))
     if record.ended is not None:
         return record
     if not used <= record.touched:

@@ -4,14 +4,22 @@ decide answers the command itself; settle then asks every active run's strategy 
 how things stand now, one fact at a time, until nobody has anything to add. Both only read.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.ids import Party, RunId, WorkerId
+from stratagem.common.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.asking import (
+    Raised,
+    ask,
+    deaths_of,
+    objections_to,
+    parties_of,
+    reform_of,
+    why_unwelcome,
+)
 from stratagem.coordinator.core.commands import (
     CancelRun,
     Command,
@@ -46,9 +54,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord, World
-from stratagem.coordinator.strategies.contract import PartyView
-from stratagem.coordinator.strategies.table import require, strategy_of
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 
 MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
@@ -81,13 +87,21 @@ def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Ref
 
 def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
     """Facts that follow from the state; each is applied before the next is asked for."""
-    for _ in range(MAX_DECISIONS):
-        entry = next(_decisions(state, now_s), None)
-        if entry is None:
-            return
+    counts = Counter[RunId]()
+    while (entry := next(_decisions(state, now_s), None)) is not None:
+        counts[entry.run_id] += 1
+        entry = limited(entry, counts[entry.run_id])
         yield entry
         state = apply(state, entry.run_id, entry.fact, now_s)
-    raise RuntimeError(f"decisions do not settle; the last one was {entry}")
+
+
+def limited(entry: Entry, number: int) -> Entry:
+    """The number-th decision of a run after one command; too many of them fail it."""
+    if number <= MAX_DECISIONS:
+        return entry
+    what = type(entry.fact).__name__
+    reason = f"the strategy decides in a circle: {MAX_DECISIONS} facts, the next one {what}"
+    return Entry(entry.run_id, RunFailed(reason=reason))
 
 
 def world_of(state: CoordinatorState) -> World:
@@ -109,46 +123,6 @@ def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
         fact = ask(run, world, now_s)
         if fact is not None:
             yield Entry(run_id, fact, key_of(fact))
-
-
-def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
-    """What follows for a run. A strategy that raises fails its own run, never the coordinator."""
-    try:
-        fact = strategy_of(run.job).decide(run.job, run.value, world, now_s)
-    except Exception as error:  # the border to plug-ins
-        return RunFailed(reason=f"the strategy raised {type(error).__name__}: {error}")
-    return fact or _given_up(run, world, now_s)
-
-
-def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Leader-clock time at which an active run has to be asked again."""
-    try:
-        deadline_s = strategy_of(run.job).next_deadline(run.value)
-    except Exception:  # the border to plug-ins; what it decides next fails the run
-        return None
-    limit_s = run.job.placement_timeout_s
-    if limit_s is None or not why_waiting(run, world):
-        return deadline_s
-    return min(run.changed_s + limit_s, math.inf if deadline_s is None else deadline_s)
-
-
-def why_waiting(run: RunRecord, world: World) -> str:
-    """What a run without any worker waits for, as a sentence; "" for one that has some."""
-    try:
-        outlook = strategy_of(run.job).outlook(run.job, run.value, world)
-    except Exception:  # the border to plug-ins; what a run waits for is not worth its end
-        return ""
-    is_waiting = outlook.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not outlook.members
-    return outlook.reason if is_waiting else ""
-
-
-def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Nothing happens to a run that waits, so it has waited since its newest fact."""
-    limit_s = run.job.placement_timeout_s
-    if limit_s is None or now_s < run.changed_s + limit_s:
-        return None
-    reason = why_waiting(run, world)
-    return RunFailed(reason=f"without workers for {limit_s:g} s: {reason}") if reason else None
 
 
 def key_of(fact: Fact) -> str | None:
@@ -179,7 +153,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         if known.job == job:
             return ()
         return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
-    violations = require(job).check(job)
+    violations = objections_to(job)
     if violations:
         raise InvalidInputError(violations=violations)
     fact = RunSubmitted(
@@ -252,8 +226,7 @@ def _deaths(state: CoordinatorState, member: Member) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for run_id, run in state.runs.items():
         if run.ended is None and member in run.touched:
-            found = strategy_of(run.job).deaths(run.value, member)
-            entries += [Entry(run_id, fact) for fact in found]
+            entries += [Entry(run_id, fact) for fact in deaths_of(run, member)]
     return tuple(entries)
 
 
@@ -287,7 +260,9 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
     if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
         failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
         return (Entry(command.run_id, failed),)
-    reason = strategy_of(run.job).is_welcome(run.job, run.value, command.fact)
+    reason = why_unwelcome(run, command.fact)
+    if isinstance(reason, Raised):
+        return (Entry(command.run_id, RunFailed(reason=reason)),)
     if reason:
         return _refuse(RefusalKind.STALE, reason)
     return (Entry(command.run_id, command.fact, key_of(command.fact)),)
@@ -300,10 +275,5 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ..
     found = parties_of(run).get(command.party)
     if found is None or found.membership != command.membership or not found.members:
         return ()
-    fact = strategy_of(run.job).reform(run.value, command.party, command.reason)
+    fact = reform_of(run, command.party, command.reason)
     return () if fact is None else (Entry(command.run_id, fact, key_of(fact)),)
-
-
-def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
-    """The parties of a run whose members exchange tensors among themselves."""
-    return {} if run.ended is not None else strategy_of(run.job).parties(run.value)

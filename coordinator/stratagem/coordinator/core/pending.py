@@ -1,7 +1,8 @@
 """What now needs done, and which blobs are still needed; both read off the state."""
 
 from stratagem.common.ids import Digest
-from stratagem.coordinator.core.decide import deadline_of, world_of
+from stratagem.coordinator.core.asking import deadline_of
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Effect, Release
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
 from stratagem.coordinator.strategies.table import strategy_of

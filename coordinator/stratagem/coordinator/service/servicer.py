@@ -30,6 +30,7 @@ from stratagem.common.rpc.authorization import current_caller
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
+from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
@@ -38,7 +39,6 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.service import streams, views

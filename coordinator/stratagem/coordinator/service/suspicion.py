@@ -7,8 +7,8 @@ import structlog
 from stratagem.common.errors import AlreadyExistsError, UnavailableError
 from stratagem.common.ids import Party, RunId
 from stratagem.coordinator.app import App
+from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
-from stratagem.coordinator.core.decide import parties_of
 from stratagem.coordinator.core.facts import Member
 
 log = structlog.get_logger()

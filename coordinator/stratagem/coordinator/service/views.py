@@ -7,6 +7,7 @@ from typing import Final
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.ids import Digest, RunId, check_run_id
 from stratagem.common.strategy import describe
+from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.facts import (
     Capability,
     ErrorRecord,
@@ -28,7 +29,6 @@ from stratagem.coordinator.core.state import (
     retained,
 )
 from stratagem.coordinator.strategies.contract import Outlook
-from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.feed import Event, Progress
 from stratagem.v1 import coordinator_pb2, types_pb2
 
@@ -41,14 +41,9 @@ Paths = Callable[[Digest], str]
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
-def outlook_of(world: World, run: RunRecord) -> Outlook:
-    """How a run stands."""
-    return strategy_of(run.job).outlook(run.job, run.value, world)
-
-
 def phase_of(world: World, run: RunRecord) -> RunPhase:
     """The phase of a run: how it ended, else what its strategy says."""
-    return run.ended or outlook_of(world, run).phase
+    return run.ended or outlook_of(run, world).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:
@@ -68,7 +63,7 @@ def run_info(
     world: World, run: RunRecord, paths: Paths, last_wall_s: float
 ) -> coordinator_pb2.RunInfo:
     """One run; last_wall_s is when its newest event happened."""
-    outlook = outlook_of(world, run)
+    outlook = outlook_of(run, world)
     return coordinator_pb2.RunInfo(
         run_id=run.run_id,
         name=run.job.name,
@@ -148,7 +143,7 @@ def event(item: Event) -> coordinator_pb2.RunEvent:
 
 def progress(world: World, run: RunRecord, item: Progress) -> coordinator_pb2.RunProgress:
     """The latest progress."""
-    outlook = outlook_of(world, run)
+    outlook = outlook_of(run, world)
     return coordinator_pb2.RunProgress(
         step=max(item.step, outlook.step),
         num_steps=outlook.num_steps,

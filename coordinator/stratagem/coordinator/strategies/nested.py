@@ -6,11 +6,11 @@ settle by itself (its failure, what follows when it has reached the horizon) is 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from stratagem.common.errors import Violation
+from stratagem.common.errors import InvalidInputError, Violation
 from stratagem.common.ids import Digest, Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
@@ -40,10 +40,31 @@ class Child:
 
 def check(job: JobSpec) -> list[Violation]:
     """What is wrong with a child's job, including that its strategy cannot be nested."""
-    strategy = require(job)
+    try:
+        strategy = require(job)
+    except InvalidInputError as error:
+        return list(error.violations)
     if not isinstance(strategy, Nestable):
-        return [Violation("strategy", f"{describe(job.strategy)} cannot run inside another one")]
+        text = f"{describe(job.strategy)} cannot run inside another one: it cannot go on from a "
+        return [Violation("strategy", text + "state that it is given (standing, rebase)")]
     return strategy.check(job)
+
+
+def check_inside(child_job: Callable[[], JobSpec]) -> list[Violation]:
+    """The same of the job of an `options.inner`, with the fields where the user wrote them.
+
+    What is wrong with it beyond its strategy is wrong only inside: the user wrote no such field.
+    """
+    try:
+        found = check(child_job())
+    except InvalidInputError as error:
+        reasons = "; ".join(str(each) for each in error.violations)
+        return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
+    return [replace(each, field=_inside(each.field)) for each in found]
+
+
+def _inside(field: str) -> str:
+    return field.replace("strategy", "strategy.options.inner", 1)
 
 
 def begin(party: Party, job: JobSpec, horizon: int) -> Child:

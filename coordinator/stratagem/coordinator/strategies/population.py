@@ -17,7 +17,7 @@ from dataclasses import replace
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import Federated
+from stratagem.common.strategy import Federated, PopulationBased
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
     Fact,
@@ -65,11 +65,11 @@ def check(job: JobSpec) -> list[Violation]:
             "a federated member counts its steps in rounds"
         )
         return [Violation("strategy.options.inner.rounds", message)]
-    found = nested.check(member_job(job, 0, draw(space_of(job), stream(job.seed, 0, 0))))
-    return [
-        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
-        for each in found
-    ]
+    if isinstance(inner, PopulationBased):
+        text = "a population is no member: one member has one model and one score"
+        return [Violation("strategy.options.inner", text)]
+    params = draw(space_of(job), stream(job.seed, 0, 0))
+    return nested.check_inside(lambda: member_job(job, 0, params))
 
 
 def init(job: JobSpec, party: Party) -> PopulationRun:

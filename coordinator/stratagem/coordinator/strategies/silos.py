@@ -14,7 +14,15 @@ from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.json_text import JSON
-from stratagem.common.strategy import All, FedProx, Local, PopulationBased, Random, dump_strategy
+from stratagem.common.strategy import (
+    All,
+    Federated,
+    FedProx,
+    Local,
+    PopulationBased,
+    Random,
+    dump_strategy,
+)
 from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
 from stratagem.coordinator.core.facts import (
     ClientsSelected,
@@ -64,12 +72,10 @@ def check(job: JobSpec) -> list[Violation]:
     if isinstance(spec.options.inner, PopulationBased):
         text = "a population is no client: its members end with different models"
         violations.append(Violation("strategy.options.inner", text))
-    if violations:
-        return violations
-    return [
-        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
-        for each in nested.check(client_job(job, 0, 1))
-    ]
+    if isinstance(spec.options.inner, Federated):
+        text = "a federation is no client: rows are divided among clients once; use more clients"
+        violations.append(Violation("strategy.options.inner", text))
+    return violations or nested.check_inside(lambda: client_job(job, 0, 1))
 
 
 def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:

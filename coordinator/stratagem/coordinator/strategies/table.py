@@ -5,11 +5,17 @@ from importlib.metadata import entry_points
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import Federated, Local
+from stratagem.common.json_text import suggest
+from stratagem.common.strategy import Custom, Federated, Local
 from stratagem.coordinator.strategies import evaluating, missing
 from stratagem.coordinator.strategies.contract import Strategy
 
 GROUP = "stratagem.strategies"
+SILOS = "FederatedSilos"
+BUILT_IN = frozenset(
+    {"DataParallel", "Federated", SILOS, "Local", "ModelParallel", "PopulationBased"}
+)
+"""Of this package. Each reads a strategy of its own type, so Custom cannot name them."""
 
 
 @cache
@@ -25,7 +31,7 @@ def name_of(job: JobSpec) -> str:
     """
     strategy = job.strategy
     if isinstance(strategy, Federated) and strategy.options.inner not in (None, Local()):
-        return "FederatedSilos"
+        return SILOS
     return str(getattr(strategy, "coordinator", type(strategy).__name__))
 
 
@@ -33,24 +39,45 @@ def strategy_of(job: JobSpec) -> Strategy:
     """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
     if job.only_evaluates:
         return evaluating
-    return _load(name_of(job)) or missing
+    return _find(job) or missing
 
 
 def require(job: JobSpec) -> Strategy:
     """The strategy that runs a job; raises InvalidInputError when it is not installed."""
     if job.only_evaluates:
         return evaluating
-    strategy = _load(name_of(job))
-    if strategy is None:
-        known = ", ".join(registered())
-        message = f"{name_of(job)!r} has no implementation here; registered are {known}"
-        raise InvalidInputError.at("strategy.type", message)
-    return strategy
+    found = _find(job)
+    if found is None:
+        field = "coordinator" if isinstance(job.strategy, Custom) else "type"
+        raise InvalidInputError.at(f"strategy.{field}", _why_not(job))
+    return found
+
+
+def _find(job: JobSpec) -> Strategy | None:
+    name = name_of(job)
+    return None if isinstance(job.strategy, Custom) and name in BUILT_IN else _load(name)
+
+
+def _why_not(job: JobSpec) -> str:
+    name = name_of(job)
+    if isinstance(job.strategy, Custom) and name in BUILT_IN:
+        return f"{name!r} is built in and reads no config; write its own type"
+    for point in entry_points(group=GROUP, name=name):
+        try:
+            point.load()
+        except Exception as error:  # code of another package
+            return f"{name!r} cannot be imported: {type(error).__name__}: {error}"
+    packages = [each for each in registered() if each not in BUILT_IN]
+    known = ", ".join(packages) or f"none (entry-point group {GROUP})"
+    return f"{name!r} has no implementation here; registered are {known}{suggest(name, packages)}"
 
 
 @cache
 def _load(name: str) -> Strategy | None:
     for point in entry_points(group=GROUP, name=name):
-        strategy: Strategy = point.load()
+        try:
+            strategy: Strategy = point.load()
+        except Exception:  # code of another package; `require` says what it raised
+            return None
         return strategy
     return None

@@ -18,17 +18,15 @@ from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.coordinator.app import App
+from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.facts import Cause
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
-    RunRecord,
     WorkerRecord,
-    World,
 )
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.strategies.table import strategy_of
 
 RUNS: Final = Metric("stratagem_coordinator_runs", "gauge", "runs by phase", ("phase",))
 COMMITS: Final = Metric(
@@ -135,8 +133,6 @@ METRICS: Final = (
     HEARTBEAT_AGE,
     *SHARED,
 )
-UNKNOWN: Final = "UNKNOWN"
-"""Of a run whose strategy cannot say how it stands."""
 _CAUSES: Final = tuple(each for each in Cause if each is not Cause.UNKNOWN)
 _COUNTED: Final = (
     (COMMITS, "SegmentCommitted"),
@@ -225,17 +221,9 @@ def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], fl
 def _runs(state: CoordinatorState) -> Values:
     """Every phase is named, also one that no run is in."""
     world = world_of(state)
-    counts = Counter(_phase(run, world) for run in state.runs.values())
-    return {(phase,): counts[phase] for phase in (*(each.value for each in RunPhase), UNKNOWN)}
-
-
-def _phase(run: RunRecord, world: World) -> str:
-    if run.ended is not None:
-        return run.ended.value
-    try:
-        return strategy_of(run.job).outlook(run.job, run.value, world).phase.value
-    except Exception:  # a plug-in that raises must not hide all other metrics
-        return UNKNOWN
+    phases = (run.ended or outlook_of(run, world).phase for run in state.runs.values())
+    counts = Counter(phases)
+    return {(each.value,): counts[each] for each in RunPhase}
 
 
 def _workers(state: CoordinatorState) -> Values:

@@ -4,7 +4,7 @@ from collections.abc import Set
 
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.apply import CLUSTER
-from stratagem.coordinator.core.decide import why_waiting
+from stratagem.coordinator.core.asking import why_waiting
 from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.watching.feed import Feed, Progress
 
