@@ -32,7 +32,10 @@ COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", FILE.read_text()))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
 TLS_COMPOSE = yaml.safe_load(VARIABLE.sub(r"\2", TLS_FILE.read_text()))
-TLS_SERVICES: dict[str, dict[str, Any]] = TLS_COMPOSE["services"]
+TLS_SERVICES: dict[str, dict[str, Any]] = {
+    name: each for name, each in TLS_COMPOSE["services"].items() if name != "prometheus"
+}
+"""Those that have certificates of their own."""
 OWN = [name for name, each in SERVICES.items() if each["image"].startswith("stratagem-")]
 WORKERS = [name for name in OWN if name != "coordinator"]
 FOREIGN = [name for name in SERVICES if name not in OWN]

@@ -322,6 +322,8 @@ def test_metrics_are_scraped_where_they_are_served_and_only_from_there(
         assert rule["ports"] == [{"port": port}]
         assert all("namespaceSelector" in peer for peer in rule["from"])
     assert coordinator(rendered("cpu")).metrics_port is None
+    for pod in templates(rendered("cpu+tls")):  # the processes' certificates serve them, too
+        assert pod["metadata"]["annotations"] == {"prometheus.io/scheme": "https"}
 
 
 def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(

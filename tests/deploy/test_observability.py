@@ -14,11 +14,18 @@ import yaml
 from stratagem.common.errors import StratagemError
 from stratagem.common.metrics.definition import Metric
 from stratagem.common.rpc.status import TABLE
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.coordinator.core import facts
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.watching.monitoring import METRICS as COORDINATOR
 from stratagem.worker.monitoring import METRICS as WORKER
-from tests.deploy.test_compose_file import SERVICES, coordinator, worker
+from tests.deploy.test_compose_file import (
+    SERVICES,
+    TLS_COMPOSE,
+    TLS_SERVICES,
+    coordinator,
+    worker,
+)
 
 pytestmark = pytest.mark.core
 
@@ -139,6 +146,22 @@ def test_prometheus_and_grafana_find_each_other_and_our_processes() -> None:
         for name in ("prometheus", "grafana")
         for source, target, *_ in (volume.split(":") for volume in SERVICES[name]["volumes"])
     }
+    over_tls = yaml.safe_load((FOLDER / "prometheus.tls.yml").read_text())
+    for plain, secure in zip(PROMETHEUS["scrape_configs"], over_tls["scrape_configs"], strict=True):
+        assert (plain["job_name"], secure["scheme"]) == (secure["job_name"], "https")
+        (config,) = secure["dns_sd_configs"]
+        own = {name for name in TLS_SERVICES if name.startswith(plain["job_name"].split("-")[1])}
+        assert (set(config["names"]), config["port"]) == (own, plain["dns_sd_configs"][0]["port"])
+        assert secure["tls_config"]["ca_file"] == "/run/secrets/ca.crt"
+    assert [each["tls_config"]["server_name"] for each in over_tls["scrape_configs"]] == [
+        "coordinator",
+        worker_name(DEFAULT_TRUST_DOMAIN),
+    ]
+    assert over_tls["rule_files"] == PROMETHEUS["rule_files"]
+    overriding = TLS_COMPOSE["services"]["prometheus"]
+    assert overriding["secrets"] == ["ca.crt"]
+    (mount,) = overriding["volumes"]
+    assert mount.endswith("/prometheus.tls.yml:/etc/prometheus/prometheus.yml:ro")
     for path in PROMETHEUS["rule_files"]:
         assert mounts[path].endswith("/alerts.yml")
     assert mounts["/etc/prometheus/prometheus.yml"].endswith("/prometheus.yml")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,10 +13,10 @@ Scraped = dict[str, dict[tuple[tuple[str, str], ...], float]]
 """By name of the sample (with _bucket, _sum, _count, _total) and labels."""
 
 
-async def raw(address: str, request: bytes) -> bytes:
+async def raw(address: str, request: bytes, context: ssl.SSLContext | None = None) -> bytes:
     """Everything that comes back for these bytes."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
         writer.write(request)
         async with asyncio.timeout(10):

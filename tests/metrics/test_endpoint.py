@@ -1,21 +1,26 @@
 """The HTTP endpoint, and what a coordinator says there."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from stratagem.common.certificates import Authority, make_authority
 from stratagem.common.errors import InvalidInputError, UnavailableError
 from stratagem.common.metrics import endpoint
 from stratagem.common.metrics.definition import Metric, Readings, one
 from stratagem.common.metrics.endpoint import metrics_served
+from stratagem.common.metrics.guard import PLAIN, Guard
 from stratagem.common.metrics.lag import INTERVAL_S, LoopLag
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tls import Role
 from stratagem.coordinator.app import App
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
@@ -30,8 +35,12 @@ from tests.metrics.scrape import families, labelled, raw, scrape
 GAUGE = Metric("stratagem_test", "gauge", "a number")
 
 
-def served(sample: Any = lambda: lambda: [(GAUGE, one(1.0))], host: str = "127.0.0.1") -> Any:
-    return metrics_served(sample, LoopLag(), host, 0, allow_insecure_network=False)
+def served(
+    sample: Any = lambda: lambda: [(GAUGE, one(1.0))],
+    host: str = "127.0.0.1",
+    guard: Guard = PLAIN,
+) -> Any:
+    return metrics_served(sample, LoopLag(), host, 0, guard=guard, allow_insecure_network=False)
 
 
 async def test_only_get_metrics_is_answered() -> None:
@@ -85,6 +94,146 @@ async def test_other_machines_are_let_in_only_on_demand() -> None:
     off = metrics_served(lambda: list, LoopLag(), "::", None, allow_insecure_network=False)
     async with off as address:
         assert address == ""
+
+
+def own_files(authority: Authority) -> Guard:
+    files = authority.files("coordinator")
+    return Guard(Path(files.cert or ""), Path(files.key or ""))
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    made = make_authority(tmp_path / "certs")
+    made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
+    made.issue(Role.CLIENT, "prometheus")
+    return made
+
+
+def trusting(authority: Authority, client: str | None = None) -> ssl.SSLContext:
+    """A scraper that knows the authority, and may have a certificate itself."""
+    context = ssl.create_default_context(cafile=str(authority.files("coordinator").ca))
+    if client is not None:
+        files = authority.files(client)
+        context.load_cert_chain(files.cert or "", files.key)
+    return context
+
+
+GET = b"GET /metrics HTTP/1.1\r\n"
+
+
+async def test_over_tls_other_machines_may_ask(authority: Authority) -> None:
+    async with served(host="0.0.0.0", guard=own_files(authority)) as address:
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        answer = await raw(address, GET + b"\r\n", trusting(authority))
+        assert answer.startswith(b"HTTP/1.1 200")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await raw(address, GET + b"\r\n", ssl.create_default_context())
+        with suppress(ConnectionError):
+            assert await raw(address, GET + b"\r\n") == b""  # plaintext
+
+
+async def test_a_new_certificate_is_shown_at_once_and_a_broken_one_never(
+    authority: Authority,
+) -> None:
+    guard = own_files(authority)
+    assert guard.cert is not None
+
+    async def shown(address: str) -> bytes | None:
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=trusting(authority))
+        try:
+            found: bytes | None = writer.get_extra_info("ssl_object").getpeercert(True)
+            return found
+        finally:
+            writer.close()
+
+    async with served(guard=guard) as address:
+        first = await shown(address)
+        assert await shown(address) == first
+        authority.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"], renew=True)
+        second = await shown(address)
+        assert second != first
+        guard.cert.write_text("no certificate")
+        assert await shown(address) == second
+
+
+async def test_scrapers_may_have_to_prove_who_they_are(
+    authority: Authority, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a secret of many characters\n")
+    guard = replace(
+        own_files(authority), client_ca=Path(authority.files("coordinator").ca), token_file=token
+    )
+    known, stranger = trusting(authority, "client-prometheus"), trusting(authority)
+
+    async def ask(address: str, said: bytes, context: ssl.SSLContext = known) -> bytes:
+        return (await raw(address, GET + said + b"\r\n", context)).partition(b"\r\n\r\n")[0]
+
+    async with served(guard=guard) as address:
+        good = b"authorization:  bearer a secret of many characters\r\n"
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 200")
+        for bad in (b"", b"Authorization: Bearer a secret\r\n", b"Authorization: Basic YTpi\r\n"):
+            answer = await ask(address, bad)
+            assert answer.startswith(b"HTTP/1.1 401")
+            assert b"WWW-Authenticate: Bearer" in answer
+        with suppress(ssl.SSLError, ConnectionError):
+            assert await ask(address, good, stranger) == b""
+        token.write_text("another secret of as many")
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 401")
+        token.unlink()
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 401")
+
+
+@dataclass
+class Told:
+    """Settings of either process, as far as the endpoint is concerned."""
+
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    metrics_tls: bool = True
+    metrics_tls_cert: Path | None = None
+    metrics_tls_key: Path | None = None
+    metrics_client_ca: Path | None = None
+    metrics_token_file: Path | None = None
+
+
+def test_the_process_s_own_certificate_serves_unless_another_is_given() -> None:
+    own, other = Path("own"), Path("other")
+    assert Guard.of(Told()) == Guard()
+    assert Guard.of(Told(own, own)) == Guard(own, own)
+    assert Guard.of(Told(own, own, metrics_tls_cert=other, metrics_tls_key=other)).cert == other
+    assert not Guard.of(Told(own, own, metrics_tls=False)).has_tls
+
+
+@pytest.mark.parametrize(
+    ("told", "field"),
+    [
+        (Told(metrics_tls_cert=Path("c")), "metrics_tls_key"),
+        (Told(metrics_tls_key=Path("c")), "metrics_tls_cert"),
+        (Told(None, None, False, Path("c"), Path("k")), "metrics_tls_cert"),
+        (Told(metrics_client_ca=Path("c")), "metrics_client_ca"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(told: Told, field: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{field}: "):
+        Guard.of(told)
+
+
+async def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
+    guard = own_files(authority)
+    short = tmp_path / "short"
+    short.write_text("secret")
+    for wrong, field in (
+        (replace(guard, cert=tmp_path / "none"), "metrics_tls_cert: .*/none"),
+        (replace(guard, key=guard.cert), "metrics_tls_cert: .*coordinator.crt"),
+        (replace(guard, client_ca=short), "metrics_client_ca: .*/short"),
+        (Guard(token_file=short), "metrics_token_file: .*at least 16"),
+        (Guard(token_file=tmp_path / "none"), "metrics_token_file: .*No such file"),
+    ):
+        with pytest.raises(InvalidInputError, match=field):
+            async with served(guard=wrong):
+                pass
 
 
 async def test_lag_is_what_a_sleep_took_too_long() -> None:

@@ -151,3 +151,5 @@ def test_a_certificate_of_somebody_else_and_an_engine_without_tls(tmp_path: Path
     found = failures(**tls, name="w1", mesh="gloo")
     assert "gloo encrypts nothing" in found["settings"]
     assert failures(tls_ca=files.ca).keys() == {"settings"}
+    found = failures(metrics_port=0, metrics_client_ca=files.ca)
+    assert found["settings"].startswith("metrics_client_ca: needs TLS")

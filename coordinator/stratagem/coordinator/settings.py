@@ -39,6 +39,19 @@ class Settings(BaseSettings):
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks"
     )
+    metrics_tls: bool = Field(
+        default=True, description="HTTPS for metrics, where there is a certificate"
+    )
+    metrics_tls_cert: Path | None = Field(
+        default=None, description="certificate of the metrics; --tls-cert unless set"
+    )
+    metrics_tls_key: Path | None = Field(default=None, description="the key of --metrics-tls-cert")
+    metrics_client_ca: Path | None = Field(
+        default=None, description="authorities that the certificates of scrapers need"
+    )
+    metrics_token_file: Path | None = Field(
+        default=None, description="a file with the bearer token that scrapers must send"
+    )
     data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
     blob_store: str = Field(
         default="",
@@ -128,5 +141,5 @@ class Settings(BaseSettings):
 
     @property
     def may_serve_plaintext(self) -> bool:
-        """Whether health and metrics, which are always in plaintext, may listen on any address."""
+        """Whether health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from stratagem.common import findings
 from stratagem.common.errors import InvalidInputError, StandbyError, StratagemError
 from stratagem.common.findings import Finding, Level
+from stratagem.common.metrics.guard import Guard
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.coordinators import split_addresses
@@ -71,6 +72,7 @@ async def examine(settings: WorkerSettings) -> list[Finding]:
         *findings.certificate(name, own, time.time()),
         *await asyncio.to_thread(local_findings, settings, own),
         *_exchange(name, security),
+        *_metrics(settings),
         await _listening(settings, security),
         *await asyncio.to_thread(_advertising, settings),
     ]
@@ -143,6 +145,22 @@ async def _listening(settings: WorkerSettings, security: Security) -> Finding:
     finally:
         await server.stop(None)
     return Finding("listen", settings.name, Level.OK, f"{settings.listen} is free")
+
+
+def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
+    """Whether the files of the metrics can be used."""
+    if settings.metrics_port is None:
+        return
+    try:
+        guard = Guard.of(settings)
+        guard.ssl_context()
+        if guard.token_file is not None:
+            guard.token()
+    except InvalidInputError as error:
+        yield _bad_settings(str(error))
+        return
+    found = "over HTTPS" if guard.has_tls else "in plaintext"
+    yield Finding("metrics", settings.name, Level.OK, found)
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:

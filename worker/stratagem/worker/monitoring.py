@@ -16,6 +16,7 @@ import torch
 
 from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
+from stratagem.common.metrics.guard import Guard
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.common.tensors import traffic
 from stratagem.worker.agent import Agent
@@ -128,7 +129,8 @@ class WorkerMonitor:
             self._process.lag,
             name,
             settings.metrics_port,
-            allow_insecure_network=settings.may_serve_plaintext,
+            guard=Guard.of(settings),
+            allow_insecure_network=settings.allow_insecure_network,
         )
 
     def sample(self) -> Callable[[], Readings]:

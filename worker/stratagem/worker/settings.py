@@ -84,6 +84,17 @@ class WorkerSettings(BaseSettings):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
     )
+    metrics_tls: bool = Field(True, description="HTTPS for metrics, where there is a certificate")
+    metrics_tls_cert: Path | None = Field(
+        None, description="certificate of the metrics; --tls-cert unless set"
+    )
+    metrics_tls_key: Path | None = Field(None, description="the key of --metrics-tls-cert")
+    metrics_client_ca: Path | None = Field(
+        None, description="authorities that the certificates of scrapers need"
+    )
+    metrics_token_file: Path | None = Field(
+        None, description="a file with the bearer token that scrapers must send"
+    )
     tags: Strings = Field([], description="labels that strategies select by")
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
     import_path: Strings = Field([], description="directories of the users' modules")
@@ -150,7 +161,7 @@ class WorkerSettings(BaseSettings):
 
     @property
     def may_serve_plaintext(self) -> bool:
-        """Whether health and metrics, which are always in plaintext, may listen on any address."""
+        """Whether health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None
 
     @field_validator("name")

@@ -16,12 +16,14 @@ import structlog
 
 from stratagem.common.errors import InvalidInputError, UnavailableError
 from stratagem.common.metrics.definition import Readings
+from stratagem.common.metrics.guard import PLAIN, Guard
 from stratagem.common.metrics.lag import LoopLag
 from stratagem.common.rpc.addresses import is_loopback
 
 MAX_REQUEST_BYTES: Final = 8 << 10
 MAX_CONNECTIONS: Final = 16
 REQUEST_TIMEOUT_S: Final = 10.0
+CHALLENGE: Final = "WWW-Authenticate: Bearer\r\n"
 
 Sample = Callable[[], Callable[[], Readings]]
 """Called on the event loop: takes hold of what is there, and answers with what, in any thread,
@@ -32,27 +34,43 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def metrics_served(
-    sample: Sample, lag: LoopLag, host: str, port: int | None, *, allow_insecure_network: bool
+    sample: Sample,
+    lag: LoopLag,
+    host: str,
+    port: int | None,
+    *,
+    guard: Guard = PLAIN,
+    allow_insecure_network: bool,
 ) -> AsyncIterator[str]:
     """Serve inside the `with`; host:port, empty where port is None, which is off. Port 0 is any
-    free one."""
+    free one. Plaintext is for loopback, unless the operator allows more."""
     if port is None:
         yield ""
         return
-    if not allow_insecure_network and not is_loopback(host):
+    if not (guard.has_tls or allow_insecure_network or is_loopback(host)):
         raise InvalidInputError.at(
             "metrics_port",
-            f"metrics are neither encrypted nor authenticated, and {host!r} can be reached from "
-            f"other machines; listen on 127.0.0.1, or allow the insecure network explicitly",
+            f"metrics are not encrypted, and {host!r} can be reached from other machines; give a "
+            f"certificate (--metrics-tls-cert, --metrics-tls-key), listen on 127.0.0.1, or allow "
+            f"the insecure network explicitly",
         )
+    context = guard.ssl_context()
+    if guard.token_file is not None:
+        guard.token()  # what is wrong with it is said at the start
     try:
         server = await asyncio.start_server(
-            _Handler(sample).serve, host.strip("[]"), port, limit=MAX_REQUEST_BYTES
+            _Handler(sample, guard).serve,
+            host.strip("[]"),
+            port,
+            limit=MAX_REQUEST_BYTES,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else REQUEST_TIMEOUT_S,
         )
     except OSError as error:
         raise UnavailableError(f"cannot serve metrics on {host}:{port}: {error}") from error
     address = f"{host}:{server.sockets[0].getsockname()[1]}"
-    log.info("metrics", address=f"http://{address}/metrics")
+    scheme = "https" if guard.has_tls else "http"
+    log.info("metrics", address=f"{scheme}://{address}/metrics")
     measuring = asyncio.create_task(lag.run())
     try:
         yield address
@@ -63,8 +81,8 @@ async def metrics_served(
 
 
 class _Handler:
-    def __init__(self, sample: Sample) -> None:
-        self._sample = sample
+    def __init__(self, sample: Sample, guard: Guard) -> None:
+        self._sample, self._guard = sample, guard
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,6 +106,13 @@ class _Handler:
             return _response("405 Method Not Allowed", b"only GET\n")
         if rest.partition(b" ")[0].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", b"only /metrics\n")
+        try:
+            is_let_in = self._guard.admits(head)
+        except InvalidInputError as error:
+            log.warning("nobody can scrape", reason=str(error))
+            is_let_in = False
+        if not is_let_in:
+            return _response("401 Unauthorized", b"needs a token\n", more=CHALLENGE)
         from stratagem.common.metrics.exposition import CONTENT_TYPE, render
 
         try:
@@ -99,10 +124,15 @@ class _Handler:
 
 
 def _response(
-    status: str, body: bytes, content_type: str = "text/plain", *, with_body: bool = True
+    status: str,
+    body: bytes,
+    content_type: str = "text/plain",
+    *,
+    with_body: bool = True,
+    more: str = "",
 ) -> bytes:
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
     )
     return head.encode() + (body if with_body else b"")

@@ -16,6 +16,7 @@ from typing import Final
 
 from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
+from stratagem.common.metrics.guard import Guard
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.asking import outlook_of
@@ -156,7 +157,8 @@ class CoordinatorMonitor:
             self.process.lag,
             host,
             self._settings.metrics_port,
-            allow_insecure_network=self._settings.may_serve_plaintext,
+            guard=Guard.of(self._settings),
+            allow_insecure_network=self._settings.allow_insecure_network,
         )
 
     def sample(self) -> Callable[[], Readings]:
