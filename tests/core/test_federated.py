@@ -13,6 +13,7 @@ from stratagem.coordinator.core.facts import (
     ClientsAssigned,
     ClientsSelected,
     Evaluated,
+    ModelBuilt,
     RosterFormed,
     RoundClosed,
     UpdateRejected,
@@ -80,7 +81,9 @@ def test_worker_local_clients_wait_for_their_worker() -> None:
     simulation.run()
     assert phase(simulation) is RunPhase.PLACING
     assert reason(simulation) == "2 workers with data 'ward' are needed, 1 are here"
+    assert not simulation.facts(ModelBuilt)
     simulation.tell(register("c", local_data=("ward",)))
+    simulation.tell(simulation.queue.popleft())  # the model is built
     (roster,) = simulation.facts(RosterFormed)
     assert [binding.worker_id for binding in roster.clients] == ["a", "c"]
     simulation.queue.clear()

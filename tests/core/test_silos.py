@@ -143,6 +143,12 @@ def test_rounds_with_some_of_the_silos() -> None:
             {},
             "strategy.options.inner.num_replicas",
         ),
+        ({"options": {"inner": silos()}}, {}, "strategy.options.inner"),
+        (
+            {"options": {"inner": {"type": "Custom", "coordinator": "mine", "config": None}}},
+            {},
+            "strategy.options.inner.coordinator",
+        ),
     ],
 )
 def test_what_a_silo_cannot_do_is_refused(

@@ -7,7 +7,7 @@ import pytest
 from stratagem.coordinator.core.asking import why_waiting
 from stratagem.coordinator.core.commands import LoseWorker, SubmitRun, Tick
 from stratagem.coordinator.core.decide import world_of
-from stratagem.coordinator.core.facts import RunSubmitted
+from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.pending import next_deadline
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.watching.feed import Event, Feed
@@ -25,6 +25,31 @@ PIPELINE = {
     "communication": {"protocol": "Direct"},
 }
 LOCAL = {"type": "Local"}
+
+
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+REPLICAS = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+PIPELINES = {**REPLICAS, "options": {"inner": PIPELINE}}
+POPULATION = {
+    "type": "PopulationBased",
+    "population_size": 2,
+    "generations": 1,
+    "exploit": {"method": "Binary", "threshold": 0.0},
+    "explore": {"method": "Resample"},
+    "options": {"inner": PIPELINES},
+}
+SEARCH = {
+    "search_space": {"optimizer.lr": {"low": 0.1, "high": 1.0}},
+    "steps_per_generation": 1,
+    "evaluation": {"best": "loss"},
+}
+NO_GPU = "partition 0 needs a worker tagged 'gpu'; partition 1 needs a worker tagged 'large'"
 
 
 def begun(strategy: dict[str, Any], *workers: str, **changes: Any) -> Simulation:
@@ -58,6 +83,45 @@ def test_it_fails_in_time_and_names_the_tags_that_nobody_has() -> None:
     assert "gpu" in run.reason
     assert "large" in run.reason
     assert next_deadline(simulation.state) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections", "expected"),
+    [
+        (PIPELINES, {}, NO_GPU),
+        ({**FEDERATED, "options": {"inner": PIPELINE}}, {}, NO_GPU),
+        ({**FEDERATED, "options": {"inner": PIPELINES}}, {}, NO_GPU),
+        (POPULATION, SEARCH, NO_GPU),
+        (
+            {
+                **FEDERATED,
+                "client_selection": {"method": "ByCapability", "required_tags": ["site"]},
+            },
+            {},
+            "no client has a worker with the tags site",
+        ),
+        (
+            FEDERATED,
+            {"data": {"worker_local": "ward"}},
+            "2 workers with data 'ward' are needed, 0 are here",
+        ),
+        (
+            {**REPLICAS, "num_replicas": 3, "options": {"min_replicas": 3}},
+            {},
+            "waiting for 3 of 3 workers: only 2 fit: a, b",
+        ),
+    ],
+)
+def test_nothing_is_begun_for_what_has_no_place(
+    strategy: dict[str, Any], sections: dict[str, Any], expected: str
+) -> None:
+    simulation = begun(strategy, "a", "b", placement_timeout_s=60, **sections)
+    assert reason(simulation).startswith(expected)
+    simulation.run()
+    assert not simulation.facts(MembersFormed)
+    assert not simulation.facts(ModelBuilt)
+    tick(simulation, 160.0)
+    assert simulation.state.runs[RUN].reason.startswith(f"without workers for 60 s: {expected}")
 
 
 def test_it_waits_for_ever_unless_told() -> None:

@@ -102,6 +102,9 @@ def decide_round(
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
+    has_begun = value.committed is not None or bool(value.helper)
+    if not has_begun and form_roster(job, value, workers) is None:
+        return None  # nothing is built for clients that are not here
     if helper := new_helper(job, value, workers):
         return helper
     if value.committed is None:

@@ -5,7 +5,7 @@ from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.federated_run import FederatedRun, lacking, spec_of
-from stratagem.coordinator.strategies.placement import why_none
+from stratagem.coordinator.strategies.placement import eligible, why_none
 
 
 def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
@@ -30,11 +30,11 @@ def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
 
 def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
     if value.committed is None and not value.helper:
-        return RunPhase.PLACING, "WAITING", why_none(job, world, value.fingerprint)
+        return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
     if value.committed is None:
         return RunPhase.RUNNING, "BUILDING", ""
     if not value.roster:
-        return RunPhase.PLACING, "WAITING", _why_no_roster(job, world)
+        return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
     if value.accepted:
         return RunPhase.RUNNING, "AGGREGATING", ""
     if not value.selected:
@@ -49,9 +49,11 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
     return RunPhase.RUNNING, "TRAINING", count
 
 
-def _why_no_roster(job: JobSpec, world: World) -> str:
+def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
     strategy = spec_of(job)
-    usable = world.usable()
+    usable = eligible(job, world, value.fingerprint)
+    if not usable:
+        return why_none(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         having = [w for w in usable if job.data.worker_local in w.capability.local_data]
         return (
@@ -61,4 +63,4 @@ def _why_no_roster(job: JobSpec, world: World) -> str:
     if isinstance(strategy.client_selection, ByCapability):
         tags = ", ".join(strategy.client_selection.required_tags)
         return f"no client has a worker with the tags {tags}"
-    return why_none(job, world, "")
+    return why_none(job, world, value.fingerprint)

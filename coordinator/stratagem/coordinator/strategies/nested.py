@@ -121,6 +121,12 @@ def is_welcome(child: Child, fact: Fact) -> str:
     return _strategy(child).is_welcome(child.job, child.value, fact)
 
 
+def why_waiting(child: Child, world: World) -> str:
+    """What a child without workers waits for, as a sentence; "" for one that has some."""
+    found = _strategy(child).outlook(child.job, child.value, world)
+    return "" if found.members else found.reason
+
+
 def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
     """What the child now needs done."""
     return _strategy(child).pending(run_id, child.job, child.value, child.horizon)

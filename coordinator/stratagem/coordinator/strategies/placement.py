@@ -5,6 +5,9 @@ from collections import Counter
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.state import WorkerRecord, World
 
+MAX_NAMES = 8
+"""Of workers in one sentence."""
+
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
     """Usable workers whose numerics fit, least loaded first.
@@ -22,7 +25,7 @@ def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]
 
 
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
-    """Why no worker is eligible, as a sentence."""
+    """Why there are no workers, or not as many as are needed, as a sentence."""
     usable = world.usable()
     if not world.workers:
         return "no worker has registered yet"
@@ -31,7 +34,14 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
             f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()
         )
         return f"no worker is available: {', '.join(states)}"
-    if fingerprint and job.execution.deterministic:
-        names = ", ".join(str(w.member.worker_id) for w in usable)
-        return f"the run began on other numerics than the workers left have: {names}"
-    return "all workers are in use"
+    if not eligible(job, world, fingerprint):
+        return f"the run began on other numerics than the workers left have: {_names(usable)}"
+    fitting = eligible(job, world, fingerprint)
+    others = len(usable) - len(fitting)
+    more = f"; {others} more have other numerics" if others else ""
+    return f"only {len(fitting)} {'fits' if len(fitting) == 1 else 'fit'}: {_names(fitting)}{more}"
+
+
+def _names(workers: list[WorkerRecord]) -> str:
+    names = sorted(str(worker.member.worker_id) for worker in workers)
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")

@@ -35,7 +35,6 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
 from stratagem.coordinator.strategies.evolution import draw, stream
 from stratagem.coordinator.strategies.hyperparameters import check_params
-from stratagem.coordinator.strategies.placement import why_none
 from stratagem.coordinator.strategies.population_run import (
     MemberRun,
     PopulationRun,
@@ -144,12 +143,13 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
     scored = len(value.members) - len(training)
     reason = f"generation {value.generation}: {scored} of {len(value.members)} members have a score"
     phase, strategy_phase = RunPhase.RUNNING, "TRAINING"
+    waiting = next(filter(None, (nested.why_waiting(m.child, world) for m in training)), "")
     if not members:
         has_begun = any(nested.standing(child).committed for child in value.children())
         phase = RunPhase.RECOVERING if has_begun else RunPhase.PLACING
-        strategy_phase, reason = "WAITING", why_none(job, world, "")
-    elif any(not nested.members([member.child]) for member in training):
-        phase, reason = RunPhase.RECOVERING, f"{reason}; {why_none(job, world, '')}"
+        strategy_phase, reason = "WAITING", waiting
+    elif waiting:
+        phase, reason = RunPhase.RECOVERING, f"{reason}; {waiting}"
     return Outlook(
         phase=phase,
         strategy_phase=strategy_phase,

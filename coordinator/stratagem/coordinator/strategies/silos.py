@@ -116,9 +116,20 @@ def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | N
     rounds = value.rounds
     if value.failure is not None:
         return RunFailed(reason=value.failure.reason, error=value.failure.error)
+    if not _has_begun(rounds) and nested.decide(_sample(job, rounds.party), world, now_s) is None:
+        return None  # nothing is built for silos that have no place
     return federated.decide_round(
         job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
     )
+
+
+def _has_begun(rounds: FederatedRun) -> bool:
+    return rounds.committed is not None or bool(rounds.helper)
+
+
+def _sample(job: JobSpec, party: Party) -> Child:
+    """Any silo before its first round; all need the same kinds of workers."""
+    return nested.begin(child_party(party, "client0"), client_job(job, 0, 1), horizon=0)
 
 
 def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
@@ -246,6 +257,9 @@ def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
     """How the rounds stand, with the workers of all silos."""
     found = federated.outlook(job, value.rounds, world)
     members = nested.members(value.clients.values()) or found.members
+    if not _has_begun(value.rounds):
+        reason = nested.why_waiting(_sample(job, value.rounds.party), world)
+        return replace(found, reason=reason)
     if found.strategy_phase != "TRAINING":
         return replace(found, members=members)
     count = f"round {value.rounds.round_num}: {found.num_clients_done} of {found.num_clients}"
@@ -253,7 +267,8 @@ def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
     waiting = [n for n, child in _in_training(value).items() if not nested.members([child])]
     if waiting:
         names = ", ".join(f"client {client}" for client in waiting[:4])
-        reason, phase = f"{reason}; without workers: {names}", RunPhase.RECOVERING
+        why = nested.why_waiting(value.clients[waiting[0]], world)
+        reason, phase = f"{reason}; without workers: {names}: {why}", RunPhase.RECOVERING
     return replace(found, members=members, phase=phase, reason=reason)
 
 
