@@ -14,12 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
+from stratagem.client.cli.options import tag_arguments
 from stratagem.client.cli.progress import ProgressLine
 from stratagem.client.cli.reporting import describe
 from stratagem.client.cli.run_commands import LocalRun
 from stratagem.client.planning import import_folders
 from stratagem.client.views import Event, Phase, Progress
-from stratagem.common.errors import UserCodeError
+from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 
@@ -272,11 +273,22 @@ def test_only_what_the_job_names_is_allowed() -> None:
 
 
 def test_a_local_run_is_remembered_for_resume(tmp_path: Path) -> None:
-    known = LocalRun(("a:b",), ("/x",))
+    known = LocalRun(("a:b",), ("/x",), ("worker-0=gpu",))
     known.save(tmp_path, "mine")
     assert LocalRun.load(tmp_path, "mine") == known
     done = invoke("resume", "other", "--local", "1", "--data-dir", tmp_path)
     assert done.stderr == f"error: no local run other in {tmp_path}\n"
+
+
+def test_tags_are_of_one_local_worker_or_of_all(job_file: Path) -> None:
+    found = tag_arguments(["worker-1=gpu", "large", "worker-1=near"], 2)
+    assert found == {"worker-0": ("--tags", "large"), "worker-1": ("--tags", "gpu,large,near")}
+    assert tag_arguments([], 2) == {}
+    for tag, reason in (("worker-2=x", "'worker-2' is not one of"), ("worker-1=", "holds no tag")):
+        with pytest.raises(InvalidInputError, match=reason):
+            tag_arguments([tag], 2)
+    done = invoke("run", job_file, "--tag", "gpu")
+    assert done.stderr == "error: --tag is of local workers; give --local N\n"
 
 
 def test_modules_are_found_beside_the_job_and_here(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def examples_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
         data_dir=tmp_path_factory.mktemp("examples"),
         import_path=[ROOT],
         allow=["examples.*:*"],
+        worker_arguments={f"worker-{number}": ["--tags", "stage"] for number in range(2)},
     )
     with cluster, cluster.client() as client:
         yield client

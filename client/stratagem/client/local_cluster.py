@@ -36,6 +36,11 @@ READY_TIMEOUT_S: Final = 120.0
 Argv = Callable[[Mapping[str, str]], list[str]]
 
 
+def local_names(num_workers: int) -> tuple[str, ...]:
+    """What the workers of a local cluster are called."""
+    return tuple(f"worker-{number}" for number in range(num_workers))
+
+
 @dataclass(slots=True, kw_only=True)
 class LocalCluster:
     """Starts on `start()` or on entering the context, ends on `close()` or on leaving it."""
@@ -56,7 +61,7 @@ class LocalCluster:
     """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Further command-line arguments by worker name, such as {"worker-0": ["--tag", "site-a"]}."""
+    """Further command-line arguments by worker name, such as {"worker-0": ["--tags", "site-a"]}."""
     programs: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
@@ -122,7 +127,7 @@ class LocalCluster:
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        return tuple(f"worker-{number}" for number in range(self.workers))
+        return local_names(self.workers)
 
     @property
     def processes(self) -> dict[str, ProcessView]:

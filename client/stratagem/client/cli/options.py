@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,6 +12,9 @@ import typer
 
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.client import DEFAULT_ADDRESS
+from stratagem.client.local_cluster import local_names
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.json_text import not_one_of
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.tls import tls_files
 
@@ -43,6 +46,14 @@ LocalOption = Annotated[
         metavar="N",
         min=1,
         help="Use no server: start a coordinator and N workers for this command.",
+    ),
+]
+TagOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tag",
+        metavar="[WORKER=]TAG",
+        help="A tag of one local worker (worker-0, worker-1, ...) or of all; repeatable.",
     ),
 ]
 DataDirOption = Annotated[
@@ -86,6 +97,21 @@ _PROOF: Final = {
     "tls_key": TlsKeyOption,
     "token_file": TokenFileOption,
 }
+
+
+def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
+    """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
+    names = local_names(num_workers)
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for each in tags:
+        worker, _, tag = each.rpartition("=")
+        if worker and worker not in found:
+            raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
+        if not tag:
+            raise InvalidInputError.at("--tag", f"{each!r} holds no tag")
+        for name in [worker] if worker else names:
+            found[name].append(tag)
+    return {name: ("--tags", ",".join(of_one)) for name, of_one in found.items() if of_one}
 
 
 def with_proof(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -24,6 +24,8 @@ from stratagem.client.cli.options import (
     FormatOption,
     LocalOption,
     RunArgument,
+    TagOption,
+    tag_arguments,
 )
 from stratagem.client.cli.progress import print_line, show
 from stratagem.client.cli.query_commands import client_of, connected, make_console
@@ -35,8 +37,11 @@ from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Event
 from stratagem.common.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.ids import check_run_id, new_run_id
-from stratagem.common.job import entry_points, load_job
+from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
+"""A worker of a local cluster that was killed is back in a few seconds."""
 
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
 SetOption = Annotated[
@@ -65,12 +70,14 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunIdOption = None,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
+    tag: TagOption = None,
 ) -> None:
     """Submit a job and follow its run to the end.
 
     With --local N everything runs on this machine, for this command only; workers import your
     modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
-    last commit stays, and `stratagem resume RUN --local N` goes on from there.
+    last commit stays, and `stratagem resume RUN --local N` goes on from there. No further worker
+    will come, so a run that has none that fit fails after 30 s, unless placement_timeout_s is set.
 
     Against a coordinator Ctrl-C only detaches: the run goes on, and `stratagem attach RUN` shows
     it again.
@@ -80,6 +87,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     with reporting():
         if local is not None and detach:
             raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+        if local is None and tag:
+            raise InvalidInputError("--tag is of local workers; give --local N")
         job = load_job(job_path, overrides or [])
         chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
@@ -91,7 +100,10 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
                 following = _Following(submitted(client), form, output)
                 _follow_remote(following, coordinator, detach=detach)
             return
-        known = LocalRun(entry_points(job), tuple(map(str, import_folders(job_path))))
+        if job.placement_timeout_s is None:
+            job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
+        folders = tuple(map(str, import_folders(job_path)))
+        known = LocalRun(entry_points(job), folders, tuple(tag or ()))
         with _local_client(known, local, data_dir) as client:
             known.save(data_dir, chosen)
             _follow_local(_Following(submitted(client), form, output), local)
@@ -236,11 +248,12 @@ class LocalRun:
 
     allow: tuple[str, ...]
     import_path: tuple[str, ...]
+    tags: tuple[str, ...] = ()
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"allow": self.allow, "import_path": self.import_path}))
+        path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, data_dir: Path, run_id: str) -> LocalRun:
@@ -249,7 +262,7 @@ class LocalRun:
             kept = json.loads(path.read_text())
         except FileNotFoundError:
             raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
-        return cls(tuple(kept["allow"]), tuple(kept["import_path"]))
+        return cls(**{name: tuple(values) for name, values in kept.items()})
 
 
 def _local_run_file(data_dir: Path, run_id: str) -> Path:
@@ -263,6 +276,7 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Cli
         data_dir=data_dir,
         allow=known.allow,
         import_path=tuple(Path(each) for each in known.import_path),
+        worker_arguments=tag_arguments(known.tags, workers),
     )
     with cluster, cluster.client() as client:
         yield client

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from stratagem.client.cli.options import DATA_DIR, DataDirOption
+from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag_arguments
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.local_cluster import LocalCluster
@@ -33,18 +33,20 @@ def up(
         typer.Option("--import-path", help="Folders of your modules; this folder if not given."),
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Per worker.")] = None,
+    tag: TagOption = None,
 ) -> None:
     """Keep a coordinator and workers running on this machine until Ctrl-C."""
-    cluster = LocalCluster(
-        workers=workers,
-        data_dir=data_dir,
-        allow=allow or ("*:*",),
-        import_path=import_path or (Path.cwd(),),
-        data_root=import_path or (Path.cwd(),),
-        threads=threads,
-        listen=listen,
-    )
     with reporting():
+        cluster = LocalCluster(
+            workers=workers,
+            data_dir=data_dir,
+            allow=allow or ("*:*",),
+            import_path=import_path or (Path.cwd(),),
+            data_root=import_path or (Path.cwd(),),
+            threads=threads,
+            listen=listen,
+            worker_arguments=tag_arguments(tag or (), workers),
+        )
         signal.signal(signal.SIGTERM, _interrupt)
         with cluster:
             print(f"coordinator at {cluster.address}, {workers} workers, state in {data_dir}")
