@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import docker
 import pytest
@@ -21,18 +22,27 @@ HOW_TO_GET_AN_ENGINE = (
     "no Docker engine answers ({reason}); on Debian, as root: "
     "apt-get install docker.io docker-compose, then start dockerd"
 )
+NEEDS_ENGINE = "STRATAGEM_TEST_NEEDS_ENGINE"
+"""Set where an engine has answered: to have none is a failure then, and no reason to skip."""
 UP_TIMEOUT_S = 120
 BUILD_TIMEOUT_S = 900
 
 
+def without(reason: str) -> NoReturn:
+    """Ends the test, saying what this machine lacks."""
+    if os.environ.get(NEEDS_ENGINE):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 def engine() -> docker.DockerClient:
-    """The local engine; skips the test, saying how to get one, when there is none."""
+    """The local engine; ends the test, saying how to get one, when there is none."""
     if shutil.which("docker") is None:
-        pytest.skip(HOW_TO_GET_AN_ENGINE.format(reason="there is no docker program"))
+        without(HOW_TO_GET_AN_ENGINE.format(reason="there is no docker program"))
     # Asked through the program: the SDK leaves a socket open when nobody answers.
     asked = subprocess.run(["docker", "version"], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
-        pytest.skip(HOW_TO_GET_AN_ENGINE.format(reason=asked.stderr.strip()))
+        without(HOW_TO_GET_AN_ENGINE.format(reason=asked.stderr.strip()))
     return docker.from_env()
 
 
@@ -43,7 +53,7 @@ def compose_program() -> list[str]:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    pytest.skip("no docker-compose on this machine: apt-get install docker-compose")
+    without("no docker-compose on this machine: apt-get install docker-compose")
 
 
 @dataclass(slots=True)
@@ -52,7 +62,13 @@ class Stack:
 
     engine: docker.DockerClient
     port: int
-    project: str = field(default_factory=lambda: f"stratagem-test-{os.getpid()}")
+    certs: Path | None = None
+    """Where certificates lie; with them deploy/compose.tls.yml counts too."""
+    project: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = "" if self.certs is None else "-tls"
+        self.project = f"stratagem-test-{os.getpid()}{kind}"
 
     @property
     def address(self) -> str:
@@ -112,10 +128,15 @@ class Stack:
             container.unpause()
 
     def _compose(self, *arguments: str) -> str:
+        files = ["--file", "docker-compose.yml"]
+        environment = {**os.environ, "STRATAGEM_PORT": str(self.port)}
+        if self.certs is not None:
+            files += ["--file", "deploy/compose.tls.yml"]
+            environment["STRATAGEM_CERTS"] = str(self.certs)
         done = subprocess.run(
-            [*compose_program(), "--project-name", self.project, *arguments],
+            [*compose_program(), *files, "--project-name", self.project, *arguments],
             cwd=ROOT,
-            env={**os.environ, "STRATAGEM_PORT": str(self.port)},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=UP_TIMEOUT_S,
@@ -125,14 +146,14 @@ class Stack:
 
 
 @contextmanager
-def running_stack(num_workers: int) -> Iterator[Stack]:
+def running_stack(num_workers: int, certs: Path | None = None) -> Iterator[Stack]:
     """Images built, containers up; all of it is gone at the end, but for the images."""
     client = engine()
     compose_program()
     build = [str(ROOT / "deploy" / "docker" / "build.sh")]
     done = subprocess.run(build, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    stack = Stack(client, _free_port())
+    stack = Stack(client, _free_port(), certs)
     try:
         stack.up(num_workers)
         yield stack
