@@ -7,7 +7,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.tensors.frames import ChunkFrame, crc32c, frame, reading_frames
+from stratagem.common.tensors.frames import (
+    ChunkFrame,
+    crc32c,
+    filled,
+    frame,
+    joined,
+    reading_frames,
+)
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
 
 CARRIERS = (
@@ -21,6 +28,7 @@ CARRIERS = (
 )
 OFFSETS = st.one_of(st.just(0), st.integers(1, 300), st.integers(0, 2**63 - 1))
 SIZES = st.one_of(st.integers(1, 300), st.integers(4080, 4200), st.just(2**20))
+ZERO_SUFFIX = b"\x96\x14\x18~"  # makes the CRC32C of a hundred thousand zeros zero
 read = reading_frames(worker_pb2.SetStateRequest.FromString)
 
 
@@ -40,6 +48,20 @@ def test_a_frame_is_what_protobuf_writes_and_reads(offset: int, size: int, carri
     assert received.HasField("chunk")
     others = set(carrier.DESCRIPTOR.fields_by_name) - {"chunk"}  # type: ignore[attr-defined]
     assert not any(received.HasField(name) for name in others)
+
+
+@given(OFFSETS, st.sampled_from([1, 7, 2**16, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 1_500_007]))
+def test_a_frame_that_is_filled_in_is_the_joined_one(offset: int, size: int) -> None:
+    data = (b"%d" % size * size)[:size]
+    assert filled(offset, memoryview(data)) == filled(offset, data) == joined(offset, data)
+
+
+def test_a_frame_leaves_out_a_checksum_of_zero() -> None:
+    data = bytes(100_000) + ZERO_SUFFIX
+    assert crc32c(data) == 0
+    message = worker_pb2.SetStateRequest()
+    message.chunk.data = data
+    assert filled(0, data) == joined(0, data) == message.SerializeToString()
 
 
 PADDING = worker_pb2.SetStateRequest()

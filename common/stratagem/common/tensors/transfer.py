@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar, cast
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -30,7 +32,7 @@ from stratagem.common.tensors.chunks import (
     check_offset,
     from_buffers,
 )
-from stratagem.common.tensors.frames import iter_frames
+from stratagem.common.tensors.frames import ChunkFrame, iter_frames
 from stratagem.common.tensors.manifest import (
     DEFAULT_LIMITS,
     Limits,
@@ -135,24 +137,73 @@ async def receive_chunks(
 
     keep_up is awaited after each chunk: a sink that works behind the stream holds it up there.
     """
-    while not writer.is_complete:
-        message = await _next(messages, idle_timeout_s)
-        if message is None:
-            writer.finish()
-        elif (kind := _kind(message)) != "chunk":
-            raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
-        else:
+    read = aiter(messages).__anext__
+    async with _Patience(idle_timeout_s) as patience:
+        while not writer.is_complete:
+            try:
+                message = await read()
+            except StopAsyncIteration:
+                writer.finish()
+                return
+            patience.heard()
+            if type(message) is not ChunkFrame and (kind := _kind(message)) != "chunk":
+                raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
             writer.write(message.chunk)
             if keep_up is not None:
-                await keep_up()
+                with patience.paused():
+                    await keep_up()
+
+
+class _Patience:
+    """Raises TimeoutError inside its block when the peer was silent for `idle_timeout_s` there.
+
+    There is one timer for all messages of a stream, and it is moved only now and then; so it may
+    take an eighth longer.
+    """
+
+    __slots__ = ("_idle_timeout_s", "_loop", "_move_at_s", "_timeout")
+
+    def __init__(self, idle_timeout_s: float) -> None:
+        self._idle_timeout_s = idle_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._move_at_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self.heard()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(exc_type, exc_val, exc_tb)
+        except TimeoutError:
+            raise TimeoutError(f"the peer was silent for {self._idle_timeout_s:g} s") from None
+
+    def heard(self) -> None:
+        """Say that the peer has said something."""
+        now_s = self._loop.time()
+        if now_s >= self._move_at_s:
+            self._move_at_s = now_s + self._idle_timeout_s / 8
+            self._timeout.reschedule(self._move_at_s + self._idle_timeout_s)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which it is not the peer that is waited for."""
+        self._timeout.reschedule(None)
+        yield
+        self._move_at_s = 0.0
+        self.heard()
 
 
 async def _next(messages: AsyncIterator[R], idle_timeout_s: float) -> R | None:
-    try:
-        async with asyncio.timeout(idle_timeout_s):
-            return await anext(messages, None)
-    except TimeoutError:
-        raise TimeoutError(f"the peer was silent for {idle_timeout_s:g} s") from None
+    async with _Patience(idle_timeout_s):
+        return await anext(messages, None)
 
 
 def _kind(message: Any) -> str:
@@ -300,12 +351,11 @@ async def _handshake(call: Any, header: Any, total_bytes: int, idle_timeout_s: f
 
 
 async def _send(call: Any, frames: Iterator[bytes], flow: Flow, idle_timeout_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(idle_timeout_s) as idle:
+    async with _Patience(idle_timeout_s) as patience:
         for frame in frames:
             await write_message(call, frame)
             flow.num_bytes += len(frame)
-            idle.reschedule(loop.time() + idle_timeout_s)
+            patience.heard()
         await call.done_writing()
         answer = await call.read()
         if answer is grpc.aio.EOF or not answer.committed:
