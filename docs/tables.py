@@ -69,10 +69,12 @@ STRATEGY_OBJECTS: Mapping[str, tuple[type, ...]] = {
     for kind, *parts in (
         (kinds.Local,),
         (kinds.DataParallel, *get_args(choices.GradientAggregation)),
+        (kinds.ModelParallel, choices.Partition, *get_args(choices.CommunicationProtocol)),
         (
             kinds.Federated,
             *get_args(choices.FederatedAggregation),
             *get_args(choices.ClientSelection),
+            *get_args(choices.ServerOptimizer),
         ),
         (
             kinds.PopulationBased,
@@ -227,12 +229,25 @@ def _sort(hint: Any) -> tuple[str, str]:
     arms = [each for each in get_args(hint) or (hint,) if each not in (type(None), Ellipsis)]
     if arms == [choices.Discount]:
         return "text or mapping", f"`{REFUSE}`, or `{{discount: d}}` with d in (0, 1]"
+    if arms == [choices.Partition]:
+        return "list of mappings", "at least one; keys below"
     if all(dataclasses.is_dataclass(each) for each in arms):
-        return "mapping", "`method`: " + ", ".join(f"`{each.__name__}`" for each in arms)
+        return "mapping", _choices(arms)
     if any(get_origin(each) is dict for each in arms):
         return "any JSON", ""
     words = " or ".join(PLAIN_TYPES[each] for each in arms)
     return (f"list of {words}" if get_origin(hint) is tuple else words), ""
+
+
+def _choices(arms: list[Any]) -> str:
+    names = [each.__name__ for each in arms]
+    if set(arms) == set(get_args(choices.RemoteTarget)):
+        return "one key: `Tag` (text) or `WorkerId` (text)"
+    if set(arms) == set(get_args(choices.ServerOptimizer)):
+        key, names = "name", [name.lower() for name in names]
+    else:
+        key = "protocol" if choices.Pipeline in arms else "method"
+    return f"`{key}`: " + ", ".join(f"`{name}`" for name in names)
 
 
 SAMPLES: tuple[dict[str, Any], ...] = (

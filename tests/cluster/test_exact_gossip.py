@@ -159,9 +159,13 @@ def test_complete_graph_without_momentum_is_plain_averaging_up_to_rounding(clien
         "data": user("classes", num_rows=48),
         "execution": {"precision": "Full"},
     }
-    run = client.submit(job(**sections, strategy=gossip(4, "complete")))
+    strategy = {**gossip(4, "complete"), "options": {"consensus_every": 1}}
+    run = client.submit(job(**sections, strategy=strategy))
     live = [item.metrics for item in run.watch() if isinstance(item, Progress)]
     assert any(metrics.get("train.neighbour_distance", 0.0) > 0 for metrics in live)
+    distances = [metrics.get("train.consensus_distance") for metrics in live if metrics]
+    assert distances
+    assert all(distance is not None and distance < 1e-14 for distance in distances)
     outcome = outcome_of(run)
     expected = sharded_loop(job(**sections, strategy=data_parallel(4)), ALLOWED, 4)
     for name, tensor in outcome.state.items():

@@ -36,6 +36,16 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
             {"all_reduce": "ring"},
             "strategy.options.all_reduce: ParameterServer has none; AllReduce has",
         ),
+        (
+            DATA_PARALLEL,
+            {"consensus_every": 1},
+            "strategy.options.consensus_every: AllReduce keeps all replicas equal; Decentralized",
+        ),
+        (
+            DATA_PARALLEL | {"aggregation": {"method": "Decentralized", "topology": "ring"}},
+            {"consensus_every": 0},
+            "strategy.options.consensus_every: 0 is not allowed; must be >= 1",
+        ),
         (FEDERATED, {"quorum": 0}, "strategy.options.quorum: 0 is not allowed; must be a count"),
         (FEDERATED, {"quorum": 1.5}, "strategy.options.quorum: 1.5 is not allowed; must be a"),
         (FEDERATED, {"quorum": True}, "strategy.options.quorum: True is not a number"),

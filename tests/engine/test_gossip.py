@@ -67,6 +67,22 @@ def test_equals_the_gossip_loop_to_the_bit(
     assert (summary.metrics["mixing_distance"] > 0) == (num_nodes > 1)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_consensus_distance_is_exact_at_the_steps_that_are_asked_for(every: int) -> None:
+    plain = gossip_job("batch_norm_mlp", 4, "star", batch_size=14)
+    document = plain.document()
+    document["strategy"] = {**document["strategy"], "options": {"consensus_every": every}}  # type: ignore[dict-item]
+    made, exchange = trainer(JobSpec.parse(document))
+    told = [made.train_step(exchange, 4).metrics.get("consensus_distance") for _ in range(7)]
+    expected = gossip_loop(plain, ALLOWED, 7)
+    for step, distance in enumerate(told, start=1):
+        last = step - step % every
+        assert distance == (pytest.approx(expected.distances[last - 1]) if last else None)
+    summary = made.end_segment(exchange)
+    assert summary.metrics["consensus_distance"] == pytest.approx(expected.distances[-1])
+    assert_same_bits(made.model.state_dict(), dict(expected.mean))
+
+
 @pytest.mark.parametrize("topology", ["ring", "star", "complete", "exponential", "random:1"])
 @pytest.mark.parametrize("num_nodes", [2, 5, 7])
 def test_neighbour_distance_bounds_the_distance_to_the_mean(topology: str, num_nodes: int) -> None:

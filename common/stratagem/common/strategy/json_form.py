@@ -151,7 +151,12 @@ _EXPLORE: Final = tagged(
 )
 _DATA_PARALLEL_OPTIONS: Final = Shape(
     kinds.DataParallelOptions,
-    {"min_replicas": UNSIGNED, "all_reduce": TEXT, "inner": _INNER},
+    {
+        "min_replicas": UNSIGNED,
+        "all_reduce": TEXT,
+        "inner": _INNER,
+        "consensus_every": _optional(UNSIGNED),
+    },
     is_extras=True,
 )
 _MODEL_PARALLEL_OPTIONS: Final = Shape(

@@ -27,6 +27,7 @@ from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
     CommunicationProtocol,
+    Decentralized,
     Discount,
     ExploitStrategy,
     ExploreStrategy,
@@ -43,6 +44,7 @@ _IS_QUORUM: Final = Rule(
     lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),
     "must be a count >= 1 or a share in (0, 1]",
 )
+_COUNT_IF_SET: Final = Rule(lambda v: v is None or AT_LEAST_1.holds(v), AT_LEAST_1.text)
 _IS_SCHEDULE: Final = Rule(
     lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
 )
@@ -72,12 +74,14 @@ class DataParallelOptions:
     min_replicas: go on with as few workers as this while the others are away. all_reduce: of
     AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
     depends on the workers. inner: what each replica is; ModelParallel makes it a pipeline over
-    several workers.
+    several workers. consensus_every: of Decentralized; after how many steps the nodes' distance to
+    their mean is measured; None: only at the end of a segment.
     """
 
     min_replicas: int = field(default=1, metadata=must(AT_LEAST_1))
     all_reduce: str = field(default=DIRECT_ALL_REDUCE, metadata=must(_IS_ALL_REDUCE))
     inner: Strategy | None = None
+    consensus_every: int | None = field(default=None, metadata=must(_COUNT_IF_SET))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,6 +106,11 @@ class DataParallel:
         if not has_all_reduce and self.options.all_reduce != DIRECT_ALL_REDUCE:
             kind = type(self.aggregation).__name__
             raise InvalidInputError.at("options.all_reduce", f"{kind} has none; AllReduce has")
+        is_gossip = isinstance(self.aggregation, Decentralized)
+        if not is_gossip and self.options.consensus_every is not None:
+            kind = type(self.aggregation).__name__
+            text = f"{kind} keeps all replicas equal; Decentralized does not"
+            raise InvalidInputError.at("options.consensus_every", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.shards import split_rows
+from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
+from stratagem.worker.engine.consensus import consensus_distance
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
@@ -112,6 +114,11 @@ class GossipTrainer:
         self.public = PublicCopies(job, params, list(models), weights) if is_coded else None
         self.step = 0
         self._num_segment_steps = 0
+        strategy = job.strategy
+        assert isinstance(strategy, DataParallel)
+        self._consensus_every = strategy.options.consensus_every
+        self._measured: dict[str, float] = {}
+        """The newest exact distance, which is shown until there is another one."""
 
     @property
     def notes(self) -> list[str]:
@@ -121,7 +128,8 @@ class GossipTrainer:
     def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
         """A local step of each own node, then one round of mixing.
 
-        Loss and neighbour distance are the own nodes'. After an error the nodes are at different
+        Loss and neighbour distance are the own nodes'; the consensus distance, where the job asks
+        for it, is of all nodes after mixing. After an error the nodes are at different
         steps, and the trainer is of no more use.
         """
         _, indices = self._order.batch(self.step)
@@ -148,6 +156,8 @@ class GossipTrainer:
         self.step += 1
         self._num_segment_steps += 1
         failpoint("worker.gossip.after_mix")
+        if self._consensus_every is not None and self.step % self._consensus_every == 0:
+            self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
         return StepReport(
             step=self.step,
             loss=own.loss / own.weight if own.weight else math.nan,
@@ -156,7 +166,10 @@ class GossipTrainer:
             stop=False,
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
-            metrics={"neighbour_distance": neighbour_distance([*distances.values()])},
+            metrics={
+                "neighbour_distance": neighbour_distance([*distances.values()]),
+                **self._measured,
+            },
             exchange_wait_s=wait_s,
         )
 

@@ -44,6 +44,8 @@ class GossipResult:
     """What each step's loss counts for: its rows, or tokens."""
     distance: float
     """sqrt((1/N) Σ ‖x_i - mean‖²) over the trainable parameters."""
+    distances: list[float]
+    """The same after each step."""
     apart: list[float]
     """Before each step's mixing sqrt((1/2N) Σ_ij w_ij ‖x_i - x_j‖²)."""
     spreads: list[float]
@@ -75,6 +77,7 @@ def gossip_loop(
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     coded = CodedMixing(job, models) if job.compression is not None else None
     losses: list[float] = []
+    distances: list[float] = []
     apart: list[float] = []
     spreads: list[float] = []
     step_weights: list[float] = []
@@ -115,9 +118,12 @@ def gossip_loop(
             _mix(params, weights)
         else:
             coded.mix(step + 1, params, weights)
+        distances.append(_spread(params))
     states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
     distance = _spread(params)
-    return GossipResult(_mean(states), states, losses, step_weights, distance, apart, spreads)
+    return GossipResult(
+        _mean(states), states, losses, step_weights, distance, distances, apart, spreads
+    )
 
 
 def _slice(rows: range) -> slice:
