@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import grpc
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S: Final = 30.0
 ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
 """Where another coordinator can be asked instead of one that is frozen."""
+SILENT_S: Final = 2.0
+"""A stream without news is nothing unusual, but then each coordinator of several is asked."""
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
 
@@ -129,7 +131,7 @@ class Connection:
             asked = self._coordinators.present
             stream = open_stream()
             try:
-                async for message in stream:
+                async for message in self._messages(stream):
                     self._has_answered = True
                     backoff.reset()
                     yield message
@@ -142,6 +144,27 @@ class Connection:
             finally:
                 stream.cancel()
             await backoff.pause()
+
+    async def _messages(
+        self, stream: grpc.aio.UnaryStreamCall[Request, Response]
+    ) -> AsyncIterator[Response]:
+        """What a stream brings. Of several coordinators, one that is silent is asked now and then
+        whether it is there at all, so that the next one is found when it is frozen."""
+        if not self._coordinators.are_several:
+            async for message in stream:
+                yield message
+            return
+        while True:
+            reading = asyncio.ensure_future(stream.read())
+            try:
+                while not (await asyncio.wait([reading], timeout=SILENT_S))[0]:
+                    await self.stub.ListWorkers(pb.ListWorkersRequest(), timeout=SILENT_S)
+                answer = await reading
+            finally:
+                reading.cancel()
+            if answer is grpc.aio.EOF:
+                return
+            yield cast("Response", answer)
 
     @property
     def stream_retry(self) -> Retry:

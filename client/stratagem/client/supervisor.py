@@ -106,7 +106,7 @@ class Supervisor:
             child.process.send_signal(signum)
             if signum == signal.SIGKILL:
                 child.process.wait()
-                self._note_end(child)
+                self._note_end(child, is_ordered=True)
         self._poke()
 
     def close(self) -> None:
@@ -175,7 +175,8 @@ class Supervisor:
         child.started_s = time.monotonic()
         self._changed.notify_all()
 
-    def _note_end(self, child: _Child) -> None:
+    def _note_end(self, child: _Child, *, is_ordered: bool = False) -> None:
+        """is_ordered: by who uses this supervisor, so it says nothing about the next start."""
         assert child.process is not None
         now_s = time.monotonic()
         if child.process.stdin is not None:
@@ -184,8 +185,7 @@ class Supervisor:
         if child.end is not None:
             os.close(child.end)
             child.end = None
-        # A death that a test has ordered says nothing about the next start.
-        is_ordered = child.last_exit == KILLED_BY_FAILPOINT
+        is_ordered |= child.last_exit == KILLED_BY_FAILPOINT
         is_quick = now_s - child.started_s < STABLE_S and not is_ordered
         child.num_quick_ends = child.num_quick_ends + 1 if is_quick else 0
         child.due_s = now_s + _restart_delay_s(child.num_quick_ends)

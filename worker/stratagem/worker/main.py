@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,8 +132,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
         sessions.fences.ask_with(agent.beat)
         monitor.agent = agent
-        beating = asyncio.create_task(agent.run())
-        thread.submit(_warm_up)
+        beating = asyncio.create_task(_join_once_warm(agent, thread))
         try:
             await _first_of(beating, agent.is_registered, stop)
             if settings.ready_file is not None and not stop.is_set():
@@ -185,6 +184,20 @@ async def _drain(
     if health_server is not None:
         await health_server.server.stop(None)
     log.info("drained")
+
+
+async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
+    """Register and beat. Others in mid-step would wait for a joiner that is still importing."""
+    loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
+
+    def warm_up() -> None:
+        _warm_up()
+        with suppress(RuntimeError):  # the loop is closed: the process was told to stop meanwhile
+            loop.call_soon_threadsafe(is_warm.set)
+
+    thread.submit(warm_up)
+    await is_warm.wait()
+    await agent.run()
 
 
 def _warm_up() -> None:
