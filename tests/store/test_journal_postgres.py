@@ -12,9 +12,9 @@ import pytest
 
 from stratagem.common.errors import InvalidInputError, StratagemError, UnavailableError
 from stratagem.coordinator.journal import FencedError, Journal, postgres
-from stratagem.coordinator.journal.lead import leading, look
+from stratagem.coordinator.journal.lead import Lease, Silence, leading, look
 from tests.postgres import GUARDED, SOCKET, Postgres
-from tests.store.journals import ELSEWHERE, US, A, lead, record
+from tests.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
 
 Server = Postgres
 
@@ -37,18 +37,53 @@ def log(url: str) -> Iterator[Journal]:
 def test_a_leader_is_replaced_when_the_database_has_not_heard_of_it_for_its_ttl(
     log: Journal, url: str, postgres: Server
 ) -> None:
-    term, other, waits = lead(log, ELSEWHERE), Journal.open(url), list[float]()
-
-    def age(duration_s: float) -> None:
-        waits.append(duration_s)
-        if len(waits) == 1:
-            log.renew(term)
-        postgres.sql("UPDATE lease SET renewed_s = renewed_s - 0.6", url)
-
-    assert other.take_lead(US, ttl_s=1.0, sleep=age).term == term + 1
-    assert len(waits) >= 2
+    term, other, time = lead(log, ELSEWHERE), Journal.open(url), FakeTime()
+    # At the first look nothing but the database's clock can say; the server is older than this.
+    postgres.sql("UPDATE lease SET renewed_s = renewed_s - 0.3", url)
+    taken = other.take_lead(US, ttl_s=0.2, monotonic=time.monotonic, sleep=time.sleep)
+    assert taken.term == term + 1
+    assert not time.sleeps
     with pytest.raises(FencedError):
         log.renew(term)
+    other.close()
+
+
+def test_the_databases_clock_counts_as_far_as_it_can_be_right() -> None:
+    def looked(*looks: tuple[int, float, float]) -> float:
+        """Each: renewals, silence by the database, and when we look; 1.5 s of each 2 s slept."""
+        silence = Silence()
+        for n, (renewals, told_s, now_s) in enumerate(looks):
+            if n:
+                silence.add(1.5)
+            silence.look(Lease(ELSEWHERE, 1, renewals, told_s), now_s)
+        return silence.seconds
+
+    assert looked((0, 7.0, 0)) == 7.0
+    assert looked((0, -3600.0, 0)) == 0.0
+    assert looked((0, 7.0, 0), (0, 8.9, 2)) == 8.9
+    assert looked((0, 7.0, 0), (0, 3609.0, 2)) == 9.0  # it has jumped by an hour
+    assert looked((0, 7.0, 0), (0, -3590.0, 2)) == 1.5
+    assert looked((0, 7.0, 0), (1, 0.3, 2)) == 0.3
+    assert looked((0, 7.0, 0), (1, 3600.3, 2)) == 2.0
+    assert looked((0, 0.1, 0), (1, -3600.0, 2), (1, -3598.0, 4)) == 1.5
+
+
+@pytest.mark.parametrize("jump_s", [3600, -3600, 86400])
+def test_a_jump_of_the_databases_clock_neither_ends_nor_prolongs_a_lease(
+    log: Journal, url: str, postgres: Server, jump_s: int
+) -> None:
+    term, other, time = lead(log, ELSEWHERE), Journal.open(url), FakeTime()
+
+    def sleep(duration_s: float) -> None:
+        time.sleep(duration_s)
+        if len(time.sleeps) == 3:
+            log.renew(term)
+        if len(time.sleeps) in (1, 3):  # as if the clock had jumped since the renewal
+            postgres.sql(f"UPDATE lease SET renewed_s = renewed_s - {jump_s}", url)
+
+    taken = other.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=sleep)
+    assert taken.term == term + 1
+    assert 6 + 8 <= sum(time.sleeps) <= 6 + 10.1
     other.close()
 
 

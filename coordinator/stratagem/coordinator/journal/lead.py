@@ -64,6 +64,40 @@ def look(database: Database) -> Lease:
 
 
 @dataclass(slots=True)
+class Silence:
+    """How long the leader has not renewed: by the database's clock, as far as that can be true.
+
+    It may jump. It is believed as it is at the first look; from then on the silence lies between
+    how long the row has stood still before our eyes and how long ago it can have been renewed.
+    """
+
+    _seen: Lease | None = None
+    _looked_s: float = 0.0
+    """When, by our own monotonic clock."""
+    _least_s: float = 0.0
+    _most_s: float = 0.0
+
+    def look(self, now: Lease, now_s: float) -> None:
+        """Note the lease as it is at a time of our clock."""
+        if self._seen is None:
+            self._most_s = max(now.silent_s or 0.0, 0.0)
+        elif now != self._seen:  # renewed since we looked
+            self._least_s, self._most_s = 0.0, now_s - self._looked_s
+        else:
+            self._most_s += now_s - self._looked_s
+        self._seen, self._looked_s = now, now_s
+
+    def add(self, seconds: float) -> None:
+        """So long we have waited; what is more in our clock was a freeze of ours."""
+        self._least_s += seconds
+
+    @property
+    def seconds(self) -> float:
+        told_s = self._seen.silent_s if self._seen else None
+        return self._least_s if told_s is None else min(max(told_s, self._least_s), self._most_s)
+
+
+@dataclass(slots=True)
 class Candidate:
     """Somebody who waits for the lead."""
 
@@ -76,24 +110,20 @@ class Candidate:
     sleep: Callable[[float], object] = time.sleep
     _asked_for: int | None = None
     """The term of an attempt whose answer was lost."""
-    _still_s: float = 0.0
-    """How long the row has stood still before our eyes."""
+    _silence: Silence = field(default_factory=Silence)
 
     def wait(self) -> Lead:
         """Look until the lead is ours."""
-        seen: Lease | None = None
         while True:
             try:
-                now = look(self.database)
-                if now != seen:
-                    self._still_s = 0.0
-                seen = now
+                seen = look(self.database)
+                self._silence.look(seen, self.monotonic())
                 lead = self._try(seen)
             except UnavailableError as error:
                 if isinstance(error, GoneError) or not self.database.patience_s:
                     raise
                 log.warning("waiting for the journal's database", reason=str(error))
-                self._pause(self.ttl_s / _LOOKS_PER_TTL)
+                self.sleep(self.ttl_s / _LOOKS_PER_TTL)  # the leader could not renew either
             else:
                 if lead is not None:
                     return lead
@@ -102,7 +132,7 @@ class Candidate:
         if self._asked_for == seen.term and seen.holder == self.holder:
             with self.database.read() as connection:
                 return Lead(seen.term, last_time_s(connection))
-        silent_s = self._still_s if seen.silent_s is None else seen.silent_s
+        silent_s = self._silence.seconds
         if seen.is_free() or silent_s >= self.ttl_s:
             return self._compare_and_take(seen)
         self.on_wait(seen)
@@ -113,7 +143,7 @@ class Candidate:
     def _pause(self, interval_s: float) -> None:
         before_s = self.monotonic()
         self.sleep(interval_s)
-        self._still_s += min(self.monotonic() - before_s, interval_s)
+        self._silence.add(min(self.monotonic() - before_s, interval_s))
 
     def _compare_and_take(self, seen: Lease) -> Lead | None:
         """Take the lead if the row is still as seen."""
