@@ -41,7 +41,8 @@ from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
 from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.mesh.shared import SharedListener, form_shared
+from stratagem.worker.mesh.neighbours import SharedListener
+from stratagem.worker.mesh.shared import form_shared
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
 
 ENGINES = ("shm", "gloo", "grpc", "tls")

@@ -1,4 +1,5 @@
-"""Step time of a pipeline: ours over PeerService, torch's over gloo, and computing alone.
+"""Step time of a pipeline: ours over shared memory or PeerService, torch's over gloo, and
+computing alone.
 
     python benchmarks/pipeline.py --rounds 9
 
@@ -32,6 +33,9 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.common.pipeline.schedules import one_f_one_b
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.mesh.link import MessageLink
+from stratagem.worker.mesh.neighbours import SharedListener, connect
+from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.peer import Group
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
@@ -104,6 +108,8 @@ class Member:
     rows: int
     schedule: str
     """Of ours."""
+    engine: str
+    """What carries our activations: shm or grpc."""
     pipe: Connection
     hub: Any
 
@@ -113,7 +119,13 @@ def make_ours(member: Member) -> Callable[[], None]:
         member.pipe.send(address)
         return member.pipe.recv()
 
-    link = form_grpc(member.hub, Group("run", "", 1, 1, member.rank, SIZE), rendezvous, 30.0)
+    link: MessageLink
+    if member.engine == "grpc":
+        link = form_grpc(member.hub, Group("run", "", 1, 1, member.rank, SIZE), rendezvous, 30.0)
+    else:
+        listener = SharedListener()
+        addresses = rendezvous(listener.address)
+        link = SlotLink(member.rank, SIZE, connect(listener, member.rank, SIZE, addresses, 30.0))
     names = [str(i) for i in range(NUM_NODES)]
     stages = (tuple(names[:CUT]), tuple(names[CUT:]))
     micro_batch_size = member.rows // NUM_MICRO_BATCHES
@@ -208,7 +220,7 @@ def run_member(pipe: Connection, rank: int, args: argparse.Namespace) -> None:
         "gloo", store=dist.FileStore(args.store, SIZE), rank=rank, world_size=SIZE
     )
     with hub_in_a_thread() as hub:
-        member = Member(rank, args.rows, args.schedule, pipe, hub)
+        member = Member(rank, args.rows, args.schedule, args.engine, pipe, hub)
         steps: dict[str, Callable[[], Any]] = {"ours": make_ours(member)}
         steps["torch"] = make_torch(member)
         steps["alone"] = make_alone(member) if rank == 0 else lambda: None
@@ -263,6 +275,7 @@ def main() -> None:
     parser.add_argument(
         "--schedule", default="auto", help="ours: auto, 1f1b, eager, gpipe, zero_bubble"
     )
+    parser.add_argument("--engine", default="shm", choices=("shm", "grpc"), help="ours")
     args = parser.parse_args()
     times = measure(args)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step of {args.rows} rows")

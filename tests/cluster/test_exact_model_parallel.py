@@ -111,7 +111,7 @@ def test_every_cut_has_the_bits_of_one_process(client: Client, case: str) -> Non
     assert len(outcome.digests) == 5
     assert outcome.status.reproducible
     schedule = {"auto": r"(1f1b|eager) \(auto\)", "eager": "eager"}.get(case)
-    assert schedule is None or re.fullmatch(f"pipeline/grpc {schedule}", outcome.status.engine)
+    assert schedule is None or re.fullmatch(f"pipeline/shm {schedule}", outcome.status.engine)
 
 
 DEEP = anywhere("0 1 2", "3 4 5 6 7")

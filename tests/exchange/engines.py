@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 
@@ -13,7 +14,9 @@ from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
 from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.mesh.shared import SharedListener, form_shared
+from stratagem.worker.mesh.neighbours import SharedListener, connect
+from stratagem.worker.mesh.shared import form_shared
+from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
 from tests.exchange.party import rendezvous_over
 
@@ -73,6 +76,26 @@ def former(pipe: Connection) -> Iterator[Former]:
 def num_meetings(engine: str) -> int:
     """How often a member asks for addresses while it forms a link."""
     return 2 if engine == "grpc" else 1
+
+
+@contextmanager
+def slot_links(size: int, **limits: int) -> Iterator[list[SlotLink]]:
+    """All members in this process."""
+    listeners = [SharedListener() for _ in range(size)]
+    addresses = [each.address for each in listeners]
+
+    def form(rank: int) -> SlotLink:
+        sockets = connect(listeners[rank], rank, size, addresses, FORM_TIMEOUT_S)
+        return SlotLink(rank, size, sockets, **limits)
+
+    with ThreadPoolExecutor(size) as pool:
+        links = list(pool.map(form, range(size)))
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.cut()
+            link.close()
 
 
 @contextmanager

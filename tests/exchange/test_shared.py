@@ -17,13 +17,9 @@ import torch
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
 from stratagem.worker.exchange.plan import Party, num_sets, plan_step
 from stratagem.worker.mesh.agree import MeshOffer
+from stratagem.worker.mesh.neighbours import SharedListener, host_identity
 from stratagem.worker.mesh.segments import UnshareableError
-from stratagem.worker.mesh.shared import (
-    SharedGroup,
-    SharedListener,
-    form_shared,
-    host_identity,
-)
+from stratagem.worker.mesh.shared import SharedGroup, form_shared
 from tests.exchange.cases import Case, one_step
 from tests.exchange.engines import former
 from tests.exchange.party import introduce, party

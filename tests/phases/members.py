@@ -9,7 +9,8 @@ from typing import TypeVar
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import StepReport, Trainer
 from stratagem.worker.exchange import Exchange, GradientBuckets, mesh_exchange
-from stratagem.worker.mesh.shared import SharedListener, form_shared
+from stratagem.worker.mesh.neighbours import SharedListener
+from stratagem.worker.mesh.shared import form_shared
 from tests.engine.support import solo
 
 TIMEOUT_S = 20.0

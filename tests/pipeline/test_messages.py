@@ -32,6 +32,7 @@ from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
 from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
+from tests.exchange.engines import slot_links
 from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
 from tests.stream.test_peer_processes import hub_in_a_thread
@@ -149,6 +150,12 @@ def peers(_: Path) -> Iterator[Pair]:
 
 
 @contextmanager
+def shared(_: Path) -> Iterator[Pair]:
+    with slot_links(2) as links:
+        yield PeerTransport(links[0]), PeerTransport(links[1])
+
+
+@contextmanager
 def directory(folder: Path) -> Iterator[Pair]:
     url = f"file://{folder}/store"
     ranks = StoreTransport(url, "run/party/1"), StoreTransport(url, "run/party/1")
@@ -160,6 +167,7 @@ def directory(folder: Path) -> Iterator[Pair]:
 TRANSPORTS: dict[str, Callable[[Path], Any]] = {
     "memory": local,
     "PeerService": peers,
+    "shared memory": shared,
     "directory": directory,
 }
 
@@ -214,8 +222,11 @@ def test_stale_and_repeated_messages_are_refused_in_memory() -> None:
 @pytest.mark.parametrize(
     ("step", "reason"), [(1, "stale, the receiver is at step 2"), (2, "not awaited, or here twice")]
 )
-def test_stale_and_repeated_messages_end_the_stream_of_a_peer(step: int, reason: str) -> None:
-    with peers(Path()) as (sender, receiver):
+@pytest.mark.parametrize("make", [peers, shared])
+def test_stale_and_repeated_messages_end_the_stream_of_a_peer(
+    make: Callable[[Path], Any], step: int, reason: str
+) -> None:
+    with make(Path()) as (sender, receiver):
         receiver.begin(2, [address(step=2), address(step=2, tag=8)])
         sender.send(address(step=2), Message([BASE]))
         receiver.recv(address(step=2), 10.0)
@@ -276,6 +287,15 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
 
 
 # ---- whole steps ----
+
+
+def test_pipelines_through_shared_memory() -> None:
+    with ExitStack() as stack:
+
+        def make(size: int) -> list[Transport]:
+            return [PeerTransport(link) for link in stack.enter_context(slot_links(size))]
+
+        assert_trains_exactly(make)
 
 
 def assert_trains_exactly(make: Callable[[int], list[Transport]]) -> None:

@@ -1,15 +1,20 @@
-"""A pipeline of real processes over PeerService: the bits of one process, and a lost stage."""
+"""A pipeline of real processes: the bits of one process, and a lost stage."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.neighbours import SharedListener, connect
+from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.reference.loops import sharded_loop
-from tests.exchange.party import introduce, party
+from tests.exchange.engines import FORM_TIMEOUT_S
+from tests.exchange.party import introduce, party, rendezvous_over
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
 from tests.stream.test_peer_processes import form, hub_in_a_thread
 
@@ -24,11 +29,23 @@ CASES = {
 }
 
 
-def train_steps(pipe: Connection, rank: int, size: int, case: str) -> None:
+@contextmanager
+def transport_over(engine: str, pipe: Connection, rank: int, size: int) -> Iterator[PeerTransport]:
+    if engine == "shm":
+        listener = SharedListener()
+        addresses = rendezvous_over(pipe)(listener.address)
+        yield PeerTransport(
+            SlotLink(rank, size, connect(listener, rank, size, addresses, FORM_TIMEOUT_S))
+        )
+        return
+    with hub_in_a_thread() as hub:
+        yield PeerTransport(form(hub, pipe, rank, size))
+
+
+def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) -> None:
     torch.set_num_threads(1)
     spec, placement = CASES[case]
-    with hub_in_a_thread() as hub:
-        transport = PeerTransport(form(hub, pipe, rank, size))
+    with transport_over(engine, pipe, rank, size) as transport:
         seat = Seat(rank, transport, 30.0)
         runner = build_stage_runner(spec, ALLOWED, placement, seat, fresh=True)
         losses = [runner.train_step().loss for _ in range(5)]
@@ -39,12 +56,13 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("engine", ["shm", "grpc"])
 @pytest.mark.parametrize("case", CASES)
-def test_processes_compute_the_bits_of_one(case: str) -> None:
+def test_processes_compute_the_bits_of_one(case: str, engine: str) -> None:
     spec, placement = CASES[case]
     torch.set_num_threads(1)
     expected = sharded_loop(spec, ALLOWED, 1, 5, micro_batch_size=placement.micro_batch_size)
-    with party(train_steps, max(placement.ranks) + 1, case) as members:
+    with party(train_steps, max(placement.ranks) + 1, case, engine) as members:
         introduce(members)
         told = [member.receive() for member in members]
         states = [member.receive() for member in members]
@@ -56,10 +74,9 @@ def test_processes_compute_the_bits_of_one(case: str) -> None:
     }
 
 
-def train_until_lost(pipe: Connection, rank: int, size: int) -> None:
+def train_until_lost(pipe: Connection, rank: int, size: int, engine: str) -> None:
     spec, placement = CASES["deep"]
-    with hub_in_a_thread() as hub:
-        transport = PeerTransport(form(hub, pipe, rank, size))
+    with transport_over(engine, pipe, rank, size) as transport:
         runner = build_stage_runner(
             spec, ALLOWED, placement, Seat(rank, transport, 30.0), fresh=True
         )
@@ -74,8 +91,9 @@ def train_until_lost(pipe: Connection, rank: int, size: int) -> None:
         pipe.recv()
 
 
-def test_a_killed_stage_is_seen_and_the_step_leaves_no_trace() -> None:
-    with party(train_until_lost, 2) as members:
+@pytest.mark.parametrize("engine", ["shm", pytest.param("grpc", marks=pytest.mark.sweep)])
+def test_a_killed_stage_is_seen_and_the_step_leaves_no_trace(engine: str) -> None:
+    with party(train_until_lost, 2, engine) as members:
         introduce(members)
         assert [member.receive() for member in members] == [1, 1]
         members[1].kill()

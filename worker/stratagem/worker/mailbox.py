@@ -1,9 +1,9 @@
 """Where messages of fellow members arrive: one mailbox per membership of a party.
 
-Owns what has arrived early, what is waited for, and who is gone. Messages come in on the event
-loop, receives are posted and waited for in other threads; one condition guards all. A message whose
-receive is posted goes straight into its tensor; an early one is kept, up to a limit. Must not know
-gRPC.
+Owns what has arrived early, what is waited for, and who is gone. Messages of gRPC come in on the
+event loop, receives are posted and waited for in other threads; one condition guards all. A message
+whose receive is posted goes straight into its tensor; an early one is kept, up to a limit. Must not
+know gRPC.
 """
 
 from __future__ import annotations
@@ -158,6 +158,13 @@ class Mailbox:
             self._unreserve(route)
             return self._messages.pop(route).buffer
 
+    def has(self, route: Route) -> bool:
+        """Whether `take` would not have to wait: the message is here whole, or cannot come."""
+        with self.changed:
+            message = self._messages.get(route)
+            is_here = message is not None and message.is_complete
+            return is_here or bool(self._reason(route.source, route))
+
     def end(self, reason: str) -> None:
         """Make all waits fail, now and later; nothing is written into a tensor afterwards."""
         with self.changed:
@@ -201,19 +208,7 @@ class Mailbox:
     def begin(self, route: Route, spec: TensorSpec) -> tuple[ChunkWriter, Callable[[], None]]:
         """A message starts: where its chunks go, and what to call after the last one."""
         with self.changed:
-            if self._end:
-                raise UnavailableError(f"the receiver has left the party: {self._end}")
-            if route in self._messages:
-                raise InvalidInputError.at("header.tag", f"{route} is here already")
-            receive = self._posted.get(route)
-            if self._is_awaited(route):
-                pass
-            elif receive is None:
-                self._reserve(route, spec.size_bytes)
-            elif (receive.size_bytes, receive.dtype) != (spec.size_bytes, spec.dtype):
-                raise InvalidInputError.at("header.manifest", _mismatch(receive, spec))
-            self._posted.pop(route, None)
-            message = self._messages[route] = _Message(spec, receive)
+            message = self._admit(route, spec)
 
         def write(offset: int, data: Data) -> None:
             with self.changed:  # after `end`, the tensor belongs to others again
@@ -229,7 +224,34 @@ class Mailbox:
 
         return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
+    def put(self, route: Route, data: memoryview) -> None:
+        """A message of bytes that is here whole; they are copied."""
+        spec = TensorSpec("data", "uint8", (len(data),), 0, len(data))
+        with self.changed:
+            message = self._admit(route, spec)
+            message.buffer[:] = data
+            message.is_complete = True
+            self._deliver(route, message)
+            self.changed.notify_all()
+
     # ---- inside ----
+
+    def _admit(self, route: Route, spec: TensorSpec) -> _Message:
+        """The room of a message that may come; refuses any other."""
+        if self._end:
+            raise UnavailableError(f"the receiver has left the party: {self._end}")
+        if route in self._messages:
+            raise InvalidInputError.at("header.tag", f"{route} is here already")
+        receive = self._posted.get(route)
+        if self._is_awaited(route):
+            pass
+        elif receive is None:
+            self._reserve(route, spec.size_bytes)
+        elif (receive.size_bytes, receive.dtype) != (spec.size_bytes, spec.dtype):
+            raise InvalidInputError.at("header.manifest", _mismatch(receive, spec))
+        self._posted.pop(route, None)
+        message = self._messages[route] = _Message(spec, receive)
+        return message
 
     def _is_awaited(self, route: Route) -> bool:
         """True for a message of the open step; refuses what is stale or comes twice."""

@@ -15,6 +15,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.executing.train import Segment, account, parts_to_proto, report_failure
+from stratagem.worker.party.party import noting_failures
 from stratagem.worker.party.pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.profiling import StepRecorder
@@ -54,15 +55,18 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
                 raise Interrupt(DRAINED)
             recorder.begin(runner.step + 1, plan.to_step - runner.step)
             segment.step_began_s = time.perf_counter()
-            report = runner.train_step(
-                shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
-            )
+            with noting_failures(work):
+                report = runner.train_step(
+                    shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
+                )
             segment.engine = held.engine  # the schedule may have been chosen anew
             account(work, plan, segment, report)
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step, and those that stay return to the last commit.
                 work.control.check()
                 raise Interrupt(DRAINED) if stop else Moved
+    if held.shares_memory:
+        work.host.mesh.sharing_works()
     failpoint("worker.stages.trained")
     return held
 

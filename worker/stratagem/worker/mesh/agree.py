@@ -19,15 +19,12 @@ import torch.distributed as dist
 from stratagem.worker.mesh.choice import Choice, Seat, choose, decode, encode
 from stratagem.worker.mesh.gloo import form_gloo
 from stratagem.worker.mesh.grpc import connect_grpc, leave_grpc
-from stratagem.worker.mesh.link import Link, Rendezvous
+from stratagem.worker.mesh.link import Link, MessageLink, Rendezvous
 from stratagem.worker.mesh.nccl import connect_nccl, serve_nccl
+from stratagem.worker.mesh.neighbours import SharedListener, connect, host_identity
 from stratagem.worker.mesh.segments import UnshareableError
-from stratagem.worker.mesh.shared import (
-    SharedGroup,
-    SharedListener,
-    form_shared,
-    host_identity,
-)
+from stratagem.worker.mesh.shared import SharedGroup, form_shared
+from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.peer import Group, PeerHub
 
 AUTO: Final = "auto"
@@ -102,6 +99,20 @@ def form_agreed(
             return forming.connect(chosen.engine, chosen.addresses)
 
 
+def form_messages(
+    place: Place, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
+) -> MessageLink:
+    """The same for messages; engines among "shm" and "grpc"."""
+    with ExitStack() as opened:
+        forming = _Forming(place, rendezvous, timeout_s, opened)
+        for name in engines:
+            forming.open(name)
+        try:
+            forming.agree()
+        except _Elsewhere as chosen:
+            return forming.connect_messages(chosen.engine, chosen.addresses)
+
+
 class _Forming:
     """The engines that were opened for one membership."""
 
@@ -168,6 +179,13 @@ class _Forming:
                 return connect_nccl(self._store, rank, size, addresses[0].decode(), timeout_s)
             case _:
                 return connect_grpc(self._place.hub, self._endpoint, addresses, timeout_s)
+
+    def connect_messages(self, name: str, addresses: list[bytes]) -> MessageLink:
+        group, timeout_s = self._place.group, self._timeout_s
+        if name == "shm":
+            sockets = connect(self._listener, group.rank, group.size, addresses, timeout_s)
+            return SlotLink(group.rank, group.size, sockets)
+        return connect_grpc(self._place.hub, self._endpoint, addresses, timeout_s)
 
 
 def _device_identity(device: torch.device) -> str:

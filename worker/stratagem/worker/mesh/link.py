@@ -4,7 +4,7 @@ A link belongs to one membership of a party: it is formed when all members are t
 away when one of them is lost; there is no repair. It must not know what it carries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -55,6 +55,26 @@ class Link(Protocol):
     def close(self) -> None:
         """Frees the link. After it, nothing writes into a received tensor any more, provided
         that the caller has dropped its Works."""
+
+
+class MessageLink(Protocol):
+    """Point-to-point messages whose sizes the receivers do not know, named by step and tag."""
+
+    @property
+    def name(self) -> str:
+        """Which engine this is: "shm", "grpc"."""
+
+    def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
+        """From now on take these messages, (source, tag), of this step, each once, and no older
+        step's."""
+
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> Work: ...
+
+    def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
+        """The bytes of one message, which are the caller's. Raises ExchangeError."""
+
+    def cut(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable

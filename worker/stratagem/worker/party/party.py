@@ -166,11 +166,19 @@ def form_link(
 
     exchange_offers gets what this member offers and answers with all offers, by rank.
     """
-    host, _ = split_address(work.host.address)
-    place = Place(group, work.host.hub, host, work.host.device)
     engines = work.host.mesh.engines(USABLE[method])
-    timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
-    return form_agreed(place, engines, exchange_offers, timeout_s)
+    return form_agreed(place_of(work, group), engines, exchange_offers, form_timeout_s(work))
+
+
+def place_of(work: Work, group: Group) -> Place:
+    """Where this worker stands in the group."""
+    host, _ = split_address(work.host.address)
+    return Place(group, work.host.hub, host, work.host.device)
+
+
+def form_timeout_s(work: Work) -> float:
+    """Longest wait for the connections of a membership."""
+    return min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
 
 
 @contextmanager

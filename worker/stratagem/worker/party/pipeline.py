@@ -9,7 +9,6 @@ the torch thread, but for the forming of connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,19 +22,20 @@ from stratagem.common.strategy import (
     Pipeline,
     all_reduce_of,
 )
-from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import PartyView
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, solo_exchange
 from stratagem.worker.mesh import Forming
-from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.worker.mesh.agree import form_messages
+from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.party.party import (
-    FORM_TIMEOUT_S,
     exchange_over,
     form_link,
+    form_timeout_s,
     leave,
     meet,
     noting_failures,
+    place_of,
 )
 from stratagem.worker.peer import Group
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
@@ -45,8 +45,6 @@ from stratagem.worker.pipeline.replicas import SumOverReplicas
 from stratagem.worker.pipeline.runner import Reduce, StageRunner
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport
 from stratagem.worker.work import Tally, Work
-
-Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
         runner = _runner(work, plan, where, spec, lines)
         _load_base(work, plan.base, runner)
         reduce = _reduce(work, plan, where, runner, lines)
-        names = _carrier(work, where, spec), _columns(where, lines)
+        names = _carrier(work, lines, spec), _columns(where, lines)
         holding.stages = HeldStages(view.membership, runner, reduce, lines, where.replica, *names)
     except BaseException:
         work.control.let_go()
@@ -133,14 +131,16 @@ def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
     rendezvous = partial(_meet, work, where, lines)
     try:
         if where.width > 1 and not isinstance(spec.communication, DataStore):
-            timeout_s = min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
             group = _group(work, where.view, f"replica{where.replica}", where.rank, where.width)
-            link = form_grpc(
-                work.host.hub, group, lambda _: _addresses(where, rendezvous()), timeout_s
+            link: MessageLink = form_messages(
+                place_of(work, group),
+                (*work.host.mesh.engines(("shm",)), "grpc"),
+                rendezvous,
+                form_timeout_s(work),
             )
             lines.transport, lines.carrier = PeerTransport(link), link
             return lines
-        rendezvous()
+        rendezvous(b"")
         if where.width > 1:
             key, store = work.key, work.host.activations
             membership = where.view.membership
@@ -155,25 +155,31 @@ def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
         raise
 
 
-def _meet(work: Work, where: _Where, lines: Lines) -> Members:
-    """The rendezvous of the whole party; forms the column on the way, where there are replicas."""
+def _meet(work: Work, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
+    """The rendezvous of the whole party; what the ranks of this replica offer for activations.
+
+    Forms the column on the way, where there are replicas. A member's endpoint is the size of its
+    offer for activations (4 bytes), that offer, and the one for the column.
+    """
+    activations: list[bytes] = []
+
+    def exchange(column: bytes) -> list[bytes]:
+        endpoint = len(offer).to_bytes(4, "big") + offer + column
+        columns = []
+        for each in meet(work, where.view, endpoint):
+            end = 4 + int.from_bytes(each.endpoint[:4], "big")
+            activations.append(each.endpoint[4:end])
+            columns.append(each.endpoint[end:])
+        return columns[where.rank :: where.width]
+
     if where.num_replicas == 1:
-        return meet(work, where.view, b"")
-    members: list[coordinator_pb2.RendezvousMember] = []
-
-    def offers(offer: bytes) -> list[bytes]:
-        members.extend(meet(work, where.view, offer))
-        return [each.endpoint for each in members[where.rank :: where.width]]
-
-    name = f"rank{where.rank}"
-    group = _group(work, where.view, name, where.replica, where.num_replicas)
-    lines.column = form_link(work, group, all_reduce_of(work.job.strategy), offers)
-    return members
-
-
-def _addresses(where: _Where, members: Members) -> list[bytes]:
+        exchange(b"")
+    else:
+        name = f"rank{where.rank}"
+        group = _group(work, where.view, name, where.replica, where.num_replicas)
+        lines.column = form_link(work, group, all_reduce_of(work.job.strategy), exchange)
     first = where.replica * where.width
-    return [each.address.encode() for each in members[first : first + where.width]]
+    return activations[first : first + where.width]
 
 
 def _group(work: Work, view: PartyView, name: str, rank: int, size: int) -> Group:
@@ -233,15 +239,13 @@ def _reduce(
     return SumOverReplicas(runner, exchange)
 
 
-def _carrier(work: Work, where: _Where, spec: ModelParallel) -> str:
+def _carrier(work: Work, lines: Lines, spec: ModelParallel) -> str:
     communication = spec.communication
     kind = {"DataStore": "data store"}.get(type(communication).__name__)
     kind = kind or type(communication).__name__.lower()
-    carrier = "local"
-    if where.width > 1:
-        is_store = isinstance(communication, DataStore)
-        carrier = work.host.activations.name if is_store else "grpc"
-    return f"{kind}/{carrier}"
+    if isinstance(lines.transport, LocalTransport):
+        return f"{kind}/local"
+    return f"{kind}/{lines.carrier.name if lines.carrier else work.host.activations.name}"
 
 
 def _columns(where: _Where, lines: Lines) -> str:

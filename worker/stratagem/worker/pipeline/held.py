@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stratagem.worker.mesh import Link, SharedGroup
+from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.pipeline.runner import Reduce, StageRunner
 from stratagem.worker.pipeline.transport import Transport
 
@@ -25,7 +26,7 @@ class Lines:
     """
 
     transport: Transport
-    carrier: Line | None = None
+    carrier: MessageLink | None = None
     """What carries the transport's messages, where that must be freed."""
     column: Link | SharedGroup | None = None
     """To the ranks of other replicas that hold the same stages."""
@@ -66,6 +67,11 @@ class HeldStages:
         """For people: what carries what, and in which order stages work."""
         order = f" {self.runner.order_text}" if self.runner.order_text else ""
         return f"{self.carrier}{order}{self.columns}"
+
+    @property
+    def shares_memory(self) -> bool:
+        """With the other ranks of the replica."""
+        return self.lines.carrier is not None and self.lines.carrier.name == "shm"
 
     def cut(self) -> None:
         self.lines.cut()

@@ -1,22 +1,23 @@
-"""Messages of stages over PeerService: a `GrpcLink` carries each as one run of bytes.
+"""Messages of stages from worker to worker: a link carries each as one run of bytes.
 
-What arrives early is kept by the mailbox, what is stale or comes twice is refused there.
+The link is PeerService (`mesh/grpc.py`) or memory of one host (`mesh/slots.py`). What arrives early
+is kept by the mailbox, what is stale or comes twice is refused there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.worker.mesh.grpc import GrpcLink, Send
+from stratagem.worker.mesh.link import MessageLink, Work
 from stratagem.worker.pipeline.message import Address, Message, pack, unpack
 
 
 class PeerTransport:
     """A rank whose peers are the members of a link, rank by rank."""
 
-    def __init__(self, link: GrpcLink) -> None:
+    def __init__(self, link: MessageLink) -> None:
         self._link = link
-        self._sends: list[Send] = []
+        self._sends: list[Work] = []
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
         self._link.open_step(step, [(each.source, each.tag) for each in awaited])
