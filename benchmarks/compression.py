@@ -35,6 +35,7 @@ from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
+from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.mesh import form_gloo
 from stratagem.worker.models.build import build_model
 
@@ -75,6 +76,8 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=100.0)
     parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--target", type=float, default=0.95, help="accuracy on the test split")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the MLP's layers")
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
     parser.add_argument("--variants", nargs="+", default=[*CODECS, *THEIRS])
     parser.add_argument("--member", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -90,12 +93,13 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    print(f"{options.mbit:g} Mbit/s, {options.steps} steps, MLP {WIDTHS}, target {options.target}")
+    what = f"MLP {' '.join(map(str, options.widths))}, batches of {options.batch_size}"
+    print(f"{options.mbit:g} Mbit/s, {options.steps} steps, {what}, target {options.target}")
     head = ("variant", "kB/step", "error", "accuracy", "s to target", "ms/step")
     print("| {} |\n|{}".format(" | ".join(head), "---|" * len(head)))
     with cable(options.mbit) as names, members(names) as processes:
         for variant in options.variants:
-            order = {"variant": variant, "steps": options.steps, "target": options.target}
+            order = {**vars(options), "variant": variant}
             for process in processes:
                 tell(process, order)
             introduce(processes)
@@ -198,17 +202,15 @@ def hear(process: subprocess.Popen[str]) -> Any:
 def serve(rank: int) -> None:
     torch.set_num_threads(1)
     while order := json.loads(sys.stdin.readline()):
-        if order["variant"] in THEIRS:
-            step = make_ddp(order["variant"], rank)
-        else:
-            step = make_ours(order["variant"], rank)
+        make = make_ddp if order["variant"] in THEIRS else make_ours
+        step = make(order, rank)
         print(json.dumps(run(step, order)), flush=True)
         step.close()
 
 
 def run(step: Step, order: dict[str, Any]) -> dict[str, Any]:
     """Trains, and looks at the test split every few steps; members see the same accuracy."""
-    x, y = load_data(job_of("none"), ALLOWED, DataSources())["test"].take(torch.arange(360))
+    x, y = load_data(job_of(order, "none"), ALLOWED, DataSources())["test"].take(torch.arange(360))
 
     def accuracy() -> float:
         with torch.no_grad():
@@ -238,8 +240,8 @@ def rendezvous(address: bytes) -> list[bytes]:
     return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
 
 
-def job_of(variant: str) -> JobSpec:
-    layers = list(itertools.pairwise(WIDTHS))
+def job_of(order: dict[str, Any], codec: str) -> JobSpec:
+    layers = list(itertools.pairwise(order["widths"]))
     nodes: list[dict[str, Any]] = []
     for index, (inputs, outputs) in enumerate(layers):
         kwargs = {"in_features": inputs, "out_features": outputs}
@@ -255,24 +257,28 @@ def job_of(variant: str) -> JobSpec:
             "loss": "cross_entropy",
             "optimizer": {"name": "sgd", "lr": LEARNING_RATE, "momentum": MOMENTUM},
             "steps": 10_000,
-            "batch_size": BATCH_SIZE,
+            "batch_size": order["batch_size"],
             "seed": SEED,
             "strategy": {
                 "type": "DataParallel",
                 "num_replicas": 2,
                 "aggregation": {"method": "AllReduce"},
             },
-            "compression": CODECS[variant],
+            "compression": CODECS[codec],
         }
     )
 
 
-def make_ours(variant: str, rank: int) -> Step:
-    job = job_of(variant)
+def make_ours(order: dict[str, Any], rank: int) -> Step:
+    job = job_of(order, order["variant"])
     error = gradient_error(job)
     trainer = build_trainer(job, ALLOWED, device=CPU, fresh=True)
     link = form_gloo(rank, 2, HOSTS[rank], rendezvous, 30.0)
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    buckets = GradientBuckets(
+        trainer.params,
+        num_extras=trainer.num_extras,
+        bucket_bytes=CODED_BUCKET_BYTES if trainer.compressor else BUCKET_BYTES,
+    )
     exchange = mesh_exchange(buckets, link, 2, compressor=trainer.compressor)
     owned = range(rank, rank + 1)
     return Step(
@@ -284,7 +290,7 @@ def gradient_error(job: JobSpec) -> float:
     """‖decode(encode(g)) − g‖ / ‖g‖ for the first gradient of a fresh model."""
     model = build_model(job, ALLOWED, device=CPU, fresh=True)
     data = load_data(job, ALLOWED, DataSources())["train"]
-    x, y = data.take(torch.arange(BATCH_SIZE))
+    x, y = data.take(torch.arange(job.batch_size))
     nn.functional.cross_entropy(model(x), y).backward()
     grads = [p.grad.reshape(-1).numpy() for p in model.parameters() if p.grad is not None]
     layout = [TensorLayout(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -295,11 +301,12 @@ def gradient_error(job: JobSpec) -> float:
     return float(np.linalg.norm(away - true) / np.linalg.norm(true))
 
 
-def make_ddp(variant: str, rank: int) -> Step:
+def make_ddp(order: dict[str, Any], rank: int) -> Step:
+    variant = order["variant"]
     rendezvous(b"")  # both are here
     address = f"tcp://{HOSTS[0]}:{PORT + THEIRS.index(variant)}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    job = job_of("none")
+    job = job_of(order, "none")
     model = build_model(job, ALLOWED, device=CPU, fresh=True)
     # One bucket: with several, the hook issues collectives from callbacks, in another order on each
     # member, and gloo ends both.
@@ -315,10 +322,10 @@ def make_ddp(variant: str, rank: int) -> Step:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     data = load_data(job, ALLOWED, DataSources())["train"]
-    order, numbers = BatchOrder(len(data), BATCH_SIZE, SEED), iter(range(10_000))
+    batches, numbers = BatchOrder(len(data), job.batch_size, SEED), iter(range(10_000))
 
     def step() -> None:
-        _, indices = order.batch(next(numbers))
+        _, indices = batches.batch(next(numbers))
         rows = split_rows(len(indices), 2)[rank]
         x, y = data.take(indices[rows.start : rows.stop])
         optimizer.zero_grad()

@@ -8,7 +8,10 @@ import torch
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.worker.engine import Trainer
-from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange.layout import BUCKET_BYTES
+from stratagem.worker.exchange.plan import Party
+from stratagem.worker.exchange.transport import SoloTransport
 from stratagem.worker.reference.compressed import compressed_loop
 from stratagem.worker.reference.loops import sharded_loop
 from tests.compression.support import CODECS
@@ -26,8 +29,10 @@ def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:
     return job("dropout_mlp", compression=codec, strategy=strategy, **changes)
 
 
-def train(trainer: Trainer, num_steps: int) -> list[float]:
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+def train(trainer: Trainer, num_steps: int, bucket_bytes: int = BUCKET_BYTES) -> list[float]:
+    """bucket_bytes: 1 is a bucket for each parameter, and so a portion that is coded alone."""
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
     exchange = solo_exchange(buckets, 3, trainer.compressor)
     return [trainer.train_step(exchange, range(3), 3).loss for _ in range(num_steps)]
 
@@ -47,6 +52,52 @@ def test_equals_the_compressed_loop_to_the_bit(name: str) -> None:
     expected = compressed_loop(spec, ALLOWED, 3, 5)
     assert losses == expected.losses
     assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("name", ["int8-stochastic", "ternary", "low_rank", "vsa"])
+def test_coding_bucket_by_bucket_has_the_same_bits(name: str) -> None:
+    data = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data, accumulation={"micro_batch_size": 2})
+    trainer = trainer_of(spec)
+    assert train(trainer, 5, bucket_bytes=1) == compressed_loop(spec, ALLOWED, 3, 5).losses
+    expected = trainer_of(spec)
+    train(expected, 5)
+    assert_same_bits(trainer.copy_state()[0], expected.copy_state()[0])
+
+
+class Recorder(SoloTransport):
+    """Notes which buckets were handed over before what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def launch(self, bucket: int) -> None:
+        self.notes.append(f"launch {bucket}")
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("ternary", ["launch 0", "launch 1", "launch 2"]), ("vsa", [])]
+)
+def test_coded_buckets_are_handed_over_during_backward(name: str, before: list[str]) -> None:
+    """Those of the last shard; a codec of one payload waits for all of them."""
+    trainer, recorder = trainer_of(compressed(CODECS[name])), Recorder()
+    assert [each for each, _ in trainer.params] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    trainer.params[0][1].register_post_accumulate_grad_hook(  # ahead of the last bucket's
+        lambda _: recorder.notes.append("end of backward")
+    )
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=1)
+    exchange = Exchange(buckets, Party(0, 1, 3), recorder, trainer.compressor)
+    trainer.train_step(exchange, range(3), 3)
+    ends = [place for place, note in enumerate(recorder.notes) if note == "end of backward"]
+    assert len(ends) == 3
+    launched = [note for note in recorder.notes[: ends[2]] if note != "end of backward"]
+    assert launched == before
+    assert recorder.notes[:2] == ["end of backward"] * 2
+    assert [note for note in recorder.notes if note != "end of backward"] == [
+        f"launch {bucket}" for bucket in range(5)
+    ]
 
 
 def test_codec_none_changes_nothing() -> None:
@@ -177,15 +228,16 @@ def test_micro_batches_are_coded_once_together() -> None:
     assert_same_bits(model_of(trainer), dict(expected.state))
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES])
 @pytest.mark.parametrize("what", ["nan", "nan gradient"])
-def test_a_skipped_step_leaves_no_residual(what: str) -> None:
+def test_a_skipped_step_leaves_no_residual(what: str, bucket_bytes: int) -> None:
     told = {"entrypoint": "tests.engine.userland:Told", "kwargs": {"at": 5, "what": what}}
     accumulation = {"non_finite": "skip_step"}
     spec = compressed(CODECS["ternary"], accumulation=accumulation)
     trainer = trainer_of(with_fields(spec, {"model": told}))
-    exchange = solo_exchange(
-        GradientBuckets(trainer.params, num_extras=trainer.num_extras), 3, trainer.compressor
-    )
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
     trainer.train_step(exchange, range(3), 3)
     before = trainer.copy_state()[0]
     report = trainer.train_step(exchange, range(3), 3)

@@ -7,6 +7,7 @@ import pytest
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange.layout import BUCKET_BYTES
 from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.reference.compressed import compressed_loop
 from tests.compression.support import CODECS
@@ -19,9 +20,12 @@ NUM_STEPS = 5
 DATA = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 50}}
 
 
-def member(link: Link, trainer: Trainer, num_shards: int, num_steps: int) -> str:
+def member(
+    link: Link, trainer: Trainer, num_shards: int, num_steps: int, bucket_bytes: int = BUCKET_BYTES
+) -> str:
     """Trains; the engine's name."""
-    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
     exchange = mesh_exchange(
         buckets, link, num_shards, deadline_s=LONG_S, compressor=trainer.compressor
     )
@@ -35,24 +39,25 @@ def member(link: Link, trainer: Trainer, num_shards: int, num_steps: int) -> str
 
 
 @pytest.mark.parametrize(
-    ("name", "num_members", "num_shards", "engine"),
+    ("name", "num_members", "num_shards", "engine", "bucket_bytes"),
     [
-        ("ternary", 2, 3, "grpc payloads, ternary"),
-        ("low_rank", 3, 4, "grpc payloads, low_rank"),
-        ("vsa-int8", 2, 2, "grpc payloads, vsa"),
+        ("ternary", 2, 3, "grpc payloads, ternary", BUCKET_BYTES),
+        ("ternary", 3, 7, "grpc payloads, ternary", 1),
+        ("low_rank", 3, 4, "grpc payloads, low_rank", 1),
+        ("vsa-int8", 2, 2, "grpc payloads, vsa", 1),
         # Four shards of half the bytes are no fewer than a sum there and back.
-        ("fp16", 3, 4, "grpc, fp16"),
+        ("fp16", 3, 4, "grpc, fp16", 1),
     ],
 )
 async def test_members_have_the_bits_of_the_compressed_loop(
-    name: str, num_members: int, num_shards: int, engine: str
+    name: str, num_members: int, num_shards: int, engine: str, bucket_bytes: int
 ) -> None:
     spec = job("mlp", compression=CODECS[name], strategy=_strategy(num_shards), data=DATA)
     trainers = [trainer_of(spec) for _ in range(num_members)]
     async with grpc_party(num_members) as links:
         names = await asyncio.gather(
             *(
-                asyncio.to_thread(member, link, trainer, num_shards, NUM_STEPS)
+                asyncio.to_thread(member, link, trainer, num_shards, NUM_STEPS, bucket_bytes)
                 for link, trainer in zip(links, trainers, strict=True)
             )
         )
@@ -71,13 +76,14 @@ async def test_members_have_the_bits_of_the_compressed_loop(
 
 
 async def test_gloo_carries_messages_too() -> None:
+    """Bucket by bucket."""
     spec = job("mlp", compression="ternary", strategy=_strategy(2))
     trainers = [trainer_of(spec) for _ in range(2)]
     of = meeting(2)
 
     def formed(rank: int, trainer: Trainer) -> str:
         link = form_gloo(rank, 2, "127.0.0.1", of(rank), LONG_S)
-        return member(link, trainer, 2, NUM_STEPS)
+        return member(link, trainer, 2, NUM_STEPS, bucket_bytes=1)
 
     names = await asyncio.gather(
         *(asyncio.to_thread(formed, rank, trainer) for rank, trainer in enumerate(trainers))

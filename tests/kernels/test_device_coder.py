@@ -18,7 +18,9 @@ from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.coder import HostCoder, coder_of
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.device_coder import DeviceCoder
-from stratagem.worker.exchange.payloads import add_up
+from stratagem.worker.exchange.layout import plan_layout
+from stratagem.worker.exchange.payloads import Summing
+from stratagem.worker.exchange.portions import Portion
 from tests.compression.support import CODECS, ODD, codec_of
 
 HAS_GPU = torch.cuda.is_available()
@@ -72,6 +74,18 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return [x.cpu().numpy().tobytes() for x in left] == [x.cpu().numpy().tobytes() for x in right]
 
 
+def whole(compressor: Compressor) -> Portion:
+    """All tensors at once, as on a device."""
+    parameters = [(each.name, torch.float32, torch.Size(each.shape)) for each in compressor.layout]
+    (portion,) = compressor.portions(plan_layout(parameters, num_extras=2))
+    return portion
+
+
+def code(compressor: Compressor, shard: int, tensors: Sequence[Tensor], extras: Tensor) -> None:
+    compressor.code(shard, whole(compressor), tensors)
+    compressor.end(shard, extras)
+
+
 class Pair:
     """The same compressor on the host and on the device."""
 
@@ -89,13 +103,14 @@ class Pair:
             plain = gradients(10 * step + shard, scale)
             moved = [each.to(self.device, copy=True) for each in plain]
             extras = torch.tensor([3.0, step], dtype=torch.float64)
-            self.host.code(shard, plain, extras)
-            self.there.code(shard, moved, extras)
-            message = self.host.messages[shard]
-            assert same([message], [self.there.messages[shard]])
+            code(self.host, shard, plain, extras)
+            code(self.there, shard, moved, extras)
+            message = self.host.message(shard)
+            assert same([message], [self.there.message(shard)])
             assert same(plain, moved)
-            self.host.decode(shard, message, plain, adds=shard == 0)
-            found = self.there.decode(shard, message.to(self.device), moved, adds=shard == 0)
+            adds, there = shard == 0, message.to(self.device)
+            self.host.decode(shard, whole(self.host), message, plain, adds=adds)
+            found = self.there.decode(shard, whole(self.there), there, moved, adds=adds)
             assert same(plain, moved)
             assert torch.equal(found, extras)
         for compressor in (self.host, self.there):
@@ -138,7 +153,7 @@ def test_messages_are_added_where_the_sum_lies(
         compressor.begin_step(1, range(5))
     decoded = [gradients(shard) for shard in range(5)]
     for shard, each in enumerate(decoded):
-        pair.host.code(shard, each, torch.full((2,), float(shard), dtype=torch.float64))
+        code(pair.host, shard, each, torch.full((2,), float(shard), dtype=torch.float64))
     for compressor, where in ((pair.host, torch.device("cpu")), (pair.there, pair.device)):
         params = [
             (each, nn.Parameter(torch.zeros(shape, device=where))) for each, shape in SHAPES.items()
@@ -146,13 +161,14 @@ def test_messages_are_added_where_the_sum_lies(
         buckets = GradientBuckets(params, num_extras=2)
         partials = {}
         for shard in own:
-            flats, views = buckets.scratch()
+            flats, views = buckets.scratch(buckets.all)
             for view, gradient in zip(views, decoded[shard], strict=True):
                 view.copy_(gradient)
             flats[-1].fill_(float(shard))
             partials[Node(shard, shard + 1)] = flats
-        incoming = {s: pair.host.messages[s] for s in range(5) if s not in own}
-        sums.append(add_up(buckets, compressor, 5, partials, incoming))
+        incoming = {s: pair.host.message(s) for s in range(5) if s not in own}
+        portion = whole(compressor)
+        sums.append(Summing(buckets, compressor, portion, partials, incoming).total(5))
     assert same(*sums)
 
 
@@ -163,11 +179,11 @@ def test_what_is_not_finite_is_refused_by_name(name: str, place: str) -> None:
     spoiled = [each.to(place) for each in gradients(0)]
     spoiled[3][6] = float("nan")
     with pytest.raises(UserCodeError, match="non-finite gradient of bias at step 2"):
-        compressor.code(0, spoiled, torch.ones(2, dtype=torch.float64))
+        code(compressor, 0, spoiled, torch.ones(2, dtype=torch.float64))
     skipping = compressor_of(name, torch.device(place), may_skip=True)
     skipping.begin_step(2, range(1))
     extras = torch.ones(2, dtype=torch.float64)
-    skipping.code(0, spoiled, extras)
+    code(skipping, 0, spoiled, extras)
     assert extras.isnan().all()
     assert not any(each.any() for each in spoiled)
 

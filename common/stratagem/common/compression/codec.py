@@ -73,6 +73,11 @@ class Codec(Protocol):
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         """What the receiver makes of a payload that was encoded with the key."""
 
+    def part(self, places: range) -> Codec | None:
+        """The codec of these neighbours in the layout alone, with the same bits: the payloads of
+        all parts, in order, are the payload, and each keeps the state of its own tensors. None
+        where tensors share a payload."""
+
 
 class TensorCodec(Protocol):
     """For one tensor of known size."""
@@ -122,8 +127,9 @@ class Plain:
 class PerTensor:
     """Each tensor by a codec of its own; as it is where that would not make it smaller."""
 
-    def __init__(self, layout: Layout, codecs: Sequence[TensorCodec]) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
+        """first: place of the first tensor in a layout of which this one is a part."""
+        self._layout, self._first = layout, first
         self.bypassed = tuple(
             spec.name
             for spec, codec in zip(layout, codecs, strict=True)
@@ -144,7 +150,9 @@ class PerTensor:
         check_finite(self._layout, tensors)
         parts = [
             codec.encode(tensor, derive(key, place))
-            for place, (codec, tensor) in enumerate(zip(self._codecs, tensors, strict=True))
+            for place, (codec, tensor) in enumerate(
+                zip(self._codecs, tensors, strict=True), self._first
+            )
         ]
         return joined(parts), state
 
@@ -152,6 +160,11 @@ class PerTensor:
         del key
         parts = split(payload, [codec.payload_bytes for codec in self._codecs])
         return [codec.decode(part) for codec, part in zip(self._codecs, parts, strict=True)]
+
+    def part(self, places: range) -> PerTensor:
+        cut = slice(places.start, places.stop)
+        first = self._first + places.start
+        return PerTensor(self._layout[cut], self._codecs[cut], first=first)
 
 
 def to_bytes(values: NDArray[np.generic]) -> ByteArray:

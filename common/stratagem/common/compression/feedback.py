@@ -54,3 +54,9 @@ class ErrorFeedback:
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         return self._codec.decode(payload, key)
+
+    def part(self, places: range) -> ErrorFeedback | None:
+        inner = self._codec.part(places)
+        if inner is None:
+            return None
+        return ErrorFeedback(self._layout[places.start : places.stop], inner)

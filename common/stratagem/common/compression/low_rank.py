@@ -56,7 +56,7 @@ class LowRank:
     """4 r (n + m) bytes for an (n, m) matrix: the columns of P, then those of Q."""
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
-        self._layout, self._seed = layout, seed
+        self._layout, self._rank, self._seed = layout, rank, seed
         self._matrices = [_matrix(spec.name, spec.shape, rank) for spec in layout]
         self.bypassed = tuple(
             spec.name
@@ -95,6 +95,10 @@ class LowRank:
             _product(matrix, from_bytes(part, "<f4").astype(np.float32))
             for matrix, part in zip(self._matrices, parts, strict=True)
         ]
+
+    def part(self, places: range) -> LowRank:
+        cut = self._layout[places.start : places.stop]
+        return LowRank(cut, rank=self._rank, seed=self._seed)
 
     def _start(self, matrix: _Matrix, key: int = 0) -> FloatArray:
         """(rank, columns), values in [-1/2, 1/2)."""

@@ -171,6 +171,9 @@ class Vsa:
             )
         ]
 
+    def part(self, places: range) -> None:
+        """All tensors are in one bundle."""
+
     @np.errstate(over="ignore", invalid="ignore")  # who calls looks at the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:
         return bundle(

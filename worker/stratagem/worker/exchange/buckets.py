@@ -12,20 +12,30 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stratagem.worker.exchange.layout import Layout, plan_layout
+from stratagem.worker.exchange.layout import BUCKET_BYTES, Layout, plan_layout
 
 
 class GradientBuckets:
     """Fixed buckets for these parameters, and `num_extras` float64 values beside them."""
 
-    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], *, num_extras: int) -> None:
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        num_extras: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """bucket_bytes: of a bucket of several parameters, at most."""
         frozen = [name for name, param in params if not param.requires_grad]
         if frozen:
             raise ValueError(f"parameters without gradient do not belong here: {frozen}")
         self.layout: Layout = plan_layout(
-            [(name, param.dtype, param.shape) for name, param in params], num_extras=num_extras
+            [(name, param.dtype, param.shape) for name, param in params],
+            num_extras=num_extras,
+            bucket_bytes=bucket_bytes,
         )
         self.layout_digest = self.layout.digest
+        self.all: range = range(len(self.layout.buckets))
         self._params = [param for _, param in params]
         self.device = params[0][1].device if params else torch.device("cpu")
         self._sets: list[list[Tensor]] = []
@@ -57,7 +67,7 @@ class GradientBuckets:
     def tensors(self, index: int) -> list[Tensor]:
         """The flat buckets of one set, extras last. Set 0 is where sums end up."""
         while len(self._sets) <= index:
-            self._add_set(self._make_flats())
+            self._add_set(self._make_flats(self.all))
         return self._sets[index]
 
     def views(self, index: int) -> list[Tensor]:
@@ -65,10 +75,10 @@ class GradientBuckets:
         self.tensors(index)
         return self._views[index]
 
-    def scratch(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
-        flats = self._make_flats()
-        return flats, self.views_of(flats)
+    def scratch(self, which: range) -> tuple[list[Tensor], list[Tensor]]:
+        """(these flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
+        flats = self._make_flats(which)
+        return flats, self.views_of(flats, which)
 
     def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
         """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
@@ -162,22 +172,23 @@ class GradientBuckets:
             flat.div_(divisor)
         self.expose()
 
-    def _make_flats(self) -> list[Tensor]:
+    def _make_flats(self, which: range) -> list[Tensor]:
         # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
-        return [
-            torch.zeros(bucket.numel, dtype=bucket.dtype, device=self.device)
-            for bucket in self.layout.buckets
-        ]
+        buckets = self.layout.buckets[which.start : which.stop]
+        return [torch.zeros(each.numel, dtype=each.dtype, device=self.device) for each in buckets]
 
     def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)
-        self._views.append(self.views_of(flats))
+        self._views.append(self.views_of(flats, self.all))
 
-    def views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients in flat buckets, by parameter."""
+    def views_of(self, flats: Sequence[Tensor], which: range) -> list[Tensor]:
+        """The gradients in these flat buckets, in order of parameter."""
         return [
-            flats[slot.bucket].narrow(0, slot.offset, slot.shape.numel()).view(slot.shape)
+            flats[slot.bucket - which.start]
+            .narrow(0, slot.offset, slot.shape.numel())
+            .view(slot.shape)
             for slot in self.layout.slots
+            if slot.bucket in which
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:

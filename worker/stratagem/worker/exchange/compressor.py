@@ -3,7 +3,8 @@
 The unit is the shard. Whoever owns it codes its gradient, and everybody, the owner too, adds what
 decoding gives. So sums have the same bits whoever owns which shards and whatever carries them, as a
 message or not at all. What the codec keeps (residuals) belongs to the shard and changes only when
-the step has been applied. Used by the torch thread and the thread of an exchange in turn.
+the step has been applied. Portions of a shard are coded in the torch thread, while the thread of an
+exchange sends and decodes those before.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from stratagem.common.compression import NonFiniteError, TensorLayout, derive, m
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.worker.exchange.coder import State, coder_of
+from stratagem.worker.exchange.layout import Layout
+from stratagem.worker.exchange.portions import Portion, plan_portions
 from stratagem.worker.mesh.staging import to_host
 
 _STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
@@ -34,8 +37,21 @@ class Traffic:
     """What the same steps would have sent as float32."""
 
 
+@dataclass(slots=True)
+class _Coded:
+    """What has been made of a shard of the step under way."""
+
+    payloads: dict[int, Tensor]
+    """By portion: uint8 on the CPU. The last portion has the first parameters."""
+    state: dict[str, Tensor]
+    extras: Tensor | None = None
+    is_spoiled: bool = False
+    """Whether something was not finite."""
+
+
 class Compressor:
-    """Codes and decodes shards of one model. A *message* is a payload and the shard's extras."""
+    """Codes and decodes shards of one model. A *message* is a payload and the shard's extras; a
+    *piece* is a portion's share of it, and the extras go with the last one."""
 
     def __init__(
         self,
@@ -57,61 +73,107 @@ class Compressor:
             TensorLayout(name, tuple(param.shape)) for name, param in params
         )
         self._codec = make_codec(spec, layout, seed)
-        device = params[0][1].device if params else torch.device("cpu")
-        self._coder = coder_of(spec, layout, self._codec, device)
+        self._device = params[0][1].device if params else torch.device("cpu")
+        self._coder = coder_of(spec, layout, self._codec, self._device)
+        self._portions: dict[str, list[Portion]] = {}
         self._may_skip = may_skip
         self._seed = seed if spec.seed is None else spec.seed
+        self._num_extras = num_extras
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
         self.message_bytes = self._codec.payload_bytes + 8 * num_extras
         self.bypassed = self._codec.bypassed
         self._owned: range | None = None
         self._states: dict[int, State] = {}
-        self._coded: dict[int, State] = {}  # of the step under way
-        self.messages: dict[int, Tensor] = {}
-        """Of the step under way, by own shard: uint8 on the CPU."""
+        self._coded: dict[int, _Coded] = {}  # of the step under way
         self._step = 0
+
+    def portions(self, layout: Layout) -> list[Portion]:
+        """In what portions shards are coded whose gradients lie in these buckets."""
+        if layout.digest not in self._portions:
+            found = plan_portions(layout, self._codec, self._coder, self._device)
+            self._portions[layout.digest] = found
+        return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
         """Forgets a step that was not applied. `owned` may change only after `load_state`."""
-        self._step = step
-        self._coded, self.messages = {}, {}
+        self._step, self._coded = step, {}
         if self.keeps_state and owned != self._owned:
             self._own(owned)
 
-    def code(self, shard: int, gradients: Sequence[Tensor], extras: Tensor) -> None:
-        """Makes the shard's message and leaves in the gradients what it says. Where they are not
-        finite, raises UserCodeError, or makes the extras NaN, by which all members know."""
+    def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
+        """Codes a portion of the shard and leaves in its gradients, of all parameters, what was
+        coded. Where they are not finite, raises UserCodeError or makes them zero and spoils the
+        shard."""
+        coded = self._coded.setdefault(shard, _Coded({}, {}))
         before = self._states[shard] if self.keeps_state else {}
+        kept = {name: before[name] for name in portion.state_names} if before else {}
+        chosen = gradients[portion.places.start : portion.places.stop]
         try:
-            payload, after = self._coder.code(gradients, before, self._key(shard))
+            payload, after = portion.coder.code(chosen, kept, self._key(shard))
         except NonFiniteError as error:
-            if self._may_skip:
-                for each in gradients:
-                    each.zero_()
-                self.code(shard, gradients, extras.fill_(torch.nan))
-                return
-            raise UserCodeError(
-                "FloatingPointError",
-                f"non-finite gradient of {error.name} at step {self._step}",
-                activity=f"training step {self._step}",
-            ) from None
-        self._coded[shard] = after
-        self.messages[shard] = torch.cat([payload, extras.view(torch.uint8)])
+            if not self._may_skip:
+                raise self._not_finite(error) from None
+            coded.is_spoiled = True
+            for each in chosen:
+                each.zero_()
+            self.code(shard, portion, gradients)
+            return
+        coded.payloads[portion.index] = payload
+        coded.state.update(after)
+
+    def end(self, shard: int, extras: Tensor) -> None:
+        """All of the shard is coded, and its message is complete. Makes the extras NaN where
+        something was not finite, by which all members know."""
+        if self._coded[shard].is_spoiled:
+            extras.fill_(torch.nan)
+        self._coded[shard].extras = extras.clone()
+
+    def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
+        """What others get of a coded portion of an own shard: uint8 on the CPU."""
+        coded = self._coded[shard]
+        payload = coded.payloads[portion.index]
+        if not is_last:
+            return payload
+        assert coded.extras is not None
+        return torch.cat([payload, coded.extras.view(torch.uint8)])
+
+    def piece_bytes(self, portion: Portion, *, is_last: bool) -> int:
+        return portion.num_bytes + 8 * self._num_extras * is_last
+
+    def message(self, shard: int) -> Tensor:
+        """Of an own shard: uint8 on the CPU."""
+        coded = self._coded[shard]
+        assert coded.extras is not None
+        payloads = [coded.payloads[index] for index in sorted(coded.payloads, reverse=True)]
+        return torch.cat([*payloads, coded.extras.view(torch.uint8)])
+
+    def cut(self, message: Tensor, portions: Sequence[Portion]) -> list[Tensor]:
+        """The pieces of a whole message, by portion."""
+        sizes = [portion.num_bytes for portion in reversed(portions)]
+        *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
+        last, *others = payloads
+        return [*reversed(others), torch.cat([last, extras])]
 
     def decode(
-        self, shard: int, message: Tensor, gradients: Sequence[Tensor], *, adds: bool = False
+        self,
+        shard: int,
+        portion: Portion,
+        piece: Tensor,
+        gradients: Sequence[Tensor],
+        *,
+        adds: bool = False,
     ) -> Tensor:
-        """What another member's message says: the gradients, which it leaves there, or adds; and
-        its extras (float64, on the CPU), which it returns."""
-        payload = message[: self._codec.payload_bytes]
-        extras = to_host(message[self._codec.payload_bytes :])
-        self._coder.decode(payload, self._key(shard), gradients, adds=adds)
+        """What another member's piece says: the portion's gradients, which it leaves there, or
+        adds; and the extras in it (float64, on the CPU; none but in the last), which it returns."""
+        extras = to_host(piece[portion.num_bytes :])
+        payload = piece[: portion.num_bytes]
+        portion.coder.decode(payload, self._key(shard), gradients, adds=adds)
         return extras.wait().clone().view(torch.float64)
 
     def applied(self) -> None:
         """The step has been applied: its residuals count from now on."""
         if self.keeps_state:
-            self._states.update(self._coded)
+            self._states.update({shard: each.state for shard, each in self._coded.items()})
         self._coded = {}
 
     def count(self, sent_bytes: int, uncompressed_bytes: int) -> None:
@@ -160,6 +222,13 @@ class Compressor:
         self._states = {
             shard: self._states.get(shard) or self._coder.initial_state() for shard in owned
         }
+
+    def _not_finite(self, error: NonFiniteError) -> UserCodeError:
+        return UserCodeError(
+            "FloatingPointError",
+            f"non-finite gradient of {error.name} at step {self._step}",
+            activity=f"training step {self._step}",
+        )
 
     def _key(self, shard: int) -> int:
         return derive(self._seed, self._step, shard)

@@ -2,7 +2,8 @@
 
 The sum has the same bits whoever computes which shards and whatever carries the bytes: shards are
 added in the tree of `common.shards`, each slot in its fixed place. Overlaps with backward: while
-the last own shard runs, each bucket is handed to the transport when it is full, in order.
+the last own shard runs, each bucket is handed to the transport when it is full, in order; with a
+codec, when the buckets that are coded together are full and coded.
 Used by one thread; only `cut` may come from another. Knows neither model nor optimizer.
 """
 
@@ -39,6 +40,8 @@ class Exchange:
         """compressor: what is added of each shard is what its codec leaves of it."""
         self.buckets, self.party, self.transport = buckets, party, transport
         self._compressor = compressor
+        self._portions = compressor.portions(buckets.layout) if compressor else []
+        self._num_coded = 0  # portions of the shard that was begun
         buckets.hold()
         self._steps: dict[int, Step] = {}
         self._step: Step | None = None
@@ -84,6 +87,7 @@ class Exchange:
         if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
             raise ValueError(f"shard {shard} is not the next of {plan.live}")
         self._num_to_come = num_micro_batches - 1
+        self._num_coded = 0
         self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
 
     def next_micro_batch(self) -> None:
@@ -121,7 +125,9 @@ class Exchange:
         own_set = plan.sets[self._num_done]
         self.buckets.end(own_set, extras)
         if self._compressor is not None:
-            self._compressor.code(shard, self.buckets.views(own_set), extras)
+            while self._num_coded < len(self._portions):
+                self._code_next(self._compressor)
+            self._compressor.end(shard, extras)
             self.buckets.tensors(own_set)[-1].copy_(extras)
         self._num_done += 1
         if self._num_done < len(plan.live):
@@ -162,20 +168,42 @@ class Exchange:
     def _on_full(self, plan: Step) -> Callable[[int], None] | None:
         """Who hears of full buckets in the next backward."""
         is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
-        may_start = is_last and self._compressor is None  # else all of it is coded first
-        return self._mark_full if may_start else None
+        return self._mark_full if is_last else None
 
     def _mark_full(self, bucket: int) -> None:
         self._full[bucket] = True
+        if self._compressor is not None:
+            while self._num_coded < len(self._portions) and self._is_full(self._num_coded):
+                self._code_next(self._compressor)
         self._launch()
+
+    def _is_full(self, portion: int) -> bool:
+        """The extras, which come last, are not coded."""
+        buckets = self._portions[portion].buckets
+        return all(self._full[bucket] for bucket in buckets if bucket < len(self._full) - 1)
+
+    def _code_next(self, compressor: Compressor) -> None:
+        plan, portion = self._current(), self._portions[self._num_coded]
+        gradients = self.buckets.views(plan.sets[self._num_done])
+        compressor.code(plan.live[self._num_done], portion, gradients)
+        self._num_coded += 1
 
     def _launch(self) -> None:
         """Hands over full buckets, never one before its predecessor: the order is data."""
-        while self._next_bucket < len(self._full) and self._full[self._next_bucket]:
+        while self._next_bucket < len(self._full) and self._may_launch(self._next_bucket):
             bucket = self._next_bucket
             self._next_bucket += 1
             self._fold(bucket, -1)
             self.transport.launch(bucket)
+
+    def _may_launch(self, bucket: int) -> bool:
+        """Only what is coded already, of a shard that is coded."""
+        is_done = not self._portions or self._num_done == len(self._current().live)
+        return self._full[bucket] and (is_done or bucket < self._coded_buckets)
+
+    @property
+    def _coded_buckets(self) -> int:
+        return self._portions[self._num_coded - 1].buckets.stop if self._num_coded else 0
 
     def _fold(self, bucket: int, nth_shard: int) -> None:
         folds = self._current().folds

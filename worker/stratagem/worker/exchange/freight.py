@@ -22,7 +22,7 @@ from stratagem.common.shards import Node
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.layout import Layout
-from stratagem.worker.exchange.payloads import add_up, put
+from stratagem.worker.exchange.payloads import Summing, put
 from stratagem.worker.exchange.plan import Step
 from stratagem.worker.mesh.staging import host_room
 
@@ -91,7 +91,7 @@ class SumFreight:
         return [one_set[bucket] for one_set in self._sets[: len(self._nodes)]]
 
     def unload(self) -> None:
-        put(self._sets[0], self.inbox, self._divisor)
+        put(self._sets[0], self.inbox, self._divisor, has_extras=True)
 
 
 class CodedFreight:
@@ -142,30 +142,41 @@ class CodedFreight:
         assert self._step is not None
         if bucket < len(self._buckets.layout.buckets) - 1:
             return []
-        return [self._compressor.messages[shard] for shard in self._step.live]
+        return [self._compressor.message(shard) for shard in self._step.live]
 
     def unload(self) -> None:
         assert self._step is not None
         if self._are_forwarded:
-            step, size = self._step, self._compressor.message_bytes
-            incoming = {
-                shard: self.inbox[0][shard * size : (shard + 1) * size]
-                for shard in range(step.num_live)
-                if shard not in step.live
-            }
-            partials = dict(zip(step.nodes[self._rank], self._sets, strict=False))
-            total = add_up(self._buckets, self._compressor, step.num_live, partials, incoming)
+            self._add_up(self._step)
         else:
-            total, views = self._buckets.scratch()
-            start = 0
-            for view in views:
-                view.copy_(self.inbox[0][start : start + view.numel()].view(view.shape))
-                start += view.numel()
-            total[-1].copy_(self.inbox[1])
-        put(self._sets[0], total, self._divisor)
+            self._take_sums()
         num_messages, num_sums = len(self._step.live), len(self._step.nodes[self._rank])
         compressor = self._compressor
         compressor.count(num_messages * compressor.message_bytes, num_sums * compressor.raw_bytes)
+
+    def _add_up(self, step: Step) -> None:
+        compressor, size = self._compressor, self._compressor.message_bytes
+        portions = compressor.portions(self._buckets.layout)
+        pieces = {
+            shard: compressor.cut(self.inbox[0][shard * size : (shard + 1) * size], portions)
+            for shard in range(step.num_live)
+            if shard not in step.live
+        }
+        for portion in portions:
+            own = [[flats[bucket] for bucket in portion.buckets] for flats in self._sets]
+            partials = dict(zip(step.nodes[self._rank], own, strict=False))
+            incoming = {shard: cut[portion.index] for shard, cut in pieces.items()}
+            summing = Summing(self._buckets, compressor, portion, partials, incoming)
+            is_last = portion is portions[-1]
+            put(own[0], summing.total(step.num_live), self._divisor, has_extras=is_last)
+
+    def _take_sums(self) -> None:
+        views, start = self._buckets.views_of(self._sets[0], self._buckets.all), 0
+        for view in views:
+            view.copy_(self.inbox[0][start : start + view.numel()].view(view.shape))
+            start += view.numel()
+        self._sets[0][-1].copy_(self.inbox[1])
+        put(self._sets[0], self._sets[0], self._divisor, has_extras=True)
 
 
 def _entry(bucket: int, node: Node | None, tensor: Tensor) -> Entry:

@@ -14,6 +14,8 @@ import torch
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+CODED_BUCKET_BYTES = 4 << 20
+"""With a codec, where the link waits for a bucket to be coded as well as for its backward."""
 SLOT_BYTES = 64
 """Slots begin at multiples of this: the bits of a GEMM depend on the alignment of its operands."""
 
@@ -57,7 +59,10 @@ class Layout:
 
 
 def plan_layout(
-    params: Sequence[tuple[str, torch.dtype, torch.Size]], *, num_extras: int
+    params: Sequence[tuple[str, torch.dtype, torch.Size]],
+    *,
+    num_extras: int,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Layout:
     """Fills buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
     slots: list[Slot] = []
@@ -68,7 +73,7 @@ def plan_layout(
         dtype = _bucket_dtype(name, param_dtype)
         step = SLOT_BYTES // dtype.itemsize
         numel = -(-shape.numel() // step) * step
-        limit_bytes = FIRST_BUCKET_BYTES if len(sizes) == 1 else BUCKET_BYTES
+        limit_bytes = min(FIRST_BUCKET_BYTES, bucket_bytes) if len(sizes) == 1 else bucket_bytes
         fits = sizes and (sizes[-1] + numel) * dtype.itemsize <= limit_bytes
         if not fits or dtypes[-1] != dtype:
             dtypes.append(dtype)

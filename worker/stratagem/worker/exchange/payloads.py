@@ -2,13 +2,14 @@
 
 Everybody decodes all of them and adds them in the tree, so nothing but messages is sent. That is
 fewer bytes than exchanging sums as long as the messages of all shards together are smaller than
-two sets of gradients; `pays_off` is the rule, the same for all members.
+two sets of gradients; `pays_off` is the rule, the same for all members. Messages go portion by
+portion, while backward and coding are still busy with the next ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.mesh import Turn
 from stratagem.worker.exchange.plan import Party, Step
+from stratagem.worker.exchange.portions import Portion
 from stratagem.worker.mesh.link import Link, Work
 from stratagem.worker.mesh.staging import host_room
 
@@ -35,8 +37,8 @@ def pays_off(compressor: Compressor, num_shards: int) -> bool:
 class _Prepared:
     step: Step
     sets: Sequence[Sequence[Tensor]]
-    incoming: Mapping[int, Tensor]
-    """By shard of another member, where its message arrives."""
+    incoming: Sequence[Mapping[int, Tensor]]
+    """By portion, and by shard of another member: where its piece arrives."""
 
 
 class PayloadMethod:
@@ -49,98 +51,186 @@ class PayloadMethod:
     ) -> None:
         self._link, self._buckets, self._party = link, buckets, party
         self._compressor = compressor
+        self._portions = compressor.portions(buckets.layout)
         self._owners = {
             shard: rank
             for rank, owned in enumerate(assign_shards(party.num_shards, party.size))
             for shard in owned
         }
-        self.num_tags = party.num_shards
+        self.num_tags = party.num_shards * len(self._portions)
 
     def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
         foreign = [shard for shard in range(step.num_live) if shard not in step.live]
-        return _Prepared(step, sets, {shard: self._room(sets[0][0].device) for shard in foreign})
+        device = sets[0][0].device
+        incoming = [
+            {shard: self._room(self._size(portion), device) for shard in foreign}
+            for portion in self._portions
+        ]
+        return _Prepared(step, sets, incoming)
 
-    def _room(self, device: torch.device) -> Tensor:
-        """For a message that goes to this device."""
-        num_bytes = self._compressor.message_bytes
+    def _is_last(self, portion: Portion) -> bool:
+        return portion.index == len(self._portions) - 1
+
+    def _size(self, portion: Portion) -> int:
+        return self._compressor.piece_bytes(portion, is_last=self._is_last(portion))
+
+    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """For a piece that goes to this device."""
         if self._link.name in ON_DEVICE:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return host_room((num_bytes,), torch.uint8, device)
 
     def run(self, prepared: _Prepared, turn: Turn) -> None:
-        turn.await_launch(len(self._buckets.layout.buckets) - 1)
-        receives, sends = self._post(prepared, turn.first_tag)
-        turn.wait(receives)
+        under_way = _UnderWay(self._portions, turn)
+        if not self._link.in_order:
+            # Ahead of all sends: gloo tells a peer of a receive behind what it sends itself, so
+            # members that send first would take turns.
+            for portion in self._portions:
+                under_way.receives.append(self._receive(prepared, portion, turn.first_tag))
         step, sets = prepared.step, prepared.sets
-        partials = dict(zip(step.nodes[self._link.rank], sets, strict=False))
-        incoming = prepared.incoming
-        total = add_up(self._buckets, self._compressor, step.num_live, partials, incoming)
-        put(sets[0], total, turn.divisor)
-        turn.wait(sends)
+        for portion in self._portions:
+            self._send_ready(under_way, prepared, portion)
+            turn.wait(under_way.receives[portion.index])
+            self._send_ready(under_way, prepared, portion)  # what is ready by now
+            own = [[flats[bucket] for bucket in portion.buckets] for flats in sets]
+            partials = dict(zip(step.nodes[self._link.rank], own, strict=False))
+            incoming = prepared.incoming[portion.index]
+            summing = Summing(self._buckets, self._compressor, portion, partials, incoming)
+            put(own[0], summing.total(step.num_live), turn.divisor, self._is_last(portion))
+        turn.wait(under_way.sends)
+        self._count(len(step.live))
 
-    def _post(self, prepared: _Prepared, first_tag: int) -> tuple[list[Work], list[Work]]:
-        """(receives, sends). A link that goes by order alone needs mirrored orders: of two members
-        the lower one sends first. Over others receives go first: gloo tells a peer of one behind
-        what it sends itself, so members that send first would take turns."""
-        link, receives, sends = self._link, list[Work](), list[Work]()
-        device = next((each.device for each in prepared.incoming.values()), torch.device("cpu"))
-        own = [(s, self._compressor.messages[s].to(device)) for s in prepared.step.live]
-        for peer in range(link.size):
-            if peer == link.rank:
-                continue
-            sends_first = link.in_order and link.rank < peer
-            for is_send in (True, False) if sends_first else (False, True):
-                if is_send:
-                    sends += [link.send(peer, first_tag + s, message) for s, message in own]
-                else:
-                    receives += [
-                        link.recv(peer, first_tag + shard, buffer)
-                        for shard, buffer in prepared.incoming.items()
-                        if self._owners[shard] == peer
-                    ]
-        num_bytes = [self._compressor.message_bytes, self._compressor.raw_bytes]
-        factors = [len(own) * (link.size - 1), 2 * (link.size - 1) / link.size]
-        self._compressor.count(num_bytes[0] * int(factors[0]), int(num_bytes[1] * factors[1]))
+    def _send_ready(self, under_way: _UnderWay, prepared: _Prepared, awaited: Portion) -> None:
+        """Sends the pieces of this portion as soon as it was launched, and those behind it that
+        were launched by then."""
+        num_launched = under_way.turn.await_launch(awaited.buckets[-1])
+        first_tag = under_way.turn.first_tag
+        for portion in self._portions[under_way.num_sent :]:
+            if portion.buckets[-1] >= num_launched:
+                return
+            if self._link.in_order:
+                receives, sends = self._mirrored(prepared, portion, first_tag)
+                under_way.receives.append(receives)
+                under_way.sends += sends
+            else:
+                under_way.sends += self._send(prepared, portion, first_tag)
+            under_way.num_sent += 1
+
+    def _mirrored(
+        self, prepared: _Prepared, portion: Portion, first_tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        """(receives, sends) for links that go by order alone: of two members the lower one sends
+        first."""
+        receives, sends = list[Work](), list[Work]()
+        for peer in range(self._link.size):
+            if peer < self._link.rank:
+                receives += self._receive(prepared, portion, first_tag, (peer,))
+                sends += self._send(prepared, portion, first_tag, (peer,))
+            elif peer > self._link.rank:
+                sends += self._send(prepared, portion, first_tag, (peer,))
+                receives += self._receive(prepared, portion, first_tag, (peer,))
         return receives, sends
 
+    def _send(
+        self, prepared: _Prepared, portion: Portion, first_tag: int, to: Sequence[int] = ()
+    ) -> list[Work]:
+        """To these peers; to all, if none are named."""
+        device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
+        is_last = self._is_last(portion)
+        pieces = {
+            shard: self._compressor.piece(shard, portion, is_last=is_last).to(device)
+            for shard in prepared.step.live
+        }
+        return [
+            self._link.send(peer, self._tag(first_tag, shard, portion), piece)
+            for peer in to or [rank for rank in range(self._link.size) if rank != self._link.rank]
+            for shard, piece in pieces.items()
+        ]
 
-def add_up(
-    buckets: GradientBuckets,
-    compressor: Compressor,
-    num_live: int,
-    partials: Mapping[Node, Sequence[Tensor]],
-    incoming: Mapping[int, Tensor],
-) -> Sequence[Tensor]:
-    """The flat buckets of the sum over all live shards, from partial sums and from messages of the
-    others. May overwrite the partial sums; decodes a shard when its turn comes, and where it is
-    added to another at once, so that few are held."""
+    def _receive(
+        self, prepared: _Prepared, portion: Portion, first_tag: int, of: Sequence[int] = ()
+    ) -> list[Work]:
+        """From these peers; from all, if none are named."""
+        return [
+            self._link.recv(self._owners[shard], self._tag(first_tag, shard, portion), room)
+            for shard, room in prepared.incoming[portion.index].items()
+            if not of or self._owners[shard] in of
+        ]
 
-    def total(node: Node) -> Sequence[Tensor]:
-        if node in partials:
-            return partials[node]
+    def _tag(self, first_tag: int, shard: int, portion: Portion) -> int:
+        return first_tag + shard * len(self._portions) + portion.index
+
+    def _count(self, num_live: int) -> None:
+        num_peers, size = self._link.size - 1, self._link.size
+        sent_bytes = self._compressor.message_bytes * num_live * num_peers
+        self._compressor.count(sent_bytes, int(self._compressor.raw_bytes * 2 * num_peers / size))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """What has been posted in a step."""
+
+    portions: Sequence[Portion]
+    turn: Turn
+    receives: list[list[Work]] = field(default_factory=list)
+    """By portion."""
+    sends: list[Work] = field(default_factory=list)
+    num_sent: int = 0
+    """Portions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """One portion of the sum over all live shards, from partial sums and from pieces of the others.
+
+    May overwrite the partial sums; decodes a shard when its turn comes, and where it is added to
+    another at once, so that few are held.
+    """
+
+    buckets: GradientBuckets
+    compressor: Compressor
+    portion: Portion
+    partials: Mapping[Node, Sequence[Tensor]]
+    """The flat buckets of the portion."""
+    incoming: Mapping[int, Tensor]
+    """By shard."""
+
+    def total(self, num_live: int) -> Sequence[Tensor]:
+        """The portion's flat buckets of the sum."""
+        return self._total(Node(0, num_live))
+
+    def _total(self, node: Node) -> Sequence[Tensor]:
+        if node in self.partials:
+            return self.partials[node]
         if node.stop - node.first == 1:
-            flats, views = buckets.scratch()
-            flats[-1].copy_(compressor.decode(node.first, incoming[node.first], views))
+            flats, views = self.buckets.scratch(self.portion.buckets)
+            extras = self._decode(node.first, views, adds=False)
+            if extras.numel():
+                flats[-1].copy_(extras)
             return flats
         first, second = split_node(node)
-        left = total(first)
-        if second not in partials and second.stop - second.first == 1:
-            said = incoming[second.first]
-            extras = compressor.decode(second.first, said, buckets.views_of(left), adds=True)
-            left[-1].add_(extras.to(left[-1].device))
+        left = self._total(first)
+        if second not in self.partials and second.stop - second.first == 1:
+            views = self.buckets.views_of(left, self.portion.buckets)
+            extras = self._decode(second.first, views, adds=True)
+            if extras.numel():
+                left[-1].add_(extras.to(left[-1].device))
             return left
-        for target, term in zip(left, total(second), strict=True):
+        for target, term in zip(left, self._total(second), strict=True):
             target.add_(term)
         return left
 
-    return total(Node(0, num_live))
+    def _decode(self, shard: int, views: Sequence[Tensor], *, adds: bool) -> Tensor:
+        return self.compressor.decode(shard, self.portion, self.incoming[shard], views, adds=adds)
 
 
-def put(target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None) -> None:
-    """Leaves the sum, divided, in the target; the last bucket, the extras, is never divided."""
+def put(
+    target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None, has_extras: bool
+) -> None:
+    """Leaves the sum, divided, in the target; the extras, in the last bucket, are never divided."""
     for flat, summed in zip(target, total, strict=True):
         if flat is not summed:
             flat.copy_(summed)
     if divisor is not None:
-        for flat in target[:-1]:
+        for flat in target[:-1] if has_extras else target:
             flat.div_(divisor)

@@ -43,6 +43,7 @@ from stratagem.worker.exchange import (
     solo_exchange,
 )
 from stratagem.worker.exchange.compressor import Compressor
+from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.mesh import Forming, Link, Rendezvous, SharedGroup
 from stratagem.worker.mesh.agree import Place, form_agreed
 from stratagem.worker.mesh.choice import PREFERENCE
@@ -339,7 +340,11 @@ def _exchange(
     if is_alone and AloneExchange.fits(trainer.params):
         return AloneExchange(trainer.params)
     if holding.buckets is None:
-        holding.buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+        holding.buckets = GradientBuckets(
+            trainer.params,
+            num_extras=trainer.num_extras,
+            bucket_bytes=CODED_BUCKET_BYTES if trainer.compressor else BUCKET_BYTES,
+        )
     if is_server:
         exchange, transport = server_exchange(
             holding.buckets,
