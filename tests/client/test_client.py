@@ -1,7 +1,10 @@
 """The client against a scripted coordinator: what calls mean, and what survives a cut."""
 
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +181,30 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
     ):
         client.runs()
     assert str(caught.value) == "no coordinator answers at 127.0.0.1:9: connection refused"
+
+
+def test_a_container_that_does_not_listen_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Docker takes connections to a published port at once, and closes them meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as published:
+        port, closed = published.getsockname()[1], 0
+
+        def close_all() -> None:
+            nonlocal closed
+            with suppress(OSError):
+                while True:
+                    published.accept()[0].close()
+                    closed += 1
+
+        threading.Thread(target=close_all, daemon=True).start()
+        monkeypatch.setattr("stratagem.client.calls.STARTING_S", 0.3)
+        with (
+            Client(f"127.0.0.1:{port}") as client,
+            pytest.raises(UnavailableError, match=f"no coordinator answers at 127.0.0.1:{port}"),
+        ):
+            client.runs()
+        assert closed > 1
 
 
 def test_logs_are_not_repeated_after_a_cut(client: Client, fake: FakeCoordinator) -> None:

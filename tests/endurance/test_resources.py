@@ -155,3 +155,4 @@ def test_a_coordinator_on_a_disk_that_is_read_only_says_so_at_the_start(tmp_path
         text = process.log_file.read_text()
         assert "coordinator ends" in text
         assert "Read-only file system" in text
+        assert "Traceback" not in text  # its servers are stopped

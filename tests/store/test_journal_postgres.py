@@ -87,6 +87,15 @@ def test_a_jump_of_the_databases_clock_neither_ends_nor_prolongs_a_lease(
     other.close()
 
 
+def test_a_database_may_have_any_encoding(postgres: Server) -> None:
+    """Where it has none (SQL_ASCII), text comes as bytes unless the connection says otherwise."""
+    postgres.sql("CREATE DATABASE plain TEMPLATE template0 ENCODING 'SQL_ASCII'")
+    log = Journal.open(postgres.url().replace("/postgres?", "/plain?"))
+    log.append(lead(log), [record(A, 0)])
+    assert [each.record.seq for each in log.read(A)] == [0]
+    log.close()
+
+
 def test_whoever_waits_is_told_who_leads(log: Journal, url: str) -> None:
     lead(log, ELSEWHERE)
     other, told = Journal.open(url), list[Any]()

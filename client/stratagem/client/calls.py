@@ -43,6 +43,10 @@ ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
 """Where another coordinator can be asked instead of one that is frozen."""
 SILENT_S: Final = 2.0
 """A stream without news is nothing unusual, but then each coordinator of several is asked."""
+STARTING_S: Final = 15.0
+"""How long an address that takes connections and closes them may take to answer, as Docker does for
+a container that does not listen yet."""
+_CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
 
@@ -100,14 +104,16 @@ class Connection:
     ) -> Response:
         """One unary call; every call of the service may be repeated."""
         backoff = Backoff()
-        give_up_s = time.monotonic() + self._patience_s
+        began_s = time.monotonic()
+        give_up_s = began_s + self._patience_s
         while True:
             asked = self._coordinators.present
             try:
                 response = await method(request, timeout=self._timeout_s)
             except grpc.aio.AioRpcError as error:
                 await self._raise_identity_problem(error, asked)
-                if not self.may_retry(error, asked) or time.monotonic() >= give_up_s:
+                may_retry = self.may_retry(error, asked) or _is_starting(error, began_s)
+                if not may_retry or time.monotonic() >= give_up_s:
                     raise self.translated(error) from None
                 await backoff.pause()
             else:
@@ -199,3 +205,10 @@ class Connection:
             reason = "connection refused" if refused else details
             return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
         return from_rpc_error(error)
+
+
+def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
+    """Whether somebody took the connection and closed it, and not for long."""
+    is_closed = any(each in (error.details() or "") for each in _CLOSED)
+    is_away = error.code() is grpc.StatusCode.UNAVAILABLE
+    return is_away and is_closed and time.monotonic() < since_s + STARTING_S

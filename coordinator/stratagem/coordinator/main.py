@@ -88,13 +88,13 @@ async def _serve_calls(
     await server.start()
     await health_server.start()
     log.info("coordinator waits for the lead", address=address, health_port=health_port)
-    monitor.app = app = await App.lead(settings, entrance)
-    running = asyncio.create_task(app.run())
-    await entrance.open(CoordinatorServicer(app))
-    log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
-    if settings.ready_file is not None:
-        _write_ready(settings.ready_file, address, metrics)
     try:
+        monitor.app = app = await App.lead(settings, entrance)
+        running = asyncio.create_task(app.run())
+        await entrance.open(CoordinatorServicer(app))
+        log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())
+        if settings.ready_file is not None:
+            _write_ready(settings.ready_file, address, metrics)
         await _until_stopped(running)
     finally:
         await health.enter_graceful_shutdown()

@@ -34,6 +34,8 @@ _SESSION: Final = (
 _CONNECT: Final[Mapping[str, str]] = {
     # libpq's words; a host that has vanished is noticed in about 10 s.
     "connect_timeout": "5",
+    # Of a database in SQL_ASCII, text would else come as bytes.
+    "client_encoding": "utf8",
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "3",
