@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
+from stratagem.common.certificates import Authority, init
 from stratagem.common.errors import (
     ConflictError,
     IntegrityError,
@@ -183,28 +184,32 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
     assert str(caught.value) == "no coordinator answers at 127.0.0.1:9: connection refused"
 
 
+@pytest.mark.parametrize("with_tls", [False, True])
 def test_a_container_that_does_not_listen_yet_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    with_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Docker takes connections to a published port at once, and closes them meanwhile."""
+    if with_tls:
+        init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
+    tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
+    monkeypatch.setattr("stratagem.client.calls.STARTING_S", 0.5)
+    num_closed = 0
+
+    def close_all() -> None:
+        nonlocal num_closed
+        with suppress(OSError):
+            while True:
+                published.accept()[0].close()
+                num_closed += 1
+
     with socket.create_server(("127.0.0.1", 0)) as published:
-        port, closed = published.getsockname()[1], 0
-
-        def close_all() -> None:
-            nonlocal closed
-            with suppress(OSError):
-                while True:
-                    published.accept()[0].close()
-                    closed += 1
-
         threading.Thread(target=close_all, daemon=True).start()
-        monkeypatch.setattr("stratagem.client.calls.STARTING_S", 0.3)
-        with (
-            Client(f"127.0.0.1:{port}") as client,
-            pytest.raises(UnavailableError, match=f"no coordinator answers at 127.0.0.1:{port}"),
-        ):
+        address = f"127.0.0.1:{published.getsockname()[1]}"
+        said = f"no coordinator answers at {address}"
+        with Client(address, tls=tls) as client, pytest.raises(UnavailableError, match=said):
             client.runs()
-        assert closed > 1
+        # Once by gRPC, and with TLS once more to find out why, and all of it again.
+        assert num_closed > 1 + with_tls
 
 
 def test_logs_are_not_repeated_after_a_cut(client: Client, fake: FakeCoordinator) -> None:

@@ -112,6 +112,8 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
         connection = probe.handshake(context, expected)
     except ssl.SSLCertVerificationError as error:
         return _of_server(error.verify_code, error.verify_message, probe, files, expected)
+    except ssl.SSLEOFError:  # before it has seen anything of us: nothing serves there, or not yet
+        return ""
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             return f"{probe.address} speaks plaintext: it was started without certificates"
