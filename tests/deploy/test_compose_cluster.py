@@ -12,12 +12,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stratagem.client import LocalCluster
 from stratagem.client.sync import Client, RunHandle
+from stratagem.common.certificates import init
+from stratagem.common.errors import StratagemError
 from stratagem.common.job import JobSpec, load_job
+from stratagem.common.rpc.tls import TlsFiles
 from tests.crash.rig import Outcome, await_event, events_of, outcome_of, until
 from tests.deploy.stack import ROOT, Stack, running_stack
 
@@ -89,13 +94,43 @@ def member_of(run: RunHandle) -> str:
 def test_the_command_line_trains_an_example(
     stack: Stack, client: Client, expected: dict[tuple[str, ...], Outcome]
 ) -> None:
-    program = [sys.executable, "-m", "stratagem.client.cli", "run", str(EXAMPLE)]
-    options = ["--coordinator", stack.address, "--run-id", "example", "--format", "json"]
-    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    status = json.loads(done.stdout.splitlines()[-1])
+    status = run_example(stack.address)
     assert (status["phase"], status["engine"]) == ("COMPLETED", "gloo")
     assert outcome_of(client.get("example")) == expected[()]
+
+
+def test_workers_that_share_a_certificate(
+    expected: dict[tuple[str, ...], Outcome], tmp_path: Path
+) -> None:
+    """As many as are wanted, with deploy/compose.tls.yml; others have no way in."""
+    certs = tmp_path / "certs"
+    init(certs, workers=[], pools=["compose"], clients=["me"], hosts=["coordinator"])
+    for key in certs.glob("*.key"):
+        key.chmod(0o444)  # user 10001 reads it; pytest's folder keeps others out
+    mine = TlsFiles(certs / "ca.crt", certs / "client-me.crt", certs / "client-me.key")
+    with (
+        running_stack(NUM_WORKERS, certs) as stack,
+        Client(stack.address, patience_s=PATIENCE_S, tls=mine) as client,
+    ):
+        names = {f"{each}.compose" for each in stack.worker_ids()}
+        until(lambda: alive(client) == names, "all workers are alive", PATIENCE_S)
+        flags = ["--tls-ca", str(mine.ca), "--tls-cert", str(mine.cert), "--tls-key", str(mine.key)]
+        status = run_example(stack.address, *flags)
+        assert (status["phase"], status["engine"]) == ("COMPLETED", "grpc")
+        assert status["submitted_by"] == "client me"
+        assert outcome_of(client.get("example")) == expected[()]
+        with pytest.raises(StratagemError), Client(stack.address) as stranger:
+            stranger.workers()
+
+
+def run_example(address: str, *flags: str) -> dict[str, Any]:
+    """Train it by the command line of this machine, as the run `example`; its last status."""
+    program = [sys.executable, "-m", "stratagem.client.cli", "run", str(EXAMPLE)]
+    options = ["--coordinator", address, "--run-id", "example", "--format", "json", *flags]
+    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    status: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return status
 
 
 def test_a_worker_is_killed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -84,42 +85,48 @@ def test_docker_compose_reads_the_file() -> None:
 
 
 def test_docker_compose_reads_the_files_with_certificates() -> None:
+    """And each process has the files that it is told of, beside those it has without them."""
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine")
-    command = ["docker-compose", "--file", str(FILE), "--file", str(TLS_FILE), "config"]
+    flags = ["--profile", "gpu", "--file", str(FILE), "--file", str(TLS_FILE)]
+    command = ["docker-compose", *flags, "config"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    services = yaml.safe_load(done.stdout)["services"]
-    assert "allow-insecure-network" not in str([services[each] for each in TLS_SERVICES])
-    for name in TLS_SERVICES:
-        given = {f"/run/secrets/{each['source']}" for each in services[name]["secrets"]}
-        told = [each.partition("=") for each in services[name]["command"]]
+    merged = yaml.safe_load(done.stdout)["services"]
+    assert set(merged) == set(SERVICES)
+    assert set(TLS_SERVICES) == set(OWN)
+    services = {name: merged[name] for name in OWN}
+    assert "allow-insecure-network" not in str(services)
+    for name, service in services.items():
+        given = {f"/run/secrets/{each['source']}" for each in service["secrets"]}
+        told = [each.partition("=") for each in service["command"]]
         files = {value for flag, _, value in told if flag.startswith("--tls-")}
         assert len(files) == 3
         assert files <= given
+        for secret in SERVICES[name].get("secrets", []):
+            assert f"/run/secrets/{secret}" in given
 
 
 def test_certificates_change_nothing_but_who_may_connect() -> None:
     """Without its TLS flags each command is that of docker-compose.yml."""
     for name, service in TLS_SERVICES.items():
-        base = [
-            each for each in SERVICES[name.partition("-")[0]]["command"] if "secure" not in each
-        ]
-        own = [each for each in service["command"] if not each.startswith(("--tls-", "--name="))]
+        base = [each for each in SERVICES[name]["command"] if "secure" not in each]
+        own = [each for each in service["command"] if not each.startswith(("--tls-", "--pool="))]
         assert own == base
-    one_more, worker = TLS_SERVICES["worker-1"], SERVICES["worker"]
-    assert one_more["image"] == worker["image"]
-    for key in set(worker) - {"build", "command", "image"}:
-        assert one_more[key] == worker[key], key
+        assert set(service) - {"command", "secrets"} <= {"profiles"}
 
 
-def test_each_worker_with_certificates_has_the_name_in_its_own() -> None:
-    workers = {name: each for name, each in TLS_SERVICES.items() if name != "coordinator"}
-    for service in workers.values():
-        told = from_command_line(service["command"])
-        assert service["secrets"] == [
+def test_the_workers_go_by_the_pool_in_their_certificate() -> None:
+    """So that each container has a name of its own which the certificate covers."""
+    page = (ROOT / "docs" / "deploy-compose.md").read_text()
+    for name in WORKERS:
+        told = from_command_line(TLS_SERVICES[name]["command"])
+        certificate = f"pool-{told.pool}"
+        assert told.worker_id == f"{socket.gethostname()}.{told.pool}"
+        assert TLS_SERVICES[name]["secrets"] == [
             "ca.crt",
-            *(f"worker-{told.name}.{e}" for e in ("crt", "key")),
+            *(f"{certificate}.{end}" for end in ("crt", "key")),
         ]
+        assert f"certs init certs --host coordinator --pool {told.pool}\n" in page
     files = {Path(each["file"]).name for each in TLS_COMPOSE["secrets"].values()}
     assert files == set(TLS_COMPOSE["secrets"])
     assert files == {file for each in TLS_SERVICES.values() for file in each["secrets"]}

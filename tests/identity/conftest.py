@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.certificates import Authority, make_authority
-from stratagem.common.rpc.tls import Role
+from stratagem.common.rpc.tls import Role, of_pool
 
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Has signed for a coordinator on loopback, workers w0 and w1, and the client alice."""
+    """Has signed for a coordinator on loopback, workers w0, w1 and *.gpu, and the client alice."""
     made = make_authority(tmp_path_factory.mktemp("authority") / "certs")
     made.issue(Role.COORDINATOR, "coordinator", ["localhost", "127.0.0.1", "::1"])
-    for name in ("w0", "w1"):
+    for name in ("w0", "w1", of_pool("gpu")):
         made.issue(Role.WORKER, name)
     made.issue(Role.CLIENT, "alice")
     return made

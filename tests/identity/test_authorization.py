@@ -162,6 +162,14 @@ def test_names_and_owners_are_checked(tokens: tuple[TokenBook, Mapping[str, Proo
     current_caller().must_be_worker("w0")
     with pytest.raises(PermissionDeniedError, match="worker w0 speaks for worker 'w1'"):
         current_caller().must_be_worker("w1")
+    gate.admit(
+        "/stratagem.v1.CoordinatorService/Heartbeat",
+        *certificate("spiffe://stratagem/role/pool/gpu"),
+    )
+    current_caller().must_be_worker("c0ffee.gpu")
+    for other in ("gpu", ".gpu", "a.b.gpu", "c0ffee.cpu", "xgpu", "c0ffee.gpu.x", ""):
+        with pytest.raises(PermissionDeniedError, match=r"worker \*\.gpu speaks for worker"):
+            current_caller().must_be_worker(other)
     gate.admit(SUBMIT, *tokens[1][Scope.SUBMIT])
     current_caller().must_own("r", "token t-submit")
     with pytest.raises(PermissionDeniedError, match="run r belongs to token x; token t-submit"):

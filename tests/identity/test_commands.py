@@ -42,6 +42,24 @@ def test_certs_for_development(tmp_path: Path) -> None:
     assert "ca.key holds no PEM certificate" in wrong.stderr
 
 
+def test_certs_for_a_pool(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    shown = invoke("certs", "init", str(folder), "--pool", "gpu").output
+    names = r"spiffe://stratagem/role/pool/gpu, \*\.gpu\.worker\.stratagem, worker\.stratagem"
+    assert re.search(rf"/pool-gpu\.crt: worker \*\.gpu, until .*\n    {names}\n", shown)
+    assert not list(folder.glob("worker-*"))
+    key = (folder / "pool-gpu.key").read_bytes()
+    invoke("certs", "issue", str(folder), "--renew")
+    assert (folder / "pool-gpu.key").read_bytes() != key
+    assert show(folder / "pool-gpu.crt").uris == ("spiffe://stratagem/role/pool/gpu",)
+    invoke("certs", "issue", str(folder), "--pool", "b.cpu", "--worker", "w0")
+    assert {path.name for path in folder.glob("*-*.crt")} == {
+        *("client-me.crt", "pool-b.cpu.crt", "pool-gpu.crt", "worker-w0.crt")
+    }
+    wrong = invoke("certs", "issue", str(folder), "--pool", "*.gpu", exit_code=1)
+    assert "'*.gpu' is not" in wrong.stderr
+
+
 def test_certs_for_more_and_again(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     invoke("certs", "init", str(folder), "--host", "head")
@@ -162,8 +180,12 @@ def test_a_worker_refuses_settings_that_make_no_sense(authority: Authority) -> N
     trusted = worker(**mine, data_plane="trusted", mesh="gloo")
     assert (trusted.data_plane, trusted.mesh) == ("trusted", "gloo")
     assert worker(**mine, mesh="grpc").mesh == "grpc"
+    assert worker(**files_of(authority, "pool-gpu"), pool="gpu").gate.trust_domain == "stratagem"
     for settings, said in (
-        (mine | {"name": "w1"}, "is of worker w0; it must be of worker w1, as --name says"),
+        (mine | {"name": "w1"}, "is of worker w0; it must be of worker w1, as --name and"),
+        (mine | {"pool": "gpu"}, "is of worker w0; it must be of worker w0.gpu"),
+        (files_of(authority, "pool-gpu"), r"is of worker \*\.gpu; it must be of worker w0, as"),
+        (files_of(authority, "pool-gpu") | {"pool": "cpu"}, "it must be of worker w0.cpu"),
         (files_of(authority, "client-alice"), "is of client alice; it must be of worker w0"),
         ({"data_plane": "tls"}, "data_plane: tls needs --tls-ca"),
         (mine | {"mesh": "gloo"}, "mesh: gloo encrypts nothing; use grpc"),

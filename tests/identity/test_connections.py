@@ -119,6 +119,12 @@ async def test_workers_are_known_by_name_wherever_they_live(authority: Authority
                 await described(ports.certificates, other)
         with pytest.raises(grpc.aio.AioRpcError, match="it is for the role coordinator"):
             await described(ports.certificates, "w0", Proof(authority.files("worker-w1")))
+    async with serving(authority.files("pool-gpu")) as ports:
+        assert await described(ports.certificates, "c0ffee.gpu") == "coordinator coordinator"
+        assert await described(ports.certificates, "") == "coordinator coordinator"
+        for other in ("w0", "gpu", "a.b.gpu", "x.cpu", "xgpu", None):
+            with pytest.raises(grpc.aio.AioRpcError, match="Hostname Verification"):
+                await described(ports.certificates, other)
     async with serving(authority.files("coordinator")) as ports:  # is no worker
         with pytest.raises(grpc.aio.AioRpcError, match="Hostname Verification"):
             await described(ports.certificates, "w0")

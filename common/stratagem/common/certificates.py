@@ -30,10 +30,12 @@ from stratagem.common.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.ids import check_worker_id
 from stratagem.common.rpc.tls import (
     DEFAULT_TRUST_DOMAIN,
+    POOL,
     CertId,
     Role,
     TlsFiles,
     names_of,
+    of_pool,
     uris_of,
     worker_name,
 )
@@ -63,13 +65,13 @@ class Authority:
     ) -> TlsFiles:
         """Sign a certificate; the files of its holder. `renew` replaces it and its key.
 
+        name: `of_pool(...)` makes one that the workers of a pool share.
         hosts: names and addresses at which a coordinator is reached.
         """
-        file = name if role is Role.COORDINATOR else f"{role}-{name}"
+        cert_id = CertId(self.trust_domain, role, name)
+        file = _file_name(cert_id)
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(
-            key.public_key(), CertId(self.trust_domain, role, name), hosts, valid
-        )
+        certificate = self._sign(key.public_key(), cert_id, hosts, valid)
         for path, content, mode in (
             (self.folder / f"{file}.key", _pem(key), 0o600),
             (self.folder / f"{file}.crt", certificate.public_bytes(Encoding.PEM), 0o644),
@@ -78,7 +80,7 @@ class Authority:
         return self.files(file)
 
     def files(self, name: str) -> TlsFiles:
-        """Where a certificate of this authority lies: `coordinator`, `worker-w0`, `client-me`."""
+        """Where a certificate of this authority lies: `coordinator`, `worker-w0`, `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 
@@ -137,32 +139,25 @@ def init(
     workers: Sequence[str],
     clients: Sequence[str],
     hosts: Sequence[str],
+    pools: Sequence[str] = (),
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
     days: int = DEFAULT_DAYS,
 ) -> list[Path]:
-    """The files of a new authority, a coordinator, workers and clients; the certificates.
+    """The files of a new authority, a coordinator, workers, pools and clients; the certificates.
 
     AlreadyExistsError where one of the files is there; then nothing is written.
     """
-    names = [
-        "ca",
-        "coordinator",
-        *(f"worker-{w}" for w in workers),
-        *(f"client-{c}" for c in clients),
-    ]
+    wanted = [(Role.COORDINATOR, "coordinator"), *_named(workers, pools, clients)]
+    names = ["ca", *(_file_name(CertId(trust_domain, *each)) for each in wanted)]
     for name in names:
         for path in (folder / f"{name}.crt", folder / f"{name}.key"):
             if path.exists():
                 raise AlreadyExistsError(f"{path} is there already; name another folder")
-    for name in (*workers, *clients):
-        check_worker_id(name)
     valid = timedelta(days=days)
     authority = make_authority(folder, trust_domain, valid)
-    authority.issue(Role.COORDINATOR, "coordinator", [*LOOPBACK, *hosts], valid)
-    for name in workers:
-        authority.issue(Role.WORKER, name, (), valid)
-    for name in clients:
-        authority.issue(Role.CLIENT, name, (), valid)
+    for role, name in wanted:
+        reached_at = [*LOOPBACK, *hosts] if role is Role.COORDINATOR else []
+        authority.issue(role, name, reached_at, valid)
     return [folder / f"{name}.crt" for name in names]
 
 
@@ -171,6 +166,7 @@ def issue(
     *,
     workers: Sequence[str],
     clients: Sequence[str],
+    pools: Sequence[str] = (),
     renew: bool = False,
     days: int = DEFAULT_DAYS,
 ) -> list[Path]:
@@ -183,10 +179,8 @@ def issue(
     if not (folder / CA_KEY_FILE).exists() or not named:
         raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
     authority = Authority(folder, named[0].trust_domain)
-    wanted: list[tuple[Role, str, Sequence[str]]] = [
-        *((Role.WORKER, check_worker_id(each), ()) for each in workers),
-        *((Role.CLIENT, check_worker_id(each), ()) for each in clients),
-    ]
+    wanted: list[tuple[Role, str, Sequence[str]]]
+    wanted = [(*each, ()) for each in _named(workers, pools, clients)]
     if renew and not wanted:
         wanted = [(Role(each.role), each.name, _own_hosts(each)) for each in named]
     if not wanted:
@@ -196,6 +190,23 @@ def issue(
         for role, name, hosts in wanted
     ]
     return [Path(each.cert or "") for each in made]
+
+
+def _named(
+    workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
+) -> list[tuple[Role, str]]:
+    """Whom certificates are wanted for. Raises InvalidInputError for what is no name."""
+    return [
+        *((Role.WORKER, check_worker_id(each)) for each in workers),
+        *((Role.WORKER, of_pool(check_worker_id(each))) for each in pools),
+        *((Role.CLIENT, check_worker_id(each)) for each in clients),
+    ]
+
+
+def _file_name(cert_id: CertId) -> str:
+    if cert_id.pool:
+        return f"{POOL}-{cert_id.pool}"
+    return cert_id.name if cert_id.role is Role.COORDINATOR else f"{cert_id.role}-{cert_id.name}"
 
 
 def _own_hosts(shown: Shown) -> Sequence[str]:

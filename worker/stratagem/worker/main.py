@@ -78,14 +78,14 @@ def main(arguments: list[str], malloc: str = "") -> int:
     except ValidationError as error:
         print(told("stratagem worker", error), file=sys.stderr)
         return 1
-    setup_logging(f"worker {settings.name}", settings.log_level, settings.log_json)
-    identify(worker_id=settings.name)
+    setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
+    identify(worker_id=settings.worker_id)
     log.info("allocator", result=malloc or "untouched")
     log.info("descriptors", limit=raise_descriptor_limit())
     thread = TorchThread(settings.threads)
     thread.start()
     try:
-        tracing.start("worker", settings.name)
+        tracing.start("worker", settings.worker_id)
         with capture.installed():
             asyncio.run(run(settings, thread))
     except StratagemError as error:
@@ -127,7 +127,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         await server.start()
         if settings.health_port is not None:
             health_server = await _serve_health(security, settings.health_port)
-        identity = Identity(settings.name, host.incarnation, address, capability)
+        identity = Identity(settings.worker_id, host.incarnation, address, capability)
         log.info("serving", address=address, device=settings.device)
         agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
         sessions.fences.ask_with(agent.beat)
@@ -266,7 +266,7 @@ class Reach:
 
 def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:
     return Host(
-        worker_id=settings.name,
+        worker_id=settings.worker_id,
         incarnation=new_incarnation(),
         address=reach.address,
         device=torch.device(settings.device),

@@ -1,9 +1,9 @@
 """What a worker's settings say about identity and about who may read what workers exchange.
 
 Without certificates everything is in plaintext, on loopback unless the operator wants more. With
-them the worker's name must be the one in its certificate, and unless the operator trusts the
-network between workers (`--data-plane trusted`) they exchange tensors over gRPC alone, which is
-the one engine that TLS protects.
+them the worker's name must be the one in its certificate, or of the pool in it, and unless the
+operator trusts the network between workers (`--data-plane trusted`) they exchange tensors over gRPC
+alone, which is the one engine that TLS protects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Security:
         self._settings = settings
         tls = tls_files(settings.tls_ca, settings.tls_cert, settings.tls_key, needs_cert=True)
         self.proof = Proof(tls)
-        self.gate = Gate(_trust_domain(tls, settings.name))
+        self.gate = Gate(_trust_domain(tls, settings.worker_id))
         self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
         if self.data_plane == "tls" and tls is None:
             raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")
@@ -61,7 +61,9 @@ def _trust_domain(tls: TlsFiles | None, name: str) -> str:
     if tls is None:
         return ""
     identity = tls.identity()
-    if identity.role is not Role.WORKER or identity.name != name:
-        message = f"{tls.cert} is of {identity}; it must be of worker {name}, as --name says"
+    if identity.role is not Role.WORKER or not identity.covers(name):
+        message = (
+            f"{tls.cert} is of {identity}; it must be of worker {name}, as --name and --pool say"
+        )
         raise InvalidInputError.at("tls_cert", message)
     return identity.trust_domain

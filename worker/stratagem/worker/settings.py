@@ -74,6 +74,10 @@ class WorkerSettings(BaseSettings):
         default_factory=socket.gethostname,
         description="id of this worker, stable over restarts; this host's name unless set",
     )
+    pool: str = Field(
+        "",
+        description="group of workers that share one certificate; the worker's id is NAME.POOL",
+    )
     listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
     advertise: str = Field(
         "",
@@ -160,6 +164,11 @@ class WorkerSettings(BaseSettings):
     log_json: bool = Field(False, description="log JSON lines")
 
     @property
+    def worker_id(self) -> str:
+        """By which the coordinator knows this worker."""
+        return f"{self.name}.{self.pool}" if self.pool else self.name
+
+    @property
     def may_serve_plaintext(self) -> bool:
         """Whether health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None
@@ -168,6 +177,16 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _is_worker_id(cls, value: str) -> str:
         return check_worker_id(value)
+
+    @field_validator("pool")
+    @classmethod
+    def _makes_a_worker_id(cls, value: str, info: ValidationInfo) -> str:
+        name = info.data.get("name", "")
+        if value and "." in name:
+            raise ValueError(f"a pool's certificate is for names without dots, and not {name!r}")
+        if value:
+            check_worker_id(f"{name}.{value}")
+        return value
 
     @field_validator("mesh")
     @classmethod

@@ -25,6 +25,18 @@ token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=Tr
 
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
+WorkersOption = Annotated[
+    list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
+]
+PoolsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pool", metavar="NAME", help="Workers that share a certificate, by --pool; repeatable."
+    ),
+]
+ClientsOption = Annotated[
+    list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
+]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
 TokensFileOption = Annotated[
     Path, typer.Option("--tokens-file", help="The coordinator's --tokens-file.")
@@ -34,12 +46,9 @@ TokensFileOption = Annotated[
 @certs.command("init")
 def init_certs(
     folder: FolderArgument,
-    worker: Annotated[
-        list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
-    ] = None,
-    client: Annotated[
-        list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
-    ] = None,
+    worker: WorkersOption = None,
+    pool: PoolsOption = None,
+    client: ClientsOption = None,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,7 +71,8 @@ def init_certs(
     with reporting():
         made = init(
             folder,
-            workers=worker or ["w0"],
+            workers=worker or ([] if pool else ["w0"]),
+            pools=pool or [],
             clients=client or ["me"],
             hosts=host or [],
             trust_domain=trust_domain,
@@ -74,12 +84,9 @@ def init_certs(
 @certs.command("issue")
 def issue_certs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")],
-    worker: Annotated[
-        list[str] | None, typer.Option("--worker", metavar="NAME", help="A worker; repeatable.")
-    ] = None,
-    client: Annotated[
-        list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
-    ] = None,
+    worker: WorkersOption = None,
+    pool: PoolsOption = None,
+    client: ClientsOption = None,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
     ] = False,
@@ -93,9 +100,15 @@ def issue_certs(
     from stratagem.common.certificates import issue
 
     with reporting():
-        _print_certificates(
-            issue(folder, workers=worker or [], clients=client or [], renew=renew, days=days)
+        made = issue(
+            folder,
+            workers=worker or [],
+            pools=pool or [],
+            clients=client or [],
+            renew=renew,
+            days=days,
         )
+        _print_certificates(made)
 
 
 @certs.command("show")

@@ -100,10 +100,10 @@ class Caller:
 
     def must_be_worker(self, worker_id: str) -> None:
         """Refuse a worker that speaks for another one."""
-        if self.cert_id is not None and self.cert_id.name != worker_id:
+        if self.cert_id is not None and not self.cert_id.covers(worker_id):
             raise PermissionDeniedError(
                 f"{self.name} speaks for worker {worker_id!r}: a worker's name must be the one in "
-                f"its certificate"
+                f"its certificate, or of the pool in it"
             )
 
     def must_own(self, run_id: str, owner: str) -> None:

@@ -1,6 +1,7 @@
 """Certificates of a process: the files, what stands in them, and when they have changed.
 
     spiffe://<trust domain>/role/<role>/<id>     URI in the certificate: who its holder is
+    spiffe://<trust domain>/role/pool/<pool>     of each worker whose id is <label>.<pool>
     <id>.worker.<trust domain>                   DNS names of a worker, which is known by its name
     worker.<trust domain>                        and not by its address
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:  # its import takes 0.1 s, which a process without certificate
     from cryptography import x509
 
 DEFAULT_TRUST_DOMAIN: Final = "stratagem"
+POOL: Final = "pool"
+"""Stands for a role in the certificate that all workers of a pool share."""
+_ANY: Final = "*."
 _SPIFFE: Final = re.compile(
     r"spiffe://(?P<trust>[a-z0-9._-]{1,255})/role/(?P<role>[a-z]+)/(?P<name>[A-Za-z0-9._-]{1,64})"
 )
@@ -48,13 +52,25 @@ class CertId:
     trust_domain: str
     role: Role
     name: str
+    """`*.` and a pool where it is a certificate that the workers of this pool share."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.name}"
 
     @property
+    def pool(self) -> str:
+        """Empty where the certificate is of one holder alone."""
+        return self.name.removeprefix(_ANY) if self.name.startswith(_ANY) else ""
+
+    @property
     def uri(self) -> str:
-        return f"spiffe://{self.trust_domain}/role/{self.role}/{self.name}"
+        role, name = (POOL, self.pool) if self.pool else (self.role, self.name)
+        return f"spiffe://{self.trust_domain}/role/{role}/{name}"
+
+    def covers(self, name: str) -> bool:
+        """Whether the holder may go by this name."""
+        label, _, rest = name.partition(".")
+        return name == self.name or bool(self.pool and label and rest == self.pool)
 
     @classmethod
     def from_uris(cls, uris: list[str]) -> Self:
@@ -67,15 +83,24 @@ class CertId:
                 f"must have one URI spiffe://TRUST/role/ROLE/NAME, and it has {named}",
             )
         trust_domain, role, name = found[0]["trust"], found[0]["role"], found[0]["name"]
+        if role == POOL:
+            return cls(trust_domain, Role.WORKER, of_pool(name))
         if role not in tuple(Role):
-            raise InvalidInputError.at(
-                "certificate", f"role {role!r} is not one of {', '.join(Role)}"
-            )
+            known = ", ".join((*Role, POOL))
+            raise InvalidInputError.at("certificate", f"role {role!r} is not one of {known}")
         return cls(trust_domain, Role(role), name)
 
 
+def of_pool(pool: str) -> str:
+    """The name in the certificate that all workers `<label>.<pool>` share."""
+    return f"{_ANY}{pool}"
+
+
 def worker_name(trust_domain: str, worker_id: str = "") -> str:
-    """The DNS name that the certificate of a worker has; of any worker unless one is named."""
+    """The DNS name that the certificate of a worker has; of any worker unless one is named.
+
+    A pool's is a wildcard, which stands for one label: `*.<pool>.worker.<trust domain>`.
+    """
     return ".".join(each for each in (worker_id, Role.WORKER, trust_domain) if each)
 
 

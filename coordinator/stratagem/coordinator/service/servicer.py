@@ -259,7 +259,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if caller.cert_id is None or found is None or found.membership != membership:
             return  # without certificates anybody may; what is stale is told so further on
         members = found.members if rank is None else found.members[rank : rank + 1]
-        if caller.cert_id.name not in {member.worker_id for member in members}:
+        if not any(caller.cert_id.covers(member.worker_id) for member in members):
             where = f"{session.run_id}/{session.party}".rstrip("/")
             which = "no member" if rank is None else f"not member {rank}"
             raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
