@@ -395,6 +395,26 @@ async def test_streams_that_break_the_rules_are_refused(
     assert re.search(words, ended[1]), ended[1]
 
 
+@pytest.mark.parametrize("is_posted", [True, False])
+async def test_a_message_that_breaks_off_leaves_no_trace(is_posted: bool) -> None:
+    """The same message is taken when it comes again, and early ones find as much room as before."""
+    async with hub_on_server(max_early_bytes=ONE.nbytes) as hub:
+        endpoint = hub.join(replace(GROUP, rank=1))
+        target, route = torch.zeros(10), Route(0, 0, 1)
+        work = endpoint.box.post(route, target) if is_posted else None
+        async with open_channel(hub.address, own_connection=True) as channel:
+            call = peer_pb2_grpc.PeerServiceStub(channel).Send()
+            await call.write(header())  # the member itself, which stays
+            await call.read()
+            for broken in ([header(), *message(1, ONE)[:1]], [header(), *flipped()]):
+                assert (await said(hub, broken))[0] is grpc.StatusCode.DATA_LOSS
+            for each in message(1, ONE):
+                await call.write(each)
+            assert (await call.read()).num_messages == 1
+        await wait(work or endpoint.box.post(route, target))
+        assert torch.equal(target, ONE)
+
+
 async def test_a_stock_stub_can_talk_to_a_member() -> None:
     async with hub_on_server() as hub:
         endpoint = hub.join(replace(GROUP, rank=1))

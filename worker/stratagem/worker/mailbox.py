@@ -234,6 +234,19 @@ class Mailbox:
             self._deliver(route, message)
             self.changed.notify_all()
 
+    def abandon(self, route: Route) -> None:
+        """The stream of a message has broken: what has come of it leaves no trace."""
+        with self.changed:
+            message = self._messages.get(route)
+            if message is None or message.is_complete:
+                return
+            self._unreserve(route)
+            del self._messages[route]
+            if message.receive is not None:
+                self._posted[route] = message.receive
+            if self._awaited is not None and route.step == self._first_step:
+                self._awaited.add(route)
+
     # ---- inside ----
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:

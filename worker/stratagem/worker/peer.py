@@ -212,12 +212,15 @@ class _Inbound:
             return 0
         route = Route(header.source, header.step, header.tag)
         writer, complete = self._endpoint.box.begin(route, manifest.tensors[0])
-        while not writer.is_complete:
-            request = await self._next()
-            if request is None or request.WhichOneof("message") != "chunk":
-                raise IntegrityError(f"{route} ended after {writer.received} bytes")
-            writer.write(request.chunk)
-        complete()
+        try:
+            while not writer.is_complete:
+                request = await self._next()
+                if request is None or request.WhichOneof("message") != "chunk":
+                    raise IntegrityError(f"{route} ended after {writer.received} bytes")
+                writer.write(request.chunk)
+            complete()
+        finally:
+            self._endpoint.box.abandon(route)  # unless it is here
         return 1
 
     async def next_header(self) -> peer_pb2.PeerHeader | None:
