@@ -22,10 +22,10 @@ from stratagem.client.views import Phase
 from stratagem.common.errors import LimitError, StratagemError
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, Process, hands
-from tests.crash.jobs import ALL_REDUCE, LOCAL
+from tests.crash.jobs import ALL_REDUCE, LOCAL, federated
 from tests.crash.rig import Outcome, await_event, await_step, outcome_of, until
 from tests.crash.test_coordinator_faults import paced
-from tests.endurance.disks import damaged, fill, mounted
+from tests.endurance.disks import cut_off, fill, mounted
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
 
@@ -119,12 +119,12 @@ def test_a_run_outlives_it_with_the_same_processes_and_bits(
     assert not site.said("no heartbeat for")
 
 
-def test_a_run_whose_state_is_damaged_says_so_and_goes_on_from_a_sound_copy(site: Site) -> None:
+def test_a_run_whose_state_is_cut_off_says_so_and_goes_on_from_a_sound_copy(site: Site) -> None:
     run = site.client.submit(paced(ALL_REDUCE, 0.2, NUM_STEPS))
     await_event(run, "SegmentCommitted")
     for worker in site.workers:
         worker.send(signal.SIGSTOP)  # so that no sound state is committed after the damage
-    with damaged(site.disk / "blobs"):
+    with cut_off(site.disk / "blobs"):
         for worker in site.workers:
             worker.kill()
         # Whoever takes their places must be given the state.
@@ -133,6 +133,27 @@ def test_a_run_whose_state_is_damaged_says_so_and_goes_on_from_a_sound_copy(site
         assert "its bytes have another digest; put a sound copy" in run.status().reason
     run.resume()
     assert outcome_of(run).digests == site.expected.digests
+
+
+def test_a_round_waits_while_there_is_no_room_for_its_updates(site: Site) -> None:
+    """The spool has a disk of its own, which is full from the first update on."""
+    job = paced(federated(rounds=3), 0.05)
+    expected = outcome_of(site.client.submit(paced(federated(rounds=3), 0.0)))
+    starts = {each.worker_id: each.incarnation for each in site.client.workers()}
+    spool = site.disk / "spool"
+    with mounted(spool, "size=1m"):
+        run = site.client.submit(job)
+        await_event(run, "UpdateReceived")
+        filler = fill(spool)
+        until(lambda: site.said("No space left on device"), "an update has met the full disk")
+        local = site.client.submit(paced(LOCAL, 0.0))  # whose states lie elsewhere
+        assert local.result().status.phase is Phase.COMPLETED
+        assert run.status().phase is Phase.RUNNING
+        filler.unlink()
+        assert outcome_of(run).digests == expected.digests
+    assert not site.coordinator.has_ended
+    assert {each.worker_id: each.incarnation for each in site.client.workers()} == starts
+    assert not site.said("Traceback")
 
 
 def test_a_coordinator_whose_folder_is_removed_acknowledges_nothing_more(tmp_path: Path) -> None:

@@ -43,14 +43,16 @@ def test_a_blob_is_named_by_its_bytes_and_comes_back(tmp_path: Path, content: by
     assert not temporary(tmp_path / "blobs")
 
 
-def test_a_later_change_of_a_verified_file_is_found_and_writing_again_heals(
-    tmp_path: Path,
+@pytest.mark.parametrize("was_read", [True, False])
+@pytest.mark.parametrize("size", [0, 1, len(CONTENT) - 1, len(CONTENT) + 7])
+def test_a_file_of_another_length_is_found_and_writing_again_heals(
+    tmp_path: Path, size: int, was_read: bool
 ) -> None:
     store = DirectoryBlobs(tmp_path)
     digest = put(store, CONTENT)
-    read(store, digest)
-    with store.path(digest).open("ab") as file:
-        file.write(b"more")
+    if was_read:  # and verified
+        read(store, digest)
+    os.truncate(store.path(digest), size)
     with pytest.raises(IntegrityError, match="damaged"):
         store.open(digest)
     put(store, CONTENT)

@@ -43,7 +43,10 @@ MAX_BATCH = 64
 """Commands that share one transaction at most; bounds how long the first one waits."""
 
 PAGE_FACTS = 1000
-"""Facts that are read back at once."""
+"""Facts that are read back at once, at the start."""
+
+PAGE_EVENTS = 100
+"""Of a run that a watcher asks for at once. One that does not read keeps them, about 2 KB each."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -134,8 +137,8 @@ class Loop:
 
     async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
         """Some of the durable facts of a run, from a number on; none when there are none."""
-        stored = self._journal.read(run_id, from_index)
-        page = await self._in_thread(lambda: list(islice(stored, PAGE_FACTS)))
+        stored = self._journal.read(run_id, from_index, PAGE_EVENTS)
+        page = await self._in_thread(lambda: list(islice(stored, PAGE_EVENTS)))
         return await asyncio.to_thread(lambda: [_committed(item.record) for item in page])
 
     async def submit(self, command: Command) -> tuple[Entry, ...]:

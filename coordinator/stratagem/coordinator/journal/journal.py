@@ -185,13 +185,15 @@ class Journal:
                 return
             after = rows[-1].position
 
-    def read(self, run_id: RunId, from_seq: int = 0) -> Iterator[StoredRecord]:
-        """The events of one run, from one number on."""
+    def read(
+        self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
+    ) -> Iterator[StoredRecord]:
+        """The events of one run, from one number on; page_rows of them are asked for at once."""
         of_run = select(event).where(event.c.run_id == run_id).order_by(event.c.seq)
         while True:
-            rows = self._page(of_run.where(event.c.seq >= from_seq).limit(_PAGE_ROWS))
+            rows = self._page(of_run.where(event.c.seq >= from_seq).limit(page_rows))
             yield from rows
-            if len(rows) < _PAGE_ROWS:
+            if len(rows) < page_rows:
                 return
             from_seq = rows[-1].record.seq + 1
 

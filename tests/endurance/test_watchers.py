@@ -1,0 +1,93 @@
+"""Watchers that do not read: what thousands of events cost while nobody takes them."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.replay import BATCH, long_run
+from benchmarks.soak import status_of
+from stratagem.client.sync import Client
+from stratagem.common.ids import RunId
+from stratagem.common.rpc.channel import open_channel
+from stratagem.coordinator.core.facts import RunCompleted, RunReleased, encode
+from stratagem.coordinator.journal import Holder, Journal
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.crash.hands import hands
+from tests.crash.jobs import LOCAL, Job, job
+from tests.crash.rig import events_of, outcome_of
+from tests.golden.replay import FOLDER, load
+
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+
+NUM_WATCHERS, NUM_ROUNDS = 20, 400
+MAX_KB_EACH = 300
+"""Of a watcher: a page of events as they are decoded, and what gRPC has in flight."""
+LIVE: Job = job(LOCAL)
+
+
+def with_a_long_run(folder: Path) -> int:
+    """A journal with a run of many rounds that has ended; how many facts it has."""
+    golden = load(FOLDER / "0.1.0.sql", folder / "golden.sqlite")
+    run = [each.record for each in golden.read(RunId("golden-fedavg"))]
+    golden.close()
+    (folder / "data").mkdir(mode=0o700)
+    journal = Journal.open(str(folder / "data" / "journal.sqlite"))
+    lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
+    records = list(long_run(run, "long", NUM_ROUNDS))
+    for fact in (RunCompleted(reason="it was long"), RunReleased()):
+        kind, payload = encode(fact)
+        last = records[-1]
+        records.append(replace(last, seq=last.seq + 1, kind=kind, payload=payload))
+    for start in range(0, len(records), BATCH):
+        journal.append(lead.term, records[start : start + BATCH])
+    journal.release(lead.term)
+    journal.close()
+    return len(records)
+
+
+async def rest_of(call: Any) -> list[int]:
+    """The indices of all events that are still to come."""
+    return [message.event.index async for message in call if message.HasField("event")]
+
+
+def live_run(address: str) -> tuple[list[str], int]:
+    """(digests of a run's commits, how many events it had)."""
+    with Client(address) as client:
+        run = client.submit(LIVE)
+        digests = outcome_of(run).digests
+        return digests, sum(1 for _ in events_of(run))
+
+
+async def test_watchers_that_do_not_read_cost_little_and_miss_nothing(tmp_path: Path) -> None:
+    num_facts = with_a_long_run(tmp_path)
+    assert num_facts > 3000
+    with hands(tmp_path) as started:
+        process = started.coordinator("coordinator")
+        address, pid = process.address, process.popen.pid
+        assert started.worker("w0", address).address
+        expected, num_events = await asyncio.to_thread(live_run, address)
+        before_kb = status_of(pid)["RssAnon"]
+        async with AsyncExitStack() as stack:
+            calls = []
+            for run_id in ["long"] * NUM_WATCHERS:
+                channel = open_channel(address, own_connection=True)
+                stub = CoordinatorServiceStub(await stack.enter_async_context(channel))
+                calls.append(stub.WatchRun(pb.WatchRunRequest(run_id=run_id)))
+                assert (await anext(aiter(calls[-1]))).event.index == 0
+            # A run that trains meanwhile, and who watches it, notice nothing.
+            assert await asyncio.to_thread(live_run, address) == (expected, num_events)
+            each_kb = (status_of(pid)["RssAnon"] - before_kb) / NUM_WATCHERS
+            print(f"{each_kb:.0f} KB per watcher")
+            assert each_kb < MAX_KB_EACH
+            # Those who begin to read, now or again, have all of it.
+            assert await rest_of(calls[0]) == list(range(1, num_facts))
+            calls[1].cancel()
+            again = stub.WatchRun(pb.WatchRunRequest(run_id="long", from_index=1000))
+            assert await rest_of(again) == list(range(1000, num_facts))
+        assert not process.has_ended
+        assert "Traceback" not in process.log_file.read_text()
