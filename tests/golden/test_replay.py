@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import RunId
+from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.decide import decide
+from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunSubmitted, encode
 from stratagem.coordinator.journal import Holder, Journal, Record
+from tests.core.simulation import job
+from tests.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
 from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.postgres import Postgres
 
@@ -31,3 +38,44 @@ async def test_events_that_move_to_another_database_replay_to_the_same_runs(
     new.release(lead.term)
     old.close()
     assert summary_of(await replay(new)) == sql.with_suffix(".json").read_text()
+
+
+POPULATION = {
+    "type": "PopulationBased",
+    "generations": 2,
+    "exploit": {"method": "Truncation", "fraction": 0.5},
+    "explore": {"method": "Perturbation", "factor": 0.2},
+}
+BEYOND: dict[str, str] = {
+    "replicas": job({**DATA_PARALLEL, "num_replicas": 16_385}),
+    "clients": job({**FEDERATED, "num_clients": 1_000_001}),
+    "members": job(
+        {**POPULATION, "population_size": 10_001},
+        search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
+        steps_per_generation=5,
+        evaluation={"metrics": ["accuracy"], "best": "accuracy"},
+    ),
+    "metrics": job(
+        LOCAL, evaluation={"split": "test", "metrics": [f"m:metric_{n}" for n in range(65)]}
+    ),
+    "values": job(LOCAL, data={"entrypoint": "m:d", "kwargs": {"rows": [0] * 2**16}}),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+async def test_what_was_accepted_before_there_was_a_limit_replays_and_is_refused_anew(
+    what: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal.open(path)
+    lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
+    kind, payload = encode(RunSubmitted(job_json=BEYOND[what], wall_s=1.0))
+    journal.append(
+        lead.term,
+        [Record(RunId("old"), 0, kind, SCHEMA_VERSION, payload, time_s=1.0, wall_s=1.0)],
+    )
+    journal.release(lead.term)
+    state = await replay(journal)
+    assert state.runs[RunId("old")].ended is None
+    with pytest.raises(InvalidInputError):  # also right after the old one has been read
+        decide(state, SubmitRun(RunId("new"), BEYOND[what], 2.0))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from stratagem.common import limits
 from stratagem.common.errors import InvalidInputError, Violation
 
 MAX_UNSIGNED: Final = 2**64 - 1
@@ -40,7 +41,11 @@ AT_LEAST_1: Final = Rule(_is_count, "must be >= 1")
 
 def count_up_to(most: int) -> Rule:
     """A count of things that are kept one by one: without an end it would be an attack."""
-    return Rule(lambda value: _is_count(value) and value <= most, f"must be >= 1 and <= {most}")
+
+    def holds(value: object) -> bool:
+        return AT_LEAST_1.holds(value) and (not limits.are_checked() or value <= most)  # type: ignore[operator]
+
+    return Rule(holds, f"must be >= 1 and <= {most}")
 
 
 POSITIVE: Final = Rule(lambda v: _is_number(v) and v > 0, "must be > 0")

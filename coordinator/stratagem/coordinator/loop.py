@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import structlog
 
+from stratagem.common import limits
 from stratagem.common.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -122,7 +123,8 @@ class Loop:
             facts = [_committed(item.record) for item in page]
             for item in facts:
                 run_id = item.entry.run_id
-                self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
+                with limits.lifted():
+                    self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
                 self._seqs[run_id] = item.index + 1
                 if isinstance(item.entry.fact, RunDeleted):
                     deleted.add(run_id)

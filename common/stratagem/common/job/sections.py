@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from stratagem.common import limits
 from stratagem.common.document import (
     Count,
     EntrypointName,
@@ -155,6 +156,15 @@ class OptimizerSpec(Section):
         return {**own, "kwargs": {**given, **further}}
 
 
+def _not_too_many(metrics: object) -> object:
+    """Asked before each of them is looked at."""
+    if isinstance(metrics, list) and len(metrics) > MAX_METRICS and limits.are_checked():
+        raise InvalidInputError(
+            f"has {len(metrics)} items; at most {MAX_METRICS} items are allowed"
+        )
+    return metrics
+
+
 class EvaluationSpec(Section):
     """What is measured, on which split, how often, and what "best" means.
 
@@ -164,7 +174,7 @@ class EvaluationSpec(Section):
 
     split: Name = "test"
     every: EveryField = Every(1, "epoch")
-    metrics: Annotated[list[MetricName], Field(max_length=MAX_METRICS)] = Field(
+    metrics: Annotated[list[MetricName], BeforeValidator(_not_too_many)] = Field(
         default_factory=list
     )
     best: str | None = None

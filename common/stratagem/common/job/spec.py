@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from stratagem.common import limits
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
@@ -148,11 +149,11 @@ class JobSpec(Section):
     @staticmethod
     def from_json(text: str) -> JobSpec:
         """The job from its JSON text; the latest ones are kept, as several readers follow."""
-        return _read(text)
+        return _read(text, limits.are_checked())
 
 
 @lru_cache(maxsize=8)
-def _read(text: str) -> JobSpec:
+def _read(text: str, _are_limits_checked: bool) -> JobSpec:
     return JobSpec.parse(load_json(text))
 
 
