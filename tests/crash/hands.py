@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,9 @@ class Process:
 class Hands:
     folder: Path
     coordinator_flags: tuple[str, ...]
+    environment_of: Callable[[str], Mapping[str, str]] = lambda _name: {}
+    """What a process of this name finds in its environment beside what is in ours."""
+    worker_flags_of: Callable[[str], Sequence[str]] = lambda _name: ()
     processes: list[Process] = field(default_factory=list)
 
     def coordinator(
@@ -59,7 +62,7 @@ class Hands:
     def worker(self, name: str, coordinator: str) -> Process:
         flags = ("--coordinator", coordinator, "--name", name, "--threads", "1")
         more = ("--allow", "*:*", "--import-path", str(ROOT))
-        return self._start(name, "stratagem.worker", *flags, *more)
+        return self._start(name, "stratagem.worker", *flags, *more, *self.worker_flags_of(name))
 
     def _start(self, name: str, module: str, *flags: str) -> Process:
         ready_file = self.folder / f"{name}.ready"
@@ -67,7 +70,8 @@ class Hands:
         log_file = self.folder / f"{name}.log"
         with log_file.open("ab") as log:
             command = [sys.executable, "-m", module, *flags, "--ready-file", str(ready_file)]
-            popen = preloaded.start(command, os.environ, log, with_input=False)
+            environment = {**os.environ, **self.environment_of(name)}
+            popen = preloaded.start(command, environment, log, with_input=False)
         process = Process(name, popen, ready_file, log_file)
         self.processes.append(process)
         return process
