@@ -2,6 +2,7 @@
 
 It listens on a socket in its own folder. PostgreSQL refuses to run as root, so under root it runs
 as `nobody`. Every test gets a schema of its own, which costs milliseconds; a server costs 0.4 s.
+A watcher ends the server, and removes its folder, when the process that started it is killed.
 """
 
 import os
@@ -21,6 +22,21 @@ from urllib.parse import quote
 import psycopg
 
 SOCKET = ".s.PGSQL.5432"
+WATCHER = """
+import os, select, shutil, signal, sys
+sys.stdin.buffer.read()  # until whoever started us has ended, or has no more use for us
+folder = sys.argv[1]
+try:
+    with open(folder + "/data/postmaster.pid") as file:
+        pid = int(file.readline())
+    ended = select.poll()
+    ended.register(os.pidfd_open(pid))
+    os.kill(pid, signal.SIGQUIT)
+    ended.poll(20_000)
+except (OSError, ValueError):
+    pass  # it has been stopped
+shutil.rmtree(folder, ignore_errors=True)
+"""
 GUARDED = "guarded"
 """A role that needs a password: open sesame."""
 
@@ -52,8 +68,14 @@ class Postgres:
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp")))
     _schemas: "count[int]" = field(default_factory=count)
+    _watcher: "subprocess.Popen[bytes] | None" = None
 
     def __enter__(self) -> Self:
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WATCHER, str(self.folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # so that what kills our group leaves it alone
+        )
         if os.geteuid() == 0:
             shutil.chown(self.folder, "nobody")
         self._do("initdb", "-U", "stratagem", "-A", "trust", "--no-locale", "-E", "UTF8", "-N")
@@ -64,8 +86,8 @@ class Postgres:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop(signal.SIGQUIT)
-        shutil.rmtree(self.folder)
+        assert self._watcher is not None
+        self._watcher.communicate()  # closes its input
 
     def start(self) -> None:
         """Return when it answers."""

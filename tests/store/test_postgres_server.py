@@ -1,0 +1,43 @@
+"""The server that the tests use leaves nothing behind, however they end."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.crash.rig import until
+from tests.generate_stubs import ROOT
+
+pytestmark = pytest.mark.sweep
+
+STARTS = """
+import json, sys
+from tests.postgres import Postgres
+with Postgres() as server:
+    pid = int((server.folder / "data" / "postmaster.pid").read_text().split()[0])
+    print(json.dumps([pid, str(server.folder)]), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "orderly"])
+def test_it_ends_with_who_has_started_it(is_killed: bool) -> None:
+    command = [sys.executable, "-c", STARTS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as starter:
+        assert starter.stdout is not None
+        pid, folder = json.loads(starter.stdout.readline())
+        server = os.pidfd_open(pid)
+        if is_killed:
+            starter.kill()
+        starter.communicate()
+    ended = select.poll()
+    ended.register(server)
+    assert ended.poll(20_000)
+    os.close(server)
+    until(lambda: not Path(folder).exists(), "its folder is gone")
