@@ -8,6 +8,7 @@ import torch
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.worker.engine import Trainer
+from stratagem.worker.engine.execution import precision
 from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.layout import BUCKET_BYTES
 from stratagem.worker.exchange.plan import Party
@@ -63,6 +64,22 @@ def test_coding_bucket_by_bucket_has_the_same_bits(name: str) -> None:
     expected = trainer_of(spec)
     train(expected, 5)
     assert_same_bits(trainer.copy_state()[0], expected.copy_state()[0])
+
+
+@pytest.mark.parametrize("name", ["ternary", "low_rank", "int8"])
+def test_residuals_follow_the_scale_of_the_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two good steps double it, until gradients overflow; a step that does is left out."""
+    monkeypatch.setattr(precision, "_GROWTH_INTERVAL_STEPS", 2)
+    execution = {"precision": "Mixed", "amp_dtype": "float16"}
+    spec = compressed(CODECS[name], execution=execution, steps=20)
+    trainer = trainer_of(spec)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
+    reports = [trainer.train_step(exchange, range(3), 3) for _ in range(20)]
+    assert 0 < sum(report.num_skipped for report in reports) < 10
+    expected = compressed_loop(spec, ALLOWED, 3)
+    assert [report.loss for report in reports] == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
 
 
 class Recorder(SoloTransport):

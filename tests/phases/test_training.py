@@ -59,8 +59,13 @@ def train(trainer: Trainer, num_shards: int, to_step: int = STEPS) -> list[StepR
         job({**SMOOTH, "correction_weight": 0.0}, optimizer=SGD),
         job({**SMOOTH, "warmup_steps": 7}, batch_size=7),
         job(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}),
+        job(SMOOTH, execution={"precision": "Mixed", "amp_dtype": "float16", "fusion": True}),
+        job(NOISY, accumulation={"normalize": "sum"}, optimizer={"name": "sgd", "lr": 1e-3}),
     ],
-    ids=["smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused", "diverging"],
+    ids=(
+        *("smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused", "diverging"),
+        *("float16", "sum"),
+    ),
 )
 def test_equals_the_reference_to_the_bit(spec: JobSpec, num_members: int) -> None:
     expected = phases_loop(spec, ALLOWED, 3, STEPS)

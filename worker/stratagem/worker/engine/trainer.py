@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -105,7 +105,13 @@ class Trainer:
         self._replicas = ReplicaCheck(self.phases)
         num_extras = _FIXED + len(self.params) + self._buffers.num_elements
         self.num_extras = num_extras + self._replicas.num_extras
-        self.compressor = compressor_of(job, self.params, self.num_extras)
+        self.compressor = compressor_of(
+            job,
+            self.params,
+            self.num_extras,
+            mark=_FIXED,
+            absorbs=self._execution.scale.is_dynamic,
+        )
         self.step = 0
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
@@ -285,6 +291,9 @@ class Trainer:
                 param.grad = None
         grads = [param.grad for _, param in self.params if param.grad is not None]
         found = inspect(loss, weight, grads, is_clipped=self._is_clipped, norms=exchange.norms())
+        if math.isnan(reached[0]) and not found.what:  # the compressor's mark
+            found = replace(found, what="gradient")
+        scale_before = self._execution.scale.value
         phase = "" if self.phases is None else self.phases.phase
         if found.what:
             exchange.discard()
@@ -298,6 +307,8 @@ class Trainer:
             self._update(norm)
             if self.compressor is not None:
                 self.compressor.applied()
+        if self.compressor is not None and self._execution.scale.value != scale_before:
+            self.compressor.rescale(self._execution.scale.value / scale_before)
         self.step += 1
         return StepReport(
             step=self.step,

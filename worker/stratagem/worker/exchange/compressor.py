@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
+from stratagem.common.compression.feedback import RESIDUAL
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.worker.exchange.coder import State, coder_of
@@ -61,8 +62,10 @@ class Compressor:
         num_extras: int,
         seed: int,
         may_skip: bool = False,
+        mark: int = 0,
     ) -> None:
-        """may_skip: gradients that are not finite do not end the run but spoil their step."""
+        """may_skip: gradients that are not finite do not end the run but spoil their step: the
+        extra number `mark` becomes NaN."""
         wide = [name for name, param in params if param.dtype == torch.float64]
         if wide:
             text = f"{spec.codec} codes float32; these parameters are float64: {', '.join(wide)}"
@@ -76,7 +79,7 @@ class Compressor:
         self._device = params[0][1].device if params else torch.device("cpu")
         self._coder = coder_of(spec, layout, self._codec, self._device)
         self._portions: dict[str, list[Portion]] = {}
-        self._may_skip = may_skip
+        self._may_skip, self._mark = may_skip, mark
         self._seed = seed if spec.seed is None else spec.seed
         self._num_extras = num_extras
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
@@ -122,10 +125,10 @@ class Compressor:
         coded.state.update(after)
 
     def end(self, shard: int, extras: Tensor) -> None:
-        """All of the shard is coded, and its message is complete. Makes the extras NaN where
+        """All of the shard is coded, and its message is complete. Marks the extras where
         something was not finite, by which all members know."""
         if self._coded[shard].is_spoiled:
-            extras.fill_(torch.nan)
+            extras[self._mark] = torch.nan
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
@@ -175,6 +178,17 @@ class Compressor:
         if self.keeps_state:
             self._states.update({shard: each.state for shard, each in self._coded.items()})
         self._coded = {}
+
+    def rescale(self, factor: float) -> None:
+        """Gradients will be so many times as large from now on: so are their residuals. factor: a
+        power of two. What else is kept says directions only."""
+        self._states = {
+            shard: {
+                name: kept * factor if name.startswith(RESIDUAL) else kept
+                for name, kept in state.items()
+            }
+            for shard, state in self._states.items()
+        }
 
     def count(self, sent_bytes: int, uncompressed_bytes: int) -> None:
         self.traffic.sent_bytes += sent_bytes
@@ -235,14 +249,21 @@ class Compressor:
 
 
 def compressor_of(
-    job: JobSpec, params: Sequence[tuple[str, nn.Parameter]], num_extras: int
+    job: JobSpec,
+    params: Sequence[tuple[str, nn.Parameter]],
+    num_extras: int,
+    *,
+    mark: int,
+    absorbs: bool,
 ) -> Compressor | None:
-    """The one that the job wants, if it wants one."""
+    """The one that the job wants, if it wants one. absorbs: the loss is scaled, and a step whose
+    gradient is not finite is tried again with a smaller scale."""
     spec = job.compression
     if spec is None or spec.codec == "none":
         return None
+    may_skip = job.window.may_skip or absorbs
     return Compressor(
-        spec, params, num_extras=num_extras, seed=job.seed, may_skip=job.window.may_skip
+        spec, params, num_extras=num_extras, seed=job.seed, may_skip=may_skip, mark=mark
     )
 
 

@@ -11,6 +11,11 @@ from stratagem.common.compression import TensorLayout, derive, make_codec
 from stratagem.common.job import JobSpec
 
 
+def is_coded(job: JobSpec) -> bool:
+    """Codec none is no codec: nothing is added to what it was taken from."""
+    return job.compression is not None and job.compression.codec != "none"
+
+
 def received(
     job: JobSpec, model: nn.Module, world: Mapping[str, Tensor], round_num: int, client: int
 ) -> dict[str, Tensor]:

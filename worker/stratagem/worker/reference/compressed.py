@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.compression import Codec, State, TensorLayout, derive, make_codec
+from stratagem.common.compression import (
+    Codec,
+    NonFiniteError,
+    State,
+    TensorLayout,
+    derive,
+    make_codec,
+)
+from stratagem.common.compression.feedback import RESIDUAL
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.worker.data.datasets import Gather
@@ -22,7 +31,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference.loops import Result, cut_rows
+from stratagem.worker.reference.loops import Result, cut_rows, is_skipped
 
 _CPU = torch.device("cpu")
 
@@ -43,6 +52,7 @@ def compressed_loop(
     optimizer = make_optimizer(job.optimizer, list(named.values()), fused=job.execution.fusion)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
+    scale = execution.scale
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     losses: list[float] = []
@@ -52,6 +62,7 @@ def compressed_loop(
         batch = torch.split(order, job.batch_size)[position]
         execution.begin_batch(len(batch))
         grads: dict[Node, dict[str, Tensor]] = {}
+        after: dict[int, State] = {}
         weight, loss_sum = [], []
         for shard, rows in enumerate(split_rows(len(batch), num_shards)):
             if not rows:
@@ -62,37 +73,60 @@ def compressed_loop(
                 randomness.begin(job.seed, step, shard, micro_batch)
                 x, y = gather(data, part, "reference")
                 value = loss_fn(model(x), y, len(part))
-                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                scale.up(value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
                 found[0] += value.weight
                 found[1] += value.mean.detach().double() * value.weight
             weight.append(found[0])
             loss_sum.append(found[1])
             key = derive(seed, step + 1, shard)
-            grads[Node(shard, shard + 1)], states[shard] = _coded(codec, named, states[shard], key)
+            grads[Node(shard, shard + 1)], after[shard] = _coded(codec, named, states[shard], key)
         total = tree_sum(dict(zip(grads, weight, strict=True)), len(grads), torch.add)
         loss = tree_sum(dict(zip(grads, loss_sum, strict=True)), len(grads), torch.add)
         for name, param in named.items():
             leaves = {node: each[name] for node, each in grads.items()}
             divisor = total.item() if job.window.must_divide else 1.0
-            param.grad = tree_sum(leaves, len(leaves), torch.add) / divisor
+            param.grad = tree_sum(leaves, len(leaves), torch.add) / (divisor * scale.value)
+        losses.append((loss / total).item())
+        before = scale.value
+        is_left_out = is_skipped(job, losses[-1], list(named.values()), scale)
+        if not is_left_out:
+            states |= after
+        if scale.value != before:  # residuals are as large as gradients
+            states = {shard: _times(scale.value / before, state) for shard, state in states.items()}
+        if is_left_out:
+            continue
         set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
         clip(list(named.values()), job.optimizer.clip_norm)
         optimizer.step()
-        losses.append((loss / total).item())
     return Result(model.state_dict(), losses)
 
 
 def _coded(
     codec: Codec, named: Mapping[str, nn.Parameter], state: State, key: int
 ) -> tuple[dict[str, Tensor], State]:
-    """decode(encode(gradients)), by name, and the codec's next state."""
+    """decode(encode(gradients)), by name, and the codec's next state. Gradients that are not finite
+    stay as they are."""
     flat = [
         (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).numpy()
         for p in named.values()
     ]
-    payload, after = codec.encode(flat, state, key)
+    try:
+        payload, after = codec.encode(flat, state, key)
+    except NonFiniteError:
+        return {
+            name: torch.from_numpy(x.copy()).view(named[name].shape)
+            for name, x in zip(named, flat, strict=True)
+        }, state
     decoded = codec.decode(payload, key)
     return {
         name: torch.from_numpy(values).view(param.shape)
         for (name, param), values in zip(named.items(), decoded, strict=True)
     }, after
+
+
+def _times(factor: float, state: State) -> State:
+    """A basis says directions only."""
+    return {
+        name: values * np.float32(factor) if name.startswith(RESIDUAL) else values
+        for name, values in state.items()
+    }

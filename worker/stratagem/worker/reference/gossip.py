@@ -25,6 +25,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference.coded import is_coded
 from stratagem.worker.reference.gossip_coded import CodedMixing
 from stratagem.worker.reference.loops import backward, cut_rows, divide, is_skipped
 
@@ -75,7 +76,7 @@ def gossip_loop(
     ]
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
-    coded = CodedMixing(job, models) if job.compression is not None else None
+    coded = CodedMixing(job, models) if is_coded(job) else None
     losses: list[float] = []
     distances: list[float] = []
     apart: list[float] = []

@@ -32,7 +32,7 @@ from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference.coded import received
+from stratagem.worker.reference.coded import is_coded, received
 from stratagem.worker.reference.server import Slots, server_step
 
 _CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ def federated_loop(
                 job, entrypoints, (model, execution, randomness), client, of_round
             )
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            if job.compression is not None:
+            if is_coded(job):
                 state |= received(job, model, base, of_round, client)
             if of_round == round_num:
                 losses_by_rows.append((rows, loss))

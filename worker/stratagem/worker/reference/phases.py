@@ -8,6 +8,7 @@ buffers.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +19,13 @@ from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.execution import plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference.loops import Result, cut_rows
+from stratagem.worker.reference.loops import Result, cut_rows, is_skipped
 
 _CPU = torch.device("cpu")
 
@@ -116,26 +118,60 @@ def phases_loop(
     """Cycles of exact steps, predictions and corrections, each written where it happens."""
     spec = job.phases
     assert spec is not None
-    loop = _Loop(job, entrypoints, num_shards)
-    losses: list[float] = []
-    letters = ""
+    steps = _Steps(_Loop(job, entrypoints, num_shards), num_steps)
+    with suppress(_Done):
+        _train(spec, steps)
+    return PhasesResult(steps.loop.result(steps.losses), steps.letters)
+
+
+class _Done(Exception):
+    """All steps have been made."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps that were made; raises _Done in place of one too many."""
+
+    loop: _Loop
+    num_steps: int
+    losses: list[float] = field(default_factory=list)
+    letters: str = ""
+    num_left_out: int = 0
+
+    def exact(self, letter: str) -> tuple[int, Tensor]:
+        """(number, gradient) of the next step that is not left out; those that are do not count."""
+        while True:
+            step = self._next(letter)
+            gradient, loss = self.loop.gradient(step)
+            self.losses.append(loss)
+            if not self.loop.leaves_out(gradient, loss):
+                return step - self.num_left_out, gradient
+            self.num_left_out += 1
+
+    def predict(self, cycle: _Cycle) -> None:
+        step = self._next("P")
+        self.losses.append(self.losses[-1])
+        self.apply(cycle.prediction(step - self.num_left_out))
+
+    def apply(self, gradient: Tensor) -> None:
+        """Of the latest step."""
+        self.loop.apply(len(self.losses) - 1, gradient)
+
+    def _next(self, letter: str) -> int:
+        if len(self.losses) == self.num_steps:
+            raise _Done
+        self.letters += letter
+        return len(self.losses)
+
+
+def _train(spec: PhasesSpec, steps: _Steps) -> None:
     cycle, warmup = _Cycle(spec, spec.full_steps, spec.predict_steps), spec.warmup_steps
-
-    def exact(letter: str) -> Tensor:
-        nonlocal letters
-        gradient, loss = loop.gradient(len(losses))
-        losses.append(loss)
-        letters += letter
-        return gradient
-
     was_predicting = False
     while True:
         num_full, warmup = cycle.full + warmup, 0
         may_predict, forecast = False, None
         for number in range(1, num_full + 1):
-            if len(losses) == num_steps:
-                return PhasesResult(loop.result(losses), letters)
-            step, gradient = len(losses), exact("F")
+            step, gradient = steps.exact("F")
             ahead = max(1, min(spec.correct_every, cycle.predict, cycle.full - 2))
             if was_predicting and not cycle.is_good(gradient, cycle.prediction(step)):
                 cycle.halve()
@@ -143,29 +179,25 @@ def phases_loop(
                 is_good_near = cycle.is_good(gradient, cycle.prediction(step))
                 may_predict = is_good_near and cycle.is_good(gradient, forecast)
             cycle.remember(step, gradient)
-            cycle.losses.append(losses[-1])
+            cycle.losses.append(steps.losses[-1])
             may_predict = may_predict and not _is_diverging(cycle.losses, spec)
             if cycle.predict and number == num_full - ahead:
                 forecast = cycle.prediction(step + ahead)
-            loop.apply(step, gradient)
+            steps.apply(gradient)
             was_predicting = False
         since_exact, predicted = 0, 0
         while may_predict and predicted < cycle.predict:
-            if len(losses) == num_steps:
-                return PhasesResult(loop.result(losses), letters)
-            step = len(losses)
             if since_exact < spec.correct_every:
-                loop.apply(step, cycle.prediction(step))
-                losses.append(losses[-1])
-                letters += "P"
+                steps.predict(cycle)
                 since_exact, predicted, was_predicting = since_exact + 1, predicted + 1, True
                 continue
-            gradient, prediction = exact("C"), cycle.prediction(step)
+            step, gradient = steps.exact("C")
+            prediction = cycle.prediction(step)
             is_good = cycle.is_good(gradient, prediction)
             weight = spec.correction_weight if is_good else 0.0
-            loop.apply(step, gradient + (gradient - prediction) * weight)
+            steps.apply(gradient + (gradient - prediction) * weight)
             cycle.remember(step, gradient)
-            may_predict = is_good and not _is_spike(cycle.losses, losses[-1], spec)
+            may_predict = is_good and not _is_spike(cycle.losses, steps.losses[-1], spec)
             if not may_predict:
                 cycle.halve()
             since_exact, was_predicting = 0, False
@@ -201,14 +233,17 @@ class _Loop:
         self._loss = make_loss(job.loss, entrypoints)
         self._gather = Gather(float_dtype(job), _CPU)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
-        self._optimizer = make_optimizer(job.optimizer, self._params)
+        self._optimizer = make_optimizer(job.optimizer, self._params, fused=job.execution.fusion)
         self._randomness = KeyedRandomness(self._model, _CPU)
+        self._execution = prepare(self._model, plainly(job), _CPU, self._randomness)
+        self._scale = self._execution.scale
         self._order = BatchOrder(len(self._data), job.batch_size, job.seed)
         self._reached = [True] * len(self._params)
 
     def gradient(self, step: int) -> tuple[Tensor, float]:
         """(mean gradient, mean loss) of the step's batch, shards added in the tree."""
         _, batch = self._order.batch(step)
+        self._execution.begin_batch(len(batch))
         parts: list[list[Tensor]] = []
         self._reached = [False] * len(self._params)
         for shard, rows in enumerate(split_rows(len(batch), self._num_shards)):
@@ -222,21 +257,33 @@ class _Loop:
                 self._randomness.begin(self._job.seed, step, shard, micro_batch)
                 x, y = self._gather(self._data, indices, "reference")
                 value = self._loss(self._model(x), y, len(indices))
-                (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                root = value.mean * value.weight
+                self._scale.up(root).backward()  # type: ignore[no-untyped-call]
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
             parts.append([weight, loss, *map(_gradient_of, self._params)])
             for index, param in enumerate(self._params):
                 self._reached[index] |= param.grad is not None
         sums = [_tree([part[index] for part in parts]) for index in range(len(parts[0]))]
-        flat = torch.cat([each.reshape(-1) / sums[0].item() for each in sums[2:]])
+        divisor = self._scale.value
+        if self._job.window.must_divide:
+            divisor *= sums[0].item()
+        flat = torch.cat([each.reshape(-1) / divisor for each in sums[2:]])
         return flat, (sums[1] / sums[0]).item()
 
-    def apply(self, step: int, gradient: Tensor) -> None:
-        """One optimizer step."""
+    def leaves_out(self, gradient: Tensor, loss: float) -> bool:
+        """Whether the job leaves a step with this gradient out."""
+        self._spread(gradient)
+        return is_skipped(self._job, loss, self._params, self._scale)
+
+    def _spread(self, gradient: Tensor) -> None:
         parts = gradient.split_with_sizes([param.numel() for param in self._params])
         for param, part, reached in zip(self._params, parts, self._reached, strict=True):
             param.grad = part.reshape(param.shape).clone() if reached else None
+
+    def apply(self, step: int, gradient: Tensor) -> None:
+        """One optimizer step."""
+        self._spread(gradient)
         steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
         set_learning_rate(self._optimizer, learning_rate(self._job.optimizer, step, steps))
         clip(self._params, self._job.optimizer.clip_norm)
