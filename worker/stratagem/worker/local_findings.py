@@ -29,11 +29,11 @@ _WILD: Final = frozenset("*?[")
 def local_findings(settings: WorkerSettings, own: types_pb2.Environment) -> list[Finding]:
     """own: of this process."""
     return [
-        *findings.limits(settings.name, own),
+        *findings.limits(settings.worker_id, own),
         *_data_dir(settings),
-        *findings.disk(settings.name, own),
+        *findings.disk(settings.worker_id, own),
         *_device(settings, own),
-        *_folders(settings.name, "import path", settings.import_path),
+        *_folders(settings.worker_id, "import path", settings.import_path),
         *_data_roots(settings),
         *_local_data(settings),
         *_activation_store(settings),
@@ -48,11 +48,11 @@ def _data_dir(settings: WorkerSettings) -> Iterator[Finding]:
         return
     there = next(each for each in folder.absolute().parents if each.exists())
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        yield Finding("disk", settings.name, Level.OK, f"{folder} will be made in {there}")
+        yield Finding("disk", settings.worker_id, Level.OK, f"{folder} will be made in {there}")
     else:
         advice = "make the folder for the worker's user, or name another one as --data-dir"
         found = f"{folder} is not there, and cannot be made in {there}"
-        yield Finding("disk", settings.name, Level.FAIL, found, advice)
+        yield Finding("disk", settings.worker_id, Level.FAIL, found, advice)
 
 
 def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Finding]:
@@ -65,15 +65,15 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
         there = ", ".join(f"cuda:{n}" for n in range(len(own.cuda_devices))) or "none"
         advice = f"CUDA devices here: {there}; install a torch built for CUDA, or use --device cpu"
         found = f"{settings.device}: {str(error).partition(chr(10))[0]}"
-        yield Finding("device", settings.name, Level.FAIL, found, advice)
+        yield Finding("device", settings.worker_id, Level.FAIL, found, advice)
         return
-    yield from findings.torch(settings.name, own, capability)
-    yield Finding("numerics", settings.name, Level.OK, capability.numerics_description)
+    yield from findings.torch(settings.worker_id, own, capability)
+    yield Finding("numerics", settings.worker_id, Level.OK, capability.numerics_description)
     num_processors = len(os.sched_getaffinity(0))
     if settings.threads > num_processors:
         advice = "threads that share a processor wait for each other: set --threads"
         found = f"{settings.threads} threads on {num_processors} processors"
-        yield Finding("threads", settings.name, Level.WARN, found, advice)
+        yield Finding("threads", settings.worker_id, Level.WARN, found, advice)
 
 
 def _folders(name: str, check: str, folders: Iterable[str]) -> Iterator[Finding]:
@@ -87,10 +87,10 @@ def _folders(name: str, check: str, folders: Iterable[str]) -> Iterator[Finding]
 
 
 def _data_roots(settings: WorkerSettings) -> Iterator[Finding]:
-    yield from _folders(settings.name, "data root", settings.data_root)
+    yield from _folders(settings.worker_id, "data root", settings.data_root)
     if not settings.data_roots:
         found = "none: jobs may not name files of this worker (data.path)"
-        yield Finding("data root", settings.name, Level.OK, found)
+        yield Finding("data root", settings.worker_id, Level.OK, found)
 
 
 def _local_data(settings: WorkerSettings) -> Iterator[Finding]:
@@ -100,23 +100,23 @@ def _local_data(settings: WorkerSettings) -> Iterator[Finding]:
                 keys = sorted(opened.keys())
         except (OSError, SafetensorError) as error:
             advice = "name a .safetensors file that this user may read: --local-data NAME=FILE"
-            yield Finding("local data", settings.name, Level.FAIL, f"{name}: {error}", advice)
+            yield Finding("local data", settings.worker_id, Level.FAIL, f"{name}: {error}", advice)
         else:
             found = f"{name}: {', '.join(keys)}"
-            yield Finding("local data", settings.name, Level.OK, found)
+            yield Finding("local data", settings.worker_id, Level.OK, found)
 
 
 def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
     if not settings.activation_store:
         return
     try:
-        ActivationStore(settings.activation_store).check(settings.name)
+        ActivationStore(settings.activation_store).check(settings.worker_id)
     except StratagemError as error:
         advice = "docs/operations.md has the variables; all workers must name the same store"
-        yield Finding("activation store", settings.name, Level.FAIL, str(error), advice)
+        yield Finding("activation store", settings.worker_id, Level.FAIL, str(error), advice)
     else:
         found = settings.activation_store
-        yield Finding("activation store", settings.name, Level.OK, found)
+        yield Finding("activation store", settings.worker_id, Level.OK, found)
 
 
 def _allowed(settings: WorkerSettings) -> Iterator[Finding]:
@@ -125,9 +125,9 @@ def _allowed(settings: WorkerSettings) -> Iterator[Finding]:
     if not settings.allow:
         advice = "list what jobs may name as --allow 'package.module:*'; graphs run without"
         found = "nothing: jobs that name code of theirs are refused"
-        yield Finding("allow", settings.name, Level.WARN, found, advice)
+        yield Finding("allow", settings.worker_id, Level.WARN, found, advice)
     for pattern in settings.allow:
-        yield _pattern(settings.name, entrypoints, pattern)
+        yield _pattern(settings.worker_id, entrypoints, pattern)
 
 
 def _pattern(name: str, entrypoints: EntryPoints, pattern: str) -> Finding:
