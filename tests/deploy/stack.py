@@ -104,6 +104,11 @@ class Stack:
     def worker_ids(self) -> set[str]:
         return {each.attrs["Config"]["Hostname"] for each in self.containers("worker")}
 
+    def serves(self) -> bool:
+        """Whether the coordinator leads, as its health command says."""
+        state = self.coordinator().attrs["State"]
+        return bool(state.get("Health", {}).get("Status") == "healthy")
+
     def kill(self, container: Container) -> None:
         """As a crash: the engine has not been asked to, so its restart policy applies."""
         container.reload()

@@ -112,6 +112,7 @@ def test_workers_that_share_a_certificate(
         running_stack(NUM_WORKERS, certs) as stack,
         Client(stack.address, patience_s=PATIENCE_S, tls=mine) as client,
     ):
+        until(stack.serves, "the coordinator leads", PATIENCE_S)
         names = {f"{each}.compose" for each in stack.worker_ids()}
         until(lambda: alive(client) == names, "all workers are alive", PATIENCE_S)
         flags = ["--tls-ca", str(mine.ca), "--tls-cert", str(mine.cert), "--tls-key", str(mine.key)]
