@@ -1,26 +1,29 @@
 """Watchers that do not read: what thousands of events cost while nobody takes them."""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
 from stratagem.client.sync import Client
 from stratagem.common.ids import RunId
-from stratagem.common.rpc.channel import open_channel
 from stratagem.coordinator.core.facts import RunCompleted, RunReleased, encode
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.crash.hands import hands
+from tests.crash.hands import Process, hands
 from tests.crash.jobs import LOCAL, Job, job
-from tests.crash.rig import events_of, outcome_of
+from tests.crash.rig import events_of, outcome_of, until
 from tests.golden.replay import FOLDER, load
+from tests.hostile.attack import PROTOCOL
+from tests.metrics.scrape import labelled, scrape_from_outside
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
 
@@ -28,6 +31,9 @@ NUM_WATCHERS, NUM_ROUNDS = 20, 400
 MAX_KB_EACH = 300
 """Of a watcher: a page of events as they are decoded, and what gRPC has in flight."""
 LIVE: Job = job(LOCAL)
+ALL = pb.WatchRunRequest(run_id="long")
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
+"""Else gRPC takes in a megabyte and more by itself."""
 
 
 def with_a_long_run(folder: Path) -> int:
@@ -50,6 +56,13 @@ def with_a_long_run(folder: Path) -> int:
     return len(records)
 
 
+def num_open(process: Process) -> float:
+    """Streams of watchers that the coordinator holds."""
+    address = json.loads(process.ready_file.read_text())["metrics_address"]
+    open_calls = scrape_from_outside(address)["stratagem_rpc_open"]
+    return open_calls[labelled(method="CoordinatorService/WatchRun")]
+
+
 async def rest_of(call: Any) -> list[int]:
     """The indices of all events that are still to come."""
     return [message.event.index async for message in call if message.HasField("event")]
@@ -66,7 +79,7 @@ def live_run(address: str) -> tuple[list[str], int]:
 async def test_watchers_that_do_not_read_cost_little_and_miss_nothing(tmp_path: Path) -> None:
     num_facts = with_a_long_run(tmp_path)
     assert num_facts > 3000
-    with hands(tmp_path) as started:
+    with hands(tmp_path, "--metrics-port", "0") as started:
         process = started.coordinator("coordinator")
         address, pid = process.address, process.popen.pid
         assert started.worker("w0", address).address
@@ -74,20 +87,24 @@ async def test_watchers_that_do_not_read_cost_little_and_miss_nothing(tmp_path: 
         before_kb = status_of(pid)["RssAnon"]
         async with AsyncExitStack() as stack:
             calls = []
-            for run_id in ["long"] * NUM_WATCHERS:
-                channel = open_channel(address, own_connection=True)
+            for _ in range(NUM_WATCHERS):
+                channel = grpc.aio.insecure_channel(address, options=SMALL_WINDOW)
                 stub = CoordinatorServiceStub(await stack.enter_async_context(channel))
-                calls.append(stub.WatchRun(pb.WatchRunRequest(run_id=run_id)))
+                calls.append(stub.WatchRun(ALL, metadata=PROTOCOL))
                 assert (await anext(aiter(calls[-1]))).event.index == 0
             # A run that trains meanwhile, and who watches it, notice nothing.
             assert await asyncio.to_thread(live_run, address) == (expected, num_events)
             each_kb = (status_of(pid)["RssAnon"] - before_kb) / NUM_WATCHERS
             print(f"{each_kb:.0f} KB per watcher")
             assert each_kb < MAX_KB_EACH
-            # Those who begin to read, now or again, have all of it.
+            assert num_open(process) == NUM_WATCHERS
+            # Those who begin to read, now or again, have all of it; who leaves is forgotten.
             assert await rest_of(calls[0]) == list(range(1, num_facts))
             calls[1].cancel()
-            again = stub.WatchRun(pb.WatchRunRequest(run_id="long", from_index=1000))
+            what = "the places of two are free"
+            await asyncio.to_thread(until, lambda: num_open(process) == NUM_WATCHERS - 2, what)
+            later = pb.WatchRunRequest(run_id="long", from_index=1000)
+            again = stub.WatchRun(later, metadata=PROTOCOL)
             assert await rest_of(again) == list(range(1000, num_facts))
         assert not process.has_ended
         assert "Traceback" not in process.log_file.read_text()

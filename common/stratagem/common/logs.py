@@ -21,6 +21,8 @@ from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+_GRPC: Final = "grpc._cython.cygrpc"
+_LEFT: Final = "ExecuteBatchError raised in core by servicer method"
 _process_ids: dict[str, str | int] = {}
 
 
@@ -49,6 +51,18 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger(_GRPC).addFilter(_no_alarm_at_callers_who_leave)
+
+
+def _no_alarm_at_callers_who_leave(record: logging.LogRecord) -> bool:
+    """gRPC calls it an error, with a traceback, when a caller goes away while it is written to, as
+    every watcher does that is ended while the coordinator waits for it."""
+    if _LEFT not in record.getMessage():
+        return True
+    record.levelno, record.levelname = logging.INFO, "INFO"
+    record.msg, record.exc_info = "the caller has left in the middle of an answer", None
+    record.args = ()
+    return logging.getLogger().isEnabledFor(logging.INFO)
 
 
 def about(
