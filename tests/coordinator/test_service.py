@@ -10,12 +10,16 @@ import grpc
 import numpy as np
 import pytest
 
+from stratagem.common.ids import Incarnation, RunId, WorkerId
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safefile import blob_digest
+from stratagem.common.tensors.safefile import blob_digest, header_bytes
 from stratagem.common.tensors.transfer import push
 from stratagem.coordinator.app import App
+from stratagem.coordinator.core.commands import RegisterWorker
+from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.journal import Journal
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2 as pb
@@ -96,6 +100,48 @@ async def test_submit_is_idempotent_and_names_every_wrong_field(tmp_path: Path) 
         code, reason = await refused(stub.SubmitRun(submit("Bad Id")))
         assert code is Code.INVALID_ARGUMENT
         assert [run.run_id for run in (await stub.ListRuns(pb.ListRunsRequest())).runs] == ["r-1"]
+
+
+async def test_a_coordinator_that_may_no_longer_write_answers_what_it_was_asked(
+    tmp_path: Path,
+) -> None:
+    """Those whose command was in its hands, those behind them, and those that come later."""
+    async with coordinator(tmp_path) as stub:
+        other = Journal.open(tmp_path / "journal.sqlite")
+        other.release(1)
+        other.close()
+        async with asyncio.timeout(10):
+            asked = [refused(stub.SubmitRun(submit(f"r-{number}"))) for number in range(3)]
+            answers = [*await asyncio.gather(*asked), await refused(stub.SubmitRun(submit("r-9")))]
+    assert {code for code, _ in answers} == {Code.UNAVAILABLE}
+    assert all("this process ends" in reason for _, reason in answers)
+
+
+async def test_a_transfer_that_was_stopped_is_begun_anew(tmp_path: Path) -> None:
+    """Whoever asks right after the end of a run must not wait for what has been cancelled."""
+    silent = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    app = await App.lead(Settings(data_dir=tmp_path, _cli_parse_args=False), entrance())  # type: ignore[call-arg]
+    running = asyncio.create_task(app.run())
+    member, run_id = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("one")), RunId("r-1")
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    await app.loop.submit(RegisterWorker(member, address, Capability()))
+    manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
+    content = header_bytes(manifest) + bytes(4)
+    writer = app.blobs.writer(len(content))
+    writer.write(content)
+    digest = writer.commit()
+    first = app.env.start_push(member, run_id, digest)
+    assert app.env.start_push(member, run_id, digest) is first
+    app.env.forget(run_id)
+    second = app.env.start_push(member, run_id, digest)
+    assert second is not first
+    await asyncio.gather(first, return_exceptions=True)
+    assert list(app.env.pushes.values()) == [second]
+    app.env.forget(run_id)
+    running.cancel()
+    await asyncio.gather(running, second, return_exceptions=True)
+    await app.loop.close()
+    silent.close()
 
 
 async def test_limits_are_named(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class Loop:
         self._journal = journal
         self._on_change = on_change
         self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
+        self._in_hand: list[_Ask] = []
+        self._has_ended = False
         self._seqs: dict[RunId, int] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._deadline: asyncio.TimerHandle | None = None
@@ -144,9 +146,12 @@ class Loop:
         return await asyncio.to_thread(lambda: [_committed(item.record) for item in page])
 
     async def submit(self, command: Command) -> tuple[Entry, ...]:
-        """Have a command decided; the facts it led to, durable. Raises what it was refused with."""
+        """Have a command decided; the facts it led to, durable. Raises what it was refused with,
+        and CancelledError where the loop has ended."""
         answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Ask(command, answer))
+        if self._has_ended:
+            answer.cancel()
         return await answer
 
     async def run(self) -> None:
@@ -154,6 +159,9 @@ class Loop:
         try:
             await self._serve()
         finally:
+            self._has_ended = True
+            for ask in self._in_hand:
+                ask.answer.cancel()
             while not self._queue.empty():
                 self._queue.get_nowait().answer.cancel()
 
@@ -172,7 +180,7 @@ class Loop:
 
     async def _serve(self) -> None:
         while True:
-            asks = [await self._queue.get()]
+            asks = self._in_hand = [await self._queue.get()]
             while len(asks) < MAX_BATCH and not self._queue.empty():
                 asks.append(self._queue.get_nowait())
             batch = _Batch(self.state, dict(self._seqs))

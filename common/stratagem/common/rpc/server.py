@@ -10,6 +10,7 @@ iterator.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -241,6 +242,9 @@ def _answering(
                 request = await rules.request(requests, context)
                 with rules.served():
                     return await behaviour(request, context)
+        except asyncio.CancelledError:
+            _check_not_cancelled()
+            await _abort(context, rules.method, _ending(), rules.calls)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
@@ -264,12 +268,27 @@ def _streaming(
                     async with aclosing(responses):
                         async for response in responses:
                             yield response
+        except asyncio.CancelledError:
+            _check_not_cancelled()
+            await _abort(context, rules.method, _ending(), rules.calls)
         except grpc.aio.BaseError:  # the handler has aborted by itself
             raise
         except Exception as error:  # the RPC boundary
             await _abort(context, rules.method, error, rules.calls)
 
     return call
+
+
+def _check_not_cancelled() -> None:
+    """Raises CancelledError again when it is for this call, and not of what the call waits for."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _ending() -> UnavailableError:
+    """gRPC would answer nothing at all."""
+    return UnavailableError("this process ends, and what the call waited for with it")
 
 
 async def _abort(context: Context, method: str, error: Exception, calls: CallStats) -> NoReturn:

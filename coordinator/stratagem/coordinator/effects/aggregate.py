@@ -88,7 +88,6 @@ def _fold(
     if AVERAGED_KEY in manifest.metadata:
         metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
     manifest = replace(manifest, metadata=metadata)
-    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
     job = env.job_of(effect.run_id, effect.party)
     optimizer = server_optimizer(spec_of(job))
     server = None
@@ -96,14 +95,18 @@ def _fold(
         of_round = {"round": str(effect.round_num)}
         slots = effect.server_state
         server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
+    weights = [weight(job, accepted) for accepted in effect.accepted]
+    rebasing = _rebasing(env, effect)
+    # The last thing before the fold, which leaves nothing of it behind when it fails.
+    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
     digest, slots = fold_weighted_mean(
         entries,
-        [weight(job, accepted) for accepted in effect.accepted],
+        weights,
         manifest,
         writer,
         should_stop=cancelled.is_set,
         server=server,
-        rebasing=_rebasing(env, effect),
+        rebasing=rebasing,
     )
     return digest, slots, manifest
 

@@ -202,5 +202,5 @@ async def _pull_plain(
         return await env.in_thread(lambda: writer().commit(expected, num_samples))
     finally:
         await offload.close()
-        for opened in writers:
-            opened.close()
+        for opened in writers:  # which waits for the disk, where the update is not whole
+            await env.in_thread(opened.close)

@@ -166,13 +166,14 @@ class Env:
         """The transfer of a blob to a worker, begun now unless it is under way."""
         key = (member, run_id, digest)
         task = self.pushes.get(key)
-        if task is None:
+        if task is None or task.cancelling():  # one that `forget` has stopped brings nothing
             task = self.pushes[key] = asyncio.create_task(self._push(*key))
             task.add_done_callback(lambda done: self._pushed(key, done))
         return task
 
     def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
-        self.pushes.pop(key, None)
+        if self.pushes.get(key) is task:
+            del self.pushes[key]
         if not task.cancelled() and task.exception() is not None:  # nobody may be left to see it
             log.info("blob not brought", worker_id=key[0].worker_id, reason=str(task.exception()))
 
