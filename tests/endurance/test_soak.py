@@ -12,6 +12,9 @@ pytestmark = [pytest.mark.sweep, pytest.mark.timeout(240)]
 
 PROCESSES = ("coordinator", "worker-0", "worker-1")
 UPLOAD_MB = 8.0
+MAX_GROWN_MB = 4 * UPLOAD_MB
+"""Between the quarters lie 100 uploads: one of 25 kept would be more. What an allocator keeps moves
+by more than one upload on a busy machine, when the disk is slow and more chunks wait for it."""
 
 
 def grown(samples: Sequence[Sample], column: str) -> float:
@@ -39,8 +42,7 @@ def test_uploads_and_runs_leave_nothing_behind() -> None:
         print(table(samples, what))
         assert samples[-1].done >= 40, f"too few {what} on this machine to tell anything"
         for process in PROCESSES:
-            # One upload kept of every hundred would already be more.
-            assert grown(samples, f"{process} MB") < UPLOAD_MB, (process, what)
+            assert grown(samples, f"{process} MB") < MAX_GROWN_MB, (process, what)
             assert grown(samples, f"{process} fds") <= 4, (process, what)
             assert grown(samples, f"{process} threads") <= 2, (process, what)
     assert idle["spool MB on disk"] == 0.0
