@@ -16,7 +16,9 @@ from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.logs import identify
+from stratagem.common.malloc import give_back
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.tensors.traffic import stream_bytes
 from stratagem.coordinator.barrier import Barriers
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.asking import parties_of
@@ -45,6 +47,7 @@ from stratagem.coordinator.link import Links
 from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.loop import Committed, Loop
 from stratagem.coordinator.paced import Paced
+from stratagem.coordinator.resting import rest
 from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool.spool import SpoolKey
@@ -129,6 +132,7 @@ class App:
                 group.create_task(self.loop.run())
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
+                group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
         finally:
             self.barriers.close()
             await self.supervisor.close()
