@@ -38,7 +38,7 @@ async def test_the_stream_waits_for_a_slow_sink() -> None:
 
 async def test_an_error_of_the_sink_comes_out() -> None:
     def refuse(offset: int, _data: bytes) -> None:
-        if offset == 2:
+        if offset == MAX_PIECES_BEHIND - 1:
             raise ValueError("no more")
 
     offload = Offload(refuse)

@@ -12,7 +12,7 @@ from typing import Final
 from stratagem.common.tensors.chunks import CHUNK_BYTES, Source
 from stratagem.common.tensors.frames import frame
 
-NUM_KEPT: Final = 16
+NUM_KEPT: Final = 8
 
 
 class SharedFrames:

@@ -29,7 +29,7 @@ class WorkerLink:
         self.address = address
         self._proof = proof
         self._term = term
-        self._channel = open_channel(address, proof, to_worker=member.worker_id)
+        self._channel = open_channel(address, proof, is_shallow=True, to_worker=member.worker_id)
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def fence(self, membership: int) -> types_pb2.Fence:

@@ -23,7 +23,12 @@ from stratagem.common import tracing
 from stratagem.common.errors import ConflictError, InvalidInputError
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
-from stratagem.common.rpc.options import CLIENT_OPTIONS, PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.rpc.options import (
+    CLIENT_OPTIONS,
+    PROTOCOL_KEY,
+    PROTOCOL_VERSION,
+    SHALLOW_OPTIONS,
+)
 from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
 from stratagem.common.rpc.tokens import TokenFile
 from stratagem.common.tensors.frames import reading_frames
@@ -51,18 +56,22 @@ def open_channel(
     proof: Proof = PLAINTEXT,
     *,
     own_connection: bool = False,
+    is_shallow: bool = False,
     to_worker: str | None = None,
 ) -> grpc.aio.Channel:
     """A channel to `host:port`; it connects at the first call.
 
     own_connection: share no TCP connection with other channels of this process to the same
     address, so that small calls (heartbeats) do not queue behind tensors.
+    is_shallow: receive at most 4 MiB of a stream ahead of its reader. It costs 6 % more CPU per GB,
+    and a stream from far away is slower: 4 MiB per round trip.
     to_worker: whose certificate the server must have, "" meaning any worker's: workers are known
     by name, wherever they live. Unless given, the certificate must be one of the address's host.
     Raises InvalidInputError when a file cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *CLIENT_OPTIONS,
+        *(SHALLOW_OPTIONS if is_shallow else ()),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
     ]
     token = None

@@ -37,6 +37,13 @@ CLIENT_OPTIONS: Final[Options] = (
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 
+# For who reads streams more slowly than they come, such as onto a disk. gRPC else measures what
+# the network could carry and buffers as much: tens of megabytes a stream on a loopback.
+SHALLOW_OPTIONS: Final[Options] = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 2**20),
+)
+
 SERVER_OPTIONS: Final[Options] = (
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stratagem.common.tensors.chunks import Sink
 
-MAX_PIECES_BEHIND: Final = 4
+MAX_PIECES_BEHIND: Final = 2
 
 
 class Offload:
