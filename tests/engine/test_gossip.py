@@ -19,7 +19,9 @@ SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
 
 
-def gossip_job(model: str, num_nodes: int, topology: str = "ring", **changes: Any) -> JobSpec:
+def gossip_job(
+    model: str | dict[str, Any], num_nodes: int, topology: str = "ring", **changes: Any
+) -> JobSpec:
     strategy = {
         "type": "DataParallel",
         "num_replicas": num_nodes,

@@ -4,17 +4,21 @@ import tracemalloc
 from typing import Any
 
 import pytest
+import torch
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.errors import InvalidInputError, UserCodeError
-from stratagem.common.job import CompressionSpec
-from stratagem.worker.engine import build_trainer
+from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.exchange import solo_exchange
 from stratagem.worker.exchange.plan import Party
 from stratagem.worker.planning.codec import codec_memory
 from stratagem.worker.planning.estimate import MemoryEstimate, estimate_memory
+from stratagem.worker.planning.gossip import coded_copies, num_known, plain_copies
 from stratagem.worker.planning.step import measure_training
+from tests.engine.test_gossip import gossip_job
+from tests.engine.test_gossip import trainer as gossip_trainer
 from tests.planning.support import SITE, job, replicas
 
 KINDS = ("mlp", "cnn", "transformer", "rnn", "embedding")
@@ -26,6 +30,7 @@ FEDERATED = {
     "client_selection": {"method": "All"},
 }
 SGD = {"name": "sgd", "lr": 0.1}
+WIDE = {"entrypoint": "tests.engine.userland:mlp", "kwargs": {"hidden": 20_000}}
 
 
 def estimate(spec: Any, **asked: Any) -> MemoryEstimate:
@@ -171,14 +176,75 @@ def test_a_pipeline_is_its_heaviest_stage() -> None:
     assert stage.notes == ("stage 0 of 2: 3 micro-batches of 4 rows at one time",)
 
 
-def test_gossip_keeps_a_model_for_each_node() -> None:
-    nodes = {
-        "type": "DataParallel",
-        "num_replicas": 4,
-        "aggregation": {"method": "Decentralized", "topology": "ring"},
-    }
-    spec = job("mlp", strategy=nodes)
-    assert estimate(spec, num_workers=2).parameters == 2 * estimate(spec, num_workers=4).parameters
+def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:
+    spec, one = nodes(4, "ring"), estimate(job("mlp")).parameters
+    assert estimate(spec, num_workers=2).parameters == 3 * one
+    assert estimate(spec, num_workers=4).parameters == 2 * one
+
+
+def nodes(number: int, topology: str, **changes: Any) -> JobSpec:
+    aggregation = {"method": "Decentralized", "topology": topology}
+    strategy = {"type": "DataParallel", "num_replicas": number, "aggregation": aggregation}
+    return job("mlp", strategy=strategy, **changes)
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_members", "known"), [("ring", 6, 3), ("ring", 2, 5), ("star", 6, 6)]
+)
+def test_gossip_copies_those_it_listens_to(topology: str, num_members: int, known: int) -> None:
+    assert num_known(topology, 6, num_members, seed=0) == known
+    note = estimate(nodes(6, topology), num_workers=num_members).notes[0]
+    assert f"copies of {known}, " in note
+
+
+def test_what_gossip_copies_is_what_its_exchange_holds() -> None:
+    trainer, exchange = gossip_trainer(gossip_job({**WIDE}, 3))
+    trainer.train_step(exchange, 3)
+    held = [*exchange._pool.values(), *exchange._scratch.values()]
+    found = plain_copies(3, layout_of(trainer), torch.float32)
+    assert found.held == sum(each.nbytes for each in held)
+
+
+@pytest.mark.parametrize("codec", ["int8", "low_rank"])
+def test_public_copies_are_what_numpy_holds(codec: str) -> None:
+    """Between steps, and at the worst moment of one."""
+    spec = gossip_job({**WIDE}, 3, compression=codec)
+    tracemalloc.start()
+    trainer, exchange = gossip_trainer(spec)
+    trainer.train_step(exchange, 3)
+    tracemalloc.reset_peak()
+    held = tracemalloc.get_traced_memory()[0]
+    trainer.train_step(exchange, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    found = coded_copies(3, 3, layout_of(trainer), spec)
+    assert found.held == pytest.approx(held, rel=0.1)
+    assert found.held + found.moment == pytest.approx(peak, rel=0.25)
+
+
+def layout_of(trainer: GossipTrainer) -> tuple[TensorLayout, ...]:
+    named = trainer.model.named_parameters()
+    return tuple(TensorLayout(name, tuple(param.shape)) for name, param in named)
+
+
+@pytest.mark.parametrize(("num_workers", "own_rows"), [(1, 256), (2, 128)])
+def test_predictions_that_are_kept_are_in_it(num_workers: int, own_rows: int) -> None:
+    def evaluating(predictions: bool) -> JobSpec:
+        evaluation = {"split": "train", "batch_size": 16, "predictions": predictions}
+        return JobSpec.parse(
+            {
+                "name": "plan",
+                "model": {"entrypoint": "tests.planning.userland:mlp"},
+                "data": {"entrypoint": "tests.planning.userland:mlp_data"},
+                "loss": "cross_entropy",
+                "evaluation": evaluation,
+                "execution": {"gradient": "None"},
+                "strategy": replicas(2),
+            }
+        )
+
+    kept, plain = (estimate(evaluating(each), num_workers=num_workers) for each in (True, False))
+    assert kept.buffers - plain.buffers == own_rows * 10 * 4
 
 
 def test_fedprox_keeps_the_parameters_of_the_round() -> None:

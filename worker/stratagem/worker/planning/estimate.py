@@ -27,7 +27,9 @@ from stratagem.common.strategy import (
     Strategy,
 )
 from stratagem.worker.exchange.plan import Party
+from stratagem.worker.models.build import float_dtype
 from stratagem.worker.planning.codec import codec_memory
+from stratagem.worker.planning.gossip import NodeCopies, coded_copies, num_known, plain_copies
 from stratagem.worker.planning.stages import play_stages
 from stratagem.worker.planning.step import (
     Reading,
@@ -46,11 +48,12 @@ _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspa
 class MemoryEstimate:
     """Bytes on the device of one worker during a training step; the six parts add up to `total`.
 
-    gradients: all buckets, and what the exchange receives into. activations: the batch and what
-    forward keeps for backward. workspace: what is there for a moment at the worst one. buffers:
-    with the engine's copies of them. snapshot: in host memory beside it, while a commit is
-    fetched. rows: that pass through the model together. measured: the peak of a real step, if one
-    was done; the workspace then holds what was measured beyond the rest.
+    gradients: all buckets, and what the exchange receives into or copies. activations: the batch
+    and what forward keeps for backward. workspace: what is there for a moment at the worst one.
+    buffers: with the engine's copies of them, and predictions that are kept. snapshot: in host
+    memory beside it, while a commit is fetched. rows: that pass through the model together.
+    measured: the peak of a real step, if one was done; the workspace then holds what was measured
+    beyond the rest.
     """
 
     parameters: int
@@ -138,20 +141,36 @@ def estimate_memory(
     # Codecs and predictions work on values, which a played step does not have.
     played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
     if inference or job.only_evaluates:
-        reading = play_forward(played, site, job.batch_size)
-        return _estimate(reading, site, job.batch_size, ())
+        return _running(played, site, num_workers)
     estimate = _training(played, site, job.strategy, num_workers)
     if measure:
         estimate = _calibrated(played, site, estimate)
     return _with_phases(job, _with_codec(job, estimate, num_workers))
 
 
+def _running(job: JobSpec, site: Site, num_workers: int | None) -> MemoryEstimate:
+    """Of a model that is only run; with the predictions that the worker keeps until all is done."""
+    reading = play_forward(job, site, job.batch_size)
+    estimate = _estimate(reading, site, job.batch_size, ())
+    if job.evaluation is None or not (job.only_evaluates and job.evaluation.predictions):
+        return estimate
+    num_replicas = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    num_batches = math.ceil(reading.num_rows / job.batch_size)
+    own = math.ceil(num_batches / min(num_workers or num_replicas, num_replicas))
+    num_bytes = min(reading.num_rows, own * job.batch_size) * reading.output_bytes_per_row
+    if estimate.device != "cpu":
+        note = f"{text_of(num_bytes)} of predictions lie in host memory, which is not in it"
+        return replace(estimate, notes=(*estimate.notes, note))
+    return replace(estimate, buffers=estimate.buffers + num_bytes)
+
+
 def _training(
     job: JobSpec, site: Site, strategy: Strategy, num_workers: int | None
 ) -> MemoryEstimate:
     match strategy:
-        case DataParallel(num_replicas, Decentralized()):
-            return _gossip(job, site, num_replicas, num_workers or num_replicas)
+        case DataParallel(num_replicas, Decentralized(topology=topology)):
+            num_members = min(num_workers or num_replicas, num_replicas)
+            return _gossip(job, site, topology, num_replicas, num_members)
         case DataParallel(num_replicas, aggregation, options):
             rows = _pieces(job, num_replicas)
             if isinstance(options.inner, ModelParallel):
@@ -188,8 +207,7 @@ def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None)
     if isinstance(job.strategy, DataParallel) and isinstance(
         job.strategy.aggregation, Decentralized
     ):
-        note = "what the codec keeps of neighbours, and needs for a moment, is not in it"
-        return replace(estimate, notes=(*estimate.notes, note))
+        return estimate  # with the copies of nodes, see `_gossip`
     if estimate.device != "cpu":
         note = "the codec works in host memory, or in scratch on the device that is not in it"
         estimate = replace(estimate, notes=(*estimate.notes, note))
@@ -202,8 +220,7 @@ def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None)
     if estimate.device != "cpu":
         held, codec = num_owned * 2 * codec.state, replace(codec, scratch=0)
     kept = replace(estimate, gradients=estimate.gradients + held)
-    moment = kept.total - kept.activations - kept.workspace + codec.scratch
-    return replace(kept, workspace=kept.workspace + max(0, moment - kept.total))
+    return _with_moment(kept, codec.scratch)
 
 
 def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -256,22 +273,41 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
     return math.ceil(job.batch_size / num_shards)
 
 
-def _gossip(job: JobSpec, site: Site, num_nodes: int, num_workers: int) -> MemoryEstimate:
-    """A worker keeps one model for each of its nodes, and works on one at a time."""
+def _gossip(
+    job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
+) -> MemoryEstimate:
+    """A worker keeps one model for each of its nodes, and works on one at a time; one more for the
+    mean of all, which is evaluated; and copies of its nodes and of their neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.model_copy(update={"batch_size": rows, "strategy": Local()})
-    estimate = _of_party(one_node, site, Party(0, 1, 1))
-    held = len(assign_shards(num_nodes, min(num_workers, num_nodes))[0])
-    note = f"{held} of {num_nodes} nodes, each with a model of its own"
-    return replace(
-        estimate,
-        parameters=held * estimate.parameters,
-        gradients=held * estimate.gradients,
-        optimizer=held * estimate.optimizer,
-        buffers=held * estimate.buffers,
-        snapshot=held * estimate.snapshot,
-        notes=(note,),
+    one = _of_party(one_node, site, Party(0, 1, 1))
+    held = len(assign_shards(num_nodes, num_members)[0])
+    known = num_known(topology, num_nodes, num_members, job.seed)
+    if job.compression is None or job.compression.codec == "none":
+        copies = plain_copies(known, one.layout, float_dtype(job))
+    elif one.device == "cpu":
+        copies = coded_copies(known, held, one.layout, job)
+    else:  # numpy's
+        copies = NodeCopies(known, 0, 0)
+    estimate = replace(
+        one,
+        parameters=(held + 1) * one.parameters,
+        gradients=held * one.gradients + copies.held,
+        optimizer=held * one.optimizer,
+        buffers=held * one.buffers,
+        snapshot=held * one.snapshot,
+        notes=(
+            f"{held} of {num_nodes} nodes, each with a model of its own; copies of {known}, "
+            "their neighbours among them",
+        ),
     )
+    return _with_moment(estimate, copies.moment)
+
+
+def _with_moment(estimate: MemoryEstimate, num_bytes: int) -> MemoryEstimate:
+    """With what is needed for a moment when no activations are left."""
+    more = num_bytes - estimate.activations - estimate.workspace
+    return replace(estimate, workspace=estimate.workspace + max(0, more))
 
 
 def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> MemoryEstimate:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
@@ -71,6 +72,10 @@ class Reading:
     """What is trained."""
     flops: int = 0
     """Where only forward was played: of its matrix products, convolutions and attention."""
+    num_rows: int = 0
+    """Where only forward was played: of the split."""
+    output_bytes_per_row: int = 0
+    """Likewise."""
 
 
 def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
@@ -124,7 +129,8 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         live.forget_peak()
         x, _ = gather(data[_split(job)], torch.arange(num_rows), "running the model")
         with FlopCounterMode(display=False) as counter:
-            model(x)
+            output = model(x)
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         state = live.size_of(_tensors_of(model))
         del cached
     return Reading(
@@ -135,6 +141,8 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         before_backward=live.peak,
         peak=live.peak,
         flops=counter.get_total_flops(),
+        num_rows=len(data[_split(job)]),
+        output_bytes_per_row=sum(each.nbytes for each in outputs) // num_rows,
         num_parameters=sum(param.numel() for param in model.parameters()),
         state=state,
     )
