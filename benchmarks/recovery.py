@@ -39,7 +39,7 @@ from tests.crash.hands import hands  # noqa: E402
 from tests.crash.jobs import Job, data_parallel, federated, job  # noqa: E402
 from tests.crash.rig import Rig, outcome_of, until  # noqa: E402
 from tests.crash.test_standby import Pair, free_address  # noqa: E402
-from tests.endurance.disks import damaged  # noqa: E402
+from tests.endurance.disks import cut_off  # noqa: E402
 from tests.postgres import Postgres  # noqa: E402
 
 TTL_S = 2.0
@@ -306,7 +306,7 @@ def damaged_state(site: Site, follower: Follower) -> Iterator[float]:
     workers = [f"worker-{n}" for n in range(3)]
     for name in workers:
         site.signal(name, signal.SIGSTOP)
-    with damaged(site.blobs):
+    with cut_off(site.blobs):
         for name in workers:
             site.signal(name, signal.SIGKILL)
         until(lambda: follower.run.status().phase is Phase.FAILED, "the damage is found")
