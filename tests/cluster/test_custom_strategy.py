@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from stratagem.client.sync import Client
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.worker.reference.loops import sharded_loop
+from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, job, train
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "custom_strategy"
 
 

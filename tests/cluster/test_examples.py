@@ -10,10 +10,10 @@ from stratagem.client.sync import Client
 from stratagem.client.views import Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
+from tests.cluster.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "examples").glob("*.yaml"))
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.worker.models.build import build_model
+from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, federated, train
 from tests.cluster.userland import rows_of
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 RECORDED_WORKER = Path(__file__).with_name("recorded_worker.py")
 NUM_CLIENTS = 2
 WINDOW = 2  # neighbours in a row that must not stand side by side on the wire

@@ -15,11 +15,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.common import tracing
+from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Gates, gates_in, job, user, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
-
-ROOT = Path(__file__).parents[2]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

@@ -230,7 +230,7 @@ def test_digits_example_learns() -> None:
         epochs=2,
     )
     trainer = trainer_of(spec)
-    assert trainer.num_rows == {"train": 1437, "test": 360}
+    assert trainer.setup.num_rows == {"train": 1437, "test": 360}
     train(trainer, 2, trainer.num_steps)
     parts = trainer.evaluate("test", 0, 1)
     assert sum(part.sums["accuracy"] for part in parts) / 360 > 0.85

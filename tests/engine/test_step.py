@@ -226,7 +226,7 @@ def test_wish_to_stop_and_report() -> None:
     trainer = trainer_of(job())
     report = trainer.train_step(solo(trainer, 2), range(2), 2, stop=True)
     assert (report.step, report.num_rows, report.weight, report.stop) == (1, 16, 16.0, True)
-    assert trainer.num_rows == {"train": 50, "test": 23}
+    assert trainer.setup.num_rows == {"train": 50, "test": 23}
     assert trainer.train_step(solo(trainer, 2), range(2), 2).stop is False
 
 

@@ -46,6 +46,9 @@ def read(store: BlobStore, digest: Digest) -> bytes:
 class Place(Protocol):
     """One store, which several coordinators open one after the other."""
 
+    root: Path
+    """Below which lies what it has on this machine."""
+
     def blobs(self, monotonic: Monotonic = time.monotonic) -> BlobStore:
         """As the next coordinator opens it, on a machine of its own where that is possible."""
 

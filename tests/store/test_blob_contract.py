@@ -74,6 +74,7 @@ def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
     writer.abort()
     writer.abort()
     assert not store.exists(digest_of(b"abc"))
+    assert list(blob_place.root.rglob("tmp/*")) == []
 
 
 def test_only_what_nobody_names_is_collected_and_not_what_was_just_written(

@@ -79,25 +79,6 @@ def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
         put(store, CONTENT)
 
 
-def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(
-    tmp_path: Path,
-) -> None:
-    store = DirectoryBlobs(tmp_path)
-    writer = store.writer(3)
-    with pytest.raises(IntegrityError, match="more than the announced 3 bytes"):
-        writer.write(b"four")
-    writer = store.writer(3)
-    writer.write(b"tw")
-    with pytest.raises(IntegrityError, match="2 of the announced 3 bytes"):
-        writer.commit()
-    writer = store.writer(3)
-    writer.write(b"abc")
-    writer.abort()
-    writer.abort()
-    assert not temporary(tmp_path)
-    assert not store.exists(digest_of(b"abc"))
-
-
 def test_a_new_store_removes_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
     writing = DirectoryBlobs(tmp_path).writer(3)
     run(WRITE + "store.writer(4).write(b'left'); os._exit(0)", tmp_path)

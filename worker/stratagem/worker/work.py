@@ -250,7 +250,7 @@ class Work:
             fresh=fresh,
             sources=self.sources(),
         )
-        self.tell(trainer.notes)
+        self.tell(trainer.setup.notes)
         return trainer
 
     def new_inference(self, *, fresh: bool) -> Inference:
@@ -262,7 +262,7 @@ class Work:
             fresh=fresh,
             sources=self.sources(),
         )
-        self.tell(inference.notes)
+        self.tell(inference.setup.notes)
         return inference
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -38,6 +38,7 @@ ClientsOption = Annotated[
     list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
+DaysOption = Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")]
 TokensFileOption = Annotated[
     Path, typer.Option("--tokens-file", help="The coordinator's --tokens-file.")
 ]
@@ -59,7 +60,7 @@ def init_certs(
     trust_domain: Annotated[
         str, typer.Option("--trust-domain", help="Distinguishes one deployment from another.")
     ] = DEFAULT_TRUST_DOMAIN,
-    days: Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")] = 30,
+    days: DaysOption = 30,
 ) -> None:
     """Make an authority, and certificates of a coordinator, workers and clients that it signs.
 
@@ -90,7 +91,7 @@ def issue_certs(
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
     ] = False,
-    days: Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")] = 30,
+    days: DaysOption = 30,
 ) -> None:
     """Have the authority in DIR sign for more workers and clients, or renew what it has signed.
 

@@ -123,7 +123,7 @@ class GossipTrainer:
     @property
     def notes(self) -> list[str]:
         """Sentences about settings that are carried out in another way than they say."""
-        return self._setup.execution.notes
+        return self._setup.notes
 
     def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
         """A local step of each own node, then one round of mixing.

@@ -23,7 +23,7 @@ class Inference:
     """Model and data of one session. Used by one thread."""
 
     def __init__(self, setup: Setup) -> None:
-        self.job, self.model = setup.job, setup.model
+        self.setup, self.job, self.model = setup, setup.job, setup.model
         self._data, self._evaluator = setup.data, setup.evaluator
         self._execution = setup.execution
         spec = self.job.evaluation
@@ -31,16 +31,6 @@ class Inference:
         self._batch_size = spec.batch_size
         self.model.eval()
         self.dataset(spec.split)
-
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Rows per split."""
-        return {split: len(dataset) for split, dataset in self._data.items()}
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._execution.notes
 
     def dataset(self, split: str) -> Dataset:
         """A split's rows; raises InvalidInputError naming evaluation.split."""

@@ -77,12 +77,22 @@ class Setup:
     randomness: KeyedRandomness
     execution: Execution
 
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self.data.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self.execution.notes
+
 
 class Trainer:
     """Model, optimizer and data position of one session. Used by one thread."""
 
     def __init__(self, setup: Setup) -> None:
-        job, self.model = setup.job, setup.model
+        self.setup, job, self.model = setup, setup.job, setup.model
         self.job, self._data, self._evaluator = job, setup.data, setup.evaluator
         self._execution = execution = setup.execution
         self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness, execution)
@@ -115,16 +125,6 @@ class Trainer:
         self.step = 0
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
-
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Rows per split."""
-        return {split: len(dataset) for split, dataset in self._data.items()}
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self._execution.notes
 
     def train_step(
         self,

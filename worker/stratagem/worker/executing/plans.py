@@ -53,7 +53,7 @@ def build(work: Work) -> pb.BuildResult:
     work.post(work.states.keep, work.segment, freeze(tensors, metadata))
     failpoint("worker.build.done")
     return pb.BuildResult(
-        num_rows=built.num_rows,
+        num_rows=built.setup.num_rows,
         num_parameters=sum(param.numel() for param in built.model.parameters()),
         layout_digest=layout_digest(tensors),
     )
