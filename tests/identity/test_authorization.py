@@ -8,7 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from stratagem.common.errors import PermissionDeniedError, UnauthenticatedError
+from stratagem.common.certificates import Authority
+from stratagem.common.errors import InvalidInputError, PermissionDeniedError, UnauthenticatedError
 from stratagem.common.rpc.authorization import (
     NOBODY,
     TABLE,
@@ -17,6 +18,7 @@ from stratagem.common.rpc.authorization import (
     current_caller,
     is_open,
 )
+from stratagem.common.rpc.revocation import RevokedFile, add_revoked, fingerprint
 from stratagem.common.rpc.tls import Role
 from stratagem.common.rpc.tokens import HEADER, Scope, TokenBook, add_token, new_token
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
@@ -151,6 +153,42 @@ def test_without_tls_everybody_may_and_a_token_still_counts(
         Gate(tokens=book).admit(SUBMIT, *shown[Scope.READ])
     with pytest.raises(UnauthenticatedError):
         Gate(tokens=book).admit(SUBMIT, {}, [(HEADER, "Bearer stratagem_wrong")])
+
+
+def test_a_revoked_certificate_is_refused_from_the_next_call_on(
+    authority: Authority, tmp_path: Path
+) -> None:
+    path = tmp_path / "revoked"
+    path.write_text("# nobody yet\n\n")
+    gate = Gate("stratagem", revoked=RevokedFile(path))
+    method = "/stratagem.v1.CoordinatorService/Heartbeat"
+
+    def worker(name: str) -> Proof:
+        pem = Path(authority.files(f"worker-{name}").cert or "").read_bytes()
+        context, metadata = certificate(f"spiffe://stratagem/role/worker/{name}")
+        return {**context, "x509_pem_cert": [pem]}, metadata
+
+    def is_refused(name: str) -> bool:
+        try:
+            gate.admit(method, *worker(name))
+        except UnauthenticatedError as error:
+            return f"the certificate of worker {name} has been revoked" in str(error)
+        return False
+
+    assert not is_refused("w0")
+    add_revoked(path, ["worker w0"])
+    assert (is_refused("w0"), is_refused("w1")) == (True, False)
+    add_revoked(path, [fingerprint(worker("w1")[0]["x509_pem_cert"][0])])  # type: ignore[index]
+    assert (is_refused("w0"), is_refused("w1")) == (True, True)
+    path.write_text("worker\n")  # damaged, or gone: the list stays as it was
+    assert is_refused("w0")
+    path.unlink()
+    assert is_refused("w0")
+    with pytest.raises(InvalidInputError, match=r"revoked_file: .*No such file"):
+        RevokedFile(path)
+    path.write_text("client alice # has left\nnobody at all\n")
+    with pytest.raises(InvalidInputError, match=r"line 2: .nobody at all. is neither"):
+        RevokedFile(path)
 
 
 def test_names_and_owners_are_checked(tokens: tuple[TokenBook, Mapping[str, Proof]]) -> None:

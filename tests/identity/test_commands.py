@@ -60,6 +60,24 @@ def test_certs_for_a_pool(tmp_path: Path) -> None:
     assert "'*.gpu' is not" in wrong.stderr
 
 
+def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
+    folder, path = tmp_path / "certs", tmp_path / "revoked"
+    invoke("certs", "init", str(folder), "--worker", "w0")
+    for _ in range(2):
+        one = str(folder / "worker-w0.crt")
+        names = ("client/me", "worker/*.gpu", one)
+        invoke("certs", "revoke", *names, "--revoked-file", str(path))
+    *holders, single = path.read_text().splitlines()
+    assert (holders, len(single)) == (["client me", "worker *.gpu"], len("sha256:") + 64)
+    wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
+    assert "'me' is neither" in wrong.stderr
+    options: dict[str, Any] = {"_cli_parse_args": False, "revoked_file": path}
+    with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
+        listening.Security(Settings(**options))
+    with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
+        Security(WorkerSettings(coordinator="h:1", name="w0", revoked_file=path))
+
+
 def test_certs_for_more_and_again(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     invoke("certs", "init", str(folder), "--host", "head")

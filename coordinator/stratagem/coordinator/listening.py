@@ -13,6 +13,7 @@ import structlog
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate
+from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.server import bind, bind_tls
 from stratagem.common.rpc.tls import Role, TlsFiles, tls_files
 from stratagem.common.rpc.tokens import TokenBook
@@ -29,7 +30,10 @@ class Security:
         self.tls = tls_of(settings)
         self._check_tokens()
         tokens = None if settings.tokens_file is None else TokenBook(settings.tokens_file)
-        self.gate = Gate(_trust_domain(self.tls), tokens)
+        if settings.revoked_file is not None and self.tls is None:
+            raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
+        revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
+        self.gate = Gate(_trust_domain(self.tls), tokens, revoked)
 
     def listen(self, server: grpc.aio.Server) -> str:
         """Bind the service; the host:port to tell others."""

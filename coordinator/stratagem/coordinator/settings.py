@@ -113,6 +113,9 @@ class Settings(BaseSettings):
         default=None, description="this coordinator's certificate; files are read again on change"
     )
     tls_key: Path | None = Field(default=None, description="the key of --tls-cert")
+    revoked_file: Path | None = Field(
+        default=None, description="certificates that count no more; see `stratagem certs revoke`"
+    )
     tokens_file: Path | None = Field(
         default=None, description="who may call with a token; made by `stratagem token create`"
     )

@@ -13,6 +13,7 @@ import grpc.aio
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.rpc.authorization import Gate
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.server import bind, bind_tls
 from stratagem.common.rpc.tls import Role, TlsFiles, tls_files
 from stratagem.worker.mesh.agree import AUTO
@@ -26,7 +27,10 @@ class Security:
         self._settings = settings
         tls = tls_files(settings.tls_ca, settings.tls_cert, settings.tls_key, needs_cert=True)
         self.proof = Proof(tls)
-        self.gate = Gate(_trust_domain(tls, settings.worker_id))
+        if settings.revoked_file is not None and tls is None:
+            raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
+        revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
+        self.gate = Gate(_trust_domain(tls, settings.worker_id), revoked=revoked)
         self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
         if self.data_plane == "tls" and tls is None:
             raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")

@@ -138,6 +138,9 @@ class WorkerSettings(BaseSettings):
         None, description="this worker's certificate; files are read again on change"
     )
     tls_key: Path | None = Field(None, description="the key of --tls-cert")
+    revoked_file: Path | None = Field(
+        None, description="certificates that count no more; see `stratagem certs revoke`"
+    )
     data_plane: Literal["trusted", "tls"] | None = Field(
         None,
         description="who may read what workers exchange: trusted takes any engine, tls gRPC alone; "

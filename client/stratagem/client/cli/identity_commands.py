@@ -124,6 +124,35 @@ def show_certs(
         _print_certificates(found)
 
 
+@certs.command("revoke")
+def revoke_certs(
+    holders: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ROLE/NAME|FILE", help="As worker/w3 or client/alice, or a certificate."
+        ),
+    ],
+    revoked_file: Annotated[
+        Path, typer.Option("--revoked-file", help="That of coordinator and workers.")
+    ],
+) -> None:
+    """Let certificates count no more, from the next call on, wherever the file is given.
+
+    A name stands for every certificate of that name, also a later one; a file for itself alone.
+    """
+    from stratagem.common.rpc.revocation import add_revoked, fingerprint
+
+    with reporting():
+        named = [
+            fingerprint(Path(each).read_bytes())
+            if Path(each).is_file()
+            else each.replace("/", " ", 1)
+            for each in holders
+        ]
+        add_revoked(revoked_file, named)
+        complain(f"{revoked_file} names: {', '.join(named)}")
+
+
 @token.command("create")
 def create_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Stands in the journal.")],

@@ -20,6 +20,7 @@ from stratagem.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.tls import CertId, Role
 from stratagem.common.rpc.tokens import ALL_SCOPES, Scope, TokenBook, token_in, with_included
 
@@ -138,6 +139,7 @@ class Gate:
     trust_domain: str = ""
     """Of the certificates that count; empty: the server has no TLS."""
     tokens: TokenBook | None = None
+    revoked: RevokedFile | None = None
 
     def admit(
         self,
@@ -167,7 +169,11 @@ class Gate:
         self, auth_context: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]]
     ) -> Caller:
         if self.trust_domain and "x509_pem_cert" in auth_context:
-            return self._holder([uri.decode() for uri in auth_context.get("peer_uri", ())])
+            caller = self._holder([uri.decode() for uri in auth_context.get("peer_uri", ())])
+            if self.revoked is not None and caller.cert_id is not None:
+                (pem,) = auth_context["x509_pem_cert"]
+                self.revoked.check(caller.cert_id, pem)
+            return caller
         token = token_in(metadata)
         if self.tokens is not None and token:
             known = self.tokens.find(token, time.time())
