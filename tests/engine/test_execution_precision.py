@@ -46,7 +46,7 @@ def test_equals_the_sharded_loop_to_the_bit(
 def test_mixed_is_autocast_over_float32_parameters() -> None:
     spec = job("mlp", execution={"precision": "Mixed"})
     expected = trainer_of(job("mlp")).model
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9, fused=True)
     x, y = classes()["train"]
     for epoch in range(2):
         order = torch.randperm(50, generator=torch.Generator().manual_seed(3 + epoch))
@@ -67,7 +67,7 @@ def test_half_is_a_model_of_16_bits_with_float32_masters() -> None:
     for module in low:  # type: ignore[attr-defined]
         if not isinstance(module, nn.BatchNorm1d):
             module.bfloat16()
-    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1, momentum=0.9, fused=True)
     x, y = classes(42)["train"]
     for epoch in range(2):
         order = torch.randperm(42, generator=torch.Generator().manual_seed(3 + epoch))

@@ -1,10 +1,12 @@
 """Losses, metrics, optimizers, schedules, keyed randomness, evaluation, fingerprint, examples."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
@@ -95,6 +97,52 @@ def test_optimizers_keep_their_state_over_a_resume(name: str) -> None:
     second.load_state(*first.copy_state())
     train(second, 2, 3)
     assert second.fingerprint() == straight.fingerprint()
+
+
+SIZES = (0, 1, 7, 17, 33, 40_003)
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def updated(
+    make: Make, *, num_threads: int = 1, lead: int = 0, alone: bool = False
+) -> list[Tensor]:
+    """Parameters of SIZES after three updates; their storage begins `lead` elements early."""
+    draw = torch.Generator().manual_seed(0)
+
+    def placed(size: int) -> Tensor:
+        return torch.empty(size + lead)[lead:].copy_(torch.randn(size, generator=draw))
+
+    params = [nn.Parameter(placed(size)) for size in SIZES]
+    optimizers = [make(part) for part in ([[param] for param in params] if alone else [params])]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(3):
+            for param in params:
+                param.grad = placed(len(param))
+            for each in optimizers:
+                each.step()
+    finally:
+        torch.set_num_threads(before)
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_an_update_in_one_pass_depends_on_nothing_but_its_tensor(name: str) -> None:
+    spec = OptimizerSpec.model_validate({"name": name, "lr": 0.1, "weight_decay": 0.01})
+    make = partial(make_optimizer, spec)
+    found = updated(make)
+    for others in (
+        updated(make, num_threads=3),
+        updated(make, lead=3),
+        updated(make, num_threads=2, alone=True),
+    ):
+        assert all(torch.equal(mine, other) for mine, other in zip(found, others, strict=True))
+    plain = updated(partial(getattr(torch.optim, name), lr=0.1, weight_decay=0.01, foreach=False))
+    for mine, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_wrong_optimizers_are_refused() -> None:

@@ -1,8 +1,8 @@
 """Optimizers by their torch.optim names, learning-rate schedules, and clipping.
 
 A schedule is a pure function of the step, so it has no state to save. Steps run per parameter
-tensor (foreach is off; fused kernels, for the job to choose, keep to one tensor too): the same bits
-whatever other parameters there are.
+tensor (foreach is off, and fused kernels keep to one tensor too): the same bits whatever other
+parameters there are, and however many threads.
 Must not know where gradients come from.
 """
 
@@ -41,9 +41,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """A fresh optimizer of the named kind over these parameters.
 
-    fused: one pass over each tensor, where torch has such a kernel. Its bits are others, but they
-    too depend on nothing but the tensor.
+    On the CPU each tensor is updated in one pass, where torch has such a kernel; fused: on other
+    devices too. Its bits are others, but they too depend on nothing but the tensor.
     """
+    params = list(params)
     kind = _OPTIMIZERS.get(spec.name.lower())
     if kind is None:
         raise InvalidInputError.at("optimizer.name", unknown(spec.name, _OPTIMIZERS))
@@ -59,10 +60,10 @@ def make_optimizer(
     kwargs["lr"] = spec.lr
     if "foreach" in known:
         kwargs["foreach"] = False
-    if fused and "fused" in known:
-        kwargs["fused"] = True
+    if "fused" in known and not kwargs.get("differentiable"):
+        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for p in params)
     try:
-        return kind(list(params), **kwargs)
+        return kind(params, **kwargs)
     except (ValueError, TypeError) as error:
         raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
 
