@@ -18,6 +18,7 @@ from stratagem.common.errors import UserCodeError
 
 # Larger buffers (masks, tables) must be constant: their changes would have to travel every step.
 MAX_TRAVELLING_ELEMENTS: Final = 1 << 18
+_NOTHING: Final = torch.zeros(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class Buffers:
         self._base = [slot.tensor.clone() for slot in self._slots]
         self._versions = [slot.tensor._version for slot in self._constants]
 
-    @torch.no_grad()
     def snapshot(self) -> None:
         """Remembers the present values as those before the step."""
         _copy(self._base, [slot.tensor for slot in self._slots])
@@ -55,12 +55,13 @@ class Buffers:
         """Back to the values before the step."""
         self._write(self._base)
 
-    @torch.no_grad()
     def contribution(self, shard: int, num_live: int) -> Tensor:
         """What this shard adds to the sum, after its forward pass; float64."""
         self._check_constants()
-        if not self._slots:
-            return torch.zeros(0, dtype=torch.float64)
+        return self._changes(shard, num_live) if self._slots else _NOTHING
+
+    @torch.no_grad()
+    def _changes(self, shard: int, num_live: int) -> Tensor:
         after = [_current(slot) for slot in self._slots]
         split = len(self._floats)
         floats = self._flat(after[:split], torch.float64)
@@ -74,11 +75,13 @@ class Buffers:
             integers.zero_()
         return torch.cat([floats, integers.to(torch.float64)]).cpu()
 
-    @torch.no_grad()
     def apply(self, total: Tensor, num_live: int) -> None:
         """Sets the buffers after the step from the sum of all contributions."""
-        if not self._slots:
-            return
+        if self._slots:
+            self._set(total, num_live)
+
+    @torch.no_grad()
+    def _set(self, total: Tensor, num_live: int) -> None:
         floats, integers = total.to(self._device).tensor_split((self._num_floats,))
         split = len(self._floats)
         if num_live > 1:
@@ -126,7 +129,8 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
 
 
 def _parted(flat: Tensor, slots: list[_Slot]) -> list[Tensor]:

@@ -115,9 +115,11 @@ class Passes:
         """Forward and backward of one micro-batch; (its mean loss, its weight)."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity)
         with user_code(rows.activity):
-            loss = self.loss(self.model(x), y, len(rows.indices))
+            loss = self.loss(self.model(x), y, rows.indices.shape[0])
         before_backward(float(loss.weight))
         with user_code(rows.activity):
-            root = loss.mean * loss.weight if is_weighted else loss.mean
-            self.execution.scale.up(root).backward()  # type: ignore[no-untyped-call]
+            root, mean = self.execution.scale.up(loss.mean), loss.mean
+            # The bits of the gradient of mean · weight, without the two products.
+            begin = mean.new_full((), loss.weight) if is_weighted else None
+            root.backward(begin)  # type: ignore[no-untyped-call]
         return loss.mean.detach(), float(loss.weight)

@@ -123,6 +123,9 @@ class Trainer:
             absorbs=self._execution.scale.is_dynamic,
         )
         self.step = 0
+        self._window, self._counts_rows = job.window, counts_rows(job.loss)
+        first_buffer = _FIXED + len(self.params)
+        self._buffer_places = slice(first_buffer, first_buffer + self._buffers.num_elements)
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
 
@@ -143,14 +146,15 @@ class Trainer:
             return self._predicted_step(self.phases)
         self._replicas.begin_step(self.state)
         _, indices = self._order.batch(self.step)
-        live = [rows for rows in split_rows(len(indices), num_shards) if rows]
+        num_rows = indices.shape[0]
+        live = [rows for rows in split_rows(num_rows, num_shards) if rows]
         if not self._is_training:  # walks all modules
             self.model.train()
             self._is_training = True
         self._buffers.snapshot()
-        self._execution.begin_batch(len(indices))
+        self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
-        divisor = self._divisor(len(indices))
+        divisor = self._divisor(num_rows)
         try:
             exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)
             for shard in own:
@@ -172,7 +176,7 @@ class Trainer:
         finally:
             self._passes.randomness.end()
         failpoint("worker.step.before_apply")
-        report = self._apply(exchange, totals, len(live), len(indices))
+        report = self._apply(exchange, totals, len(live), num_rows)
         if self._execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
@@ -234,19 +238,19 @@ class Trainer:
     def _divisor(self, num_rows: int) -> float | None:
         """What sums are divided by where it is known before: the gradients then come divided."""
         scale = self._execution.scale
-        if not self.job.window.must_divide:
+        if not self._window.must_divide:
             return scale.value if scale.is_dynamic else None
-        return num_rows * scale.value if counts_rows(self.job.loss) else None
+        return num_rows * scale.value if self._counts_rows else None
 
     def _run_shard(self, exchange: Exchange | AloneExchange, shard: int, rows: Tensor) -> Counted:
         """Forward and backward of one shard."""
-        cuts = self.job.window.cut(len(rows))
+        cuts = self._window.cut(rows.shape[0])
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
 
         def before_backward(weight: float) -> None:
             self._timer.begin_backward()
             failpoint("worker.step.before_backward")
-            if self.job.window.must_divide:
+            if self._window.must_divide:
                 exchange.weigh(weight * self._execution.scale.value)
 
         window = Window(
@@ -260,11 +264,6 @@ class Trainer:
         counted = self._passes.add_sums(what, window)
         self._timer.end_passes()
         return counted
-
-    @property
-    def _buffer_places(self) -> slice:
-        first = _FIXED + len(self.params)
-        return slice(first, first + self._buffers.num_elements)
 
     def _next_micro_batch(self, exchange: Exchange | AloneExchange) -> None:
         self._timer.begin_forward()
@@ -282,7 +281,7 @@ class Trainer:
             exchange.discard()
             self._buffers.restore()
             raise
-        if self.job.window.must_divide and self._divisor(num_rows) is None:
+        if self._window.must_divide and self._divisor(num_rows) is None:
             exchange.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
@@ -298,7 +297,7 @@ class Trainer:
         if found.what:
             exchange.discard()
             self._buffers.restore()
-            if not (self._execution.scale.absorbs(found.what) or self.job.window.may_skip):
+            if not (self._execution.scale.absorbs(found.what) or self._window.may_skip):
                 raise self._not_finite(found)
         else:
             self._execution.scale.keep()
@@ -358,7 +357,7 @@ class Trainer:
         found = inspect(phases.last_loss, 1.0, grads, is_clipped=self._is_clipped)
         if not found.what:
             self._update(found.norm)
-        elif not self.job.window.may_skip:
+        elif not self._window.may_skip:
             raise self._not_finite(found)
         self.step += 1
         phases.end_predicted()
@@ -381,4 +380,4 @@ def _extras(counted: Counted, stop: bool, reached: list[bool], changes: Tensor) 
     state's checksum], float64."""
     first = [counted.weight, counted.loss_sum, float(stop), *reached]
     values = torch.tensor(first, dtype=torch.float64)
-    return torch.cat([values, changes]) if len(changes) else values
+    return torch.cat([values, changes]) if changes.shape[0] else values
