@@ -1,13 +1,13 @@
 """AggregateRound: fold the accepted updates, in client order, into the next global state."""
 
+import io
 import threading
 from dataclasses import replace
 
-from stratagem.common.errors import IntegrityError
+from stratagem.common.errors import IntegrityError, StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
-from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safefile import header_bytes, header_of
+from stratagem.common.tensors.safefile import header_bytes, header_of, parse_header
 from stratagem.coordinator.aggregation.fold import fold_weighted_mean
 from stratagem.coordinator.aggregation.rebasing import Rebasing
 from stratagem.coordinator.aggregation.server_optimizers import server_optimizer
@@ -15,6 +15,7 @@ from stratagem.coordinator.aggregation.server_step import ServerStep
 from stratagem.coordinator.aggregation.state_reader import AVERAGED_KEY
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
+from stratagem.coordinator.effects.ahead import Folded
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
@@ -24,29 +25,46 @@ from stratagem.coordinator.strategies.late_updates import max_staleness, weight
 
 async def aggregate_round(env: Env, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
-    entries = await env.in_thread(lambda: _entries(env, effect))
-    cancelled = threading.Event()
-    try:
-        folded = await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
-        digest, slots, manifest = folded
-    except (IntegrityError, FileNotFoundError):
-        env.spool.distrust(entries)  # where there is an object store, they are fetched again
-        raise
-    finally:
-        cancelled.set()
+    digest, slots, header = await _folded_ahead(env, effect) or await _folded(env, effect)
     failpoint("coordinator.round.folded")
+    env.keep_header(digest, header)
     _bring_ahead(env, effect, digest)
     fact = SegmentCommitted(
         party=effect.party,
         segment=effect.round_num,
         step=effect.round_num,
         digest=digest,
-        size_bytes=manifest.total_bytes,
+        size_bytes=header[0].total_bytes,
         metrics={},
         server_state=slots,
         max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
     )
     await env.report(effect.run_id, fact)
+
+
+async def _folded_ahead(env: Env, effect: AggregateRound) -> Folded | None:
+    """What a fold gives that began before the round was closed, if there is one of this round."""
+    begun = env.folds.take(effect)
+    if begun is None:
+        return None
+    try:
+        return await begun.task
+    except (StratagemError, FileNotFoundError):  # is in the log
+        return None
+    finally:
+        begun.cancelled.set()
+
+
+async def _folded(env: Env, effect: AggregateRound) -> Folded:
+    entries = await env.in_thread(lambda: _entries(env, effect))
+    cancelled = threading.Event()
+    try:
+        return await env.in_thread(lambda: fold(env, effect, entries, cancelled))
+    except (IntegrityError, FileNotFoundError):
+        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        raise
+    finally:
+        cancelled.set()
 
 
 def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
@@ -79,15 +97,17 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
     return entries
 
 
-def _fold(
+def fold(
     env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
-) -> tuple[Digest, tuple[Digest, ...], Manifest]:
+) -> Folded:
+    """Write the next state; for a thread."""
     with env.blobs.open(effect.base.digest) as base:
         manifest, _ = header_of(base, effect.base.digest)
     metadata = {"format": "1", "round": str(effect.round_num)}
     if AVERAGED_KEY in manifest.metadata:
         metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
     manifest = replace(manifest, metadata=metadata)
+    header = header_bytes(manifest)
     job = env.job_of(effect.run_id, effect.party)
     optimizer = server_optimizer(spec_of(job))
     server = None
@@ -98,7 +118,7 @@ def _fold(
     weights = [weight(job, accepted) for accepted in effect.accepted]
     rebasing = _rebasing(env, effect)
     # The last thing before the fold, which leaves nothing of it behind when it fails.
-    writer = env.blobs.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    writer = env.blobs.writer(len(header) + manifest.total_bytes)
     digest, slots = fold_weighted_mean(
         entries,
         weights,
@@ -108,7 +128,7 @@ def _fold(
         server=server,
         rebasing=rebasing,
     )
-    return digest, slots, manifest
+    return digest, slots, parse_header(io.BytesIO(header), digest)
 
 
 def _rebasing(env: Env, effect: AggregateRound) -> Rebasing | None:

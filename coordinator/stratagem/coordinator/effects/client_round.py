@@ -6,6 +6,7 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.effects.aggregate import fold
 from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.coded_step import codec_of
 from stratagem.coordinator.effects.coded_update import CodedUpload
@@ -72,7 +74,7 @@ async def _collect(
 ) -> None:
     try:
         async with env.pulls:
-            entry, traffic = await _pull(env, effect, session_ref, result.num_samples)
+            entry, traffic = await _pull(env, effect, session_ref, result)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
@@ -90,7 +92,18 @@ async def _collect(
     # The worker would keep one update of every client that it plays.
     link = env.links.to(effect.member, env.state)
     env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
-    received = UpdateReceived(
+    received = _received(effect, result, entry, traffic)
+    with env.folds.reporting(effect.run_id, received):
+        await report_update(env, effect, received)
+
+
+def _received(
+    effect: TrainClient,
+    result: worker_pb2.ClientRoundResult,
+    entry: SpoolEntry,
+    traffic: dict[str, int],
+) -> UpdateReceived:
+    return UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
         client=effect.client,
@@ -101,11 +114,13 @@ async def _collect(
         traffic=traffic,
         metrics={f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())},
     )
-    await report_update(env, effect, received)
 
 
 async def _pull(
-    env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef, num_samples: int
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    result: worker_pb2.ClientRoundResult,
 ) -> tuple[SpoolEntry, dict[str, int]]:
     """The update in the spool, and what a codec has saved; one that a crash left there complete is
     taken as it is."""
@@ -116,8 +131,8 @@ async def _pull(
     expected, _ = await env.header(effect.base.digest)
     job = env.job_of(effect.run_id, effect.party)
     if codec_of(job):
-        return await _pull_coded(env, effect, session_ref, num_samples, expected)
-    return await _pull_plain(env, effect, session_ref, num_samples, expected, offset), {}
+        return await _pull_coded(env, effect, session_ref, result.num_samples, expected)
+    return await _pull_plain(env, effect, session_ref, result, expected, offset), {}
 
 
 async def _pull_coded(
@@ -168,7 +183,7 @@ async def _pull_plain(
     env: Env,
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
-    num_samples: int,
+    result: worker_pb2.ClientRoundResult,
     expected: Manifest,
     offset: int,
 ) -> SpoolEntry:
@@ -181,6 +196,13 @@ async def _pull_plain(
             source = effect.member.incarnation
             writers.append(env.spool.open(key, manifests[0], source=source))
         return writers[0]
+
+    loop = asyncio.get_running_loop()
+
+    def when_checked(entry: SpoolEntry) -> None:
+        received = _received(effect, result, entry, {})
+        fold_round = partial(fold, env)
+        loop.call_soon_threadsafe(env.folds.see, effect.run_id, received, entry, fold_round)
 
     offload = Offload(lambda offset, data: writer().write_at(offset, data))
 
@@ -199,7 +221,8 @@ async def _pull_plain(
             keep_up=offload.keep_up,
         )
         await offload.finish()
-        return await env.in_thread(lambda: writer().commit(expected, num_samples))
+        num_samples = result.num_samples
+        return await env.in_thread(lambda: writer().commit(expected, num_samples, when_checked))
     finally:
         await offload.close()
         for opened in writers:  # which waits for the disk, where the update is not whole

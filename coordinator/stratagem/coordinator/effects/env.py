@@ -19,10 +19,12 @@ from stratagem.common.tensors.transfer import push_frames
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.broadcast import SharedFrames
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
-from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import Cause, Fact, Member
+from stratagem.coordinator.core.effects import Effect, TrainClient
+from stratagem.coordinator.core.facts import Cause, Fact, Member, UpdateReceived
+from stratagem.coordinator.core.foresight import foreseen
 from stratagem.coordinator.core.pending import pending_of
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.effects.ahead import FoldsAhead
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.settings import Settings
@@ -65,6 +67,10 @@ class Env:
     refused: Counter[Cause] = field(default_factory=Counter)
     """Updates of federated clients that do not count, since the start."""
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    folds: FoldsAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folds = FoldsAhead(self._foresee)
 
     @property
     def state(self) -> CoordinatorState:
@@ -81,6 +87,17 @@ class Env:
         self.chores.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.info("not done", what=task.get_name(), reason=str(task.exception()))
+
+    def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
+        run = self.state.runs.get(run_id)
+        clients = {(fact.party, fact.client) for fact in received}
+        if run is None or any(
+            isinstance(effect, TrainClient) and (effect.party, effect.client) not in clients
+            for effect in pending_of(run)
+        ):
+            return frozenset()  # more updates are to come
+        loop = self.loop
+        return foreseen(loop.state, loop.world, run_id, received, loop.clock.now())
 
     def is_due(self, effect: Effect) -> bool:
         """Whether the newest state still asks for the effect."""
@@ -138,10 +155,14 @@ class Env:
         """The manifest of a blob, which is checked against its digest, and where its data start."""
         if digest not in self.headers:
             header = await asyncio.to_thread(self._read_header, digest)
-            while len(self.headers) >= MAX_HEADERS:
-                self.headers.pop(next(iter(self.headers)))
-            self.headers[digest] = header
+            self.keep_header(digest, header)
         return self.headers[digest]
+
+    def keep_header(self, digest: Digest, header: tuple[Manifest, int]) -> None:
+        """What `header` will give, of a blob that was just read or written."""
+        while len(self.headers) >= MAX_HEADERS:
+            self.headers.pop(next(iter(self.headers)))
+        self.headers[digest] = header
 
     async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
         """Bring a state to a worker before it asks, unless it was brought already."""
@@ -150,6 +171,7 @@ class Env:
 
     def forget(self, run_id: RunId) -> None:
         """The run has ended: stop what is on its way to workers, which forget it now."""
+        self.folds.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
         for run_party in [each for each in self.job_texts if each[0] == run_id]:

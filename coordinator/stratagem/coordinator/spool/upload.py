@@ -153,9 +153,16 @@ class SpoolWriter:
             )
         self.write(memoryview(data).cast("B")[self.offset - offset :])
 
-    def commit(self, expected: Manifest, num_samples: int) -> SpoolEntry:
+    def commit(
+        self,
+        expected: Manifest,
+        num_samples: int,
+        when_checked: Callable[[SpoolEntry], None] = lambda _entry: None,
+    ) -> SpoolEntry:
         """Accept the update, durably, as one of num_samples.
 
+        when_checked: told of the entry once its update is known to be right and lies in its file,
+        before that is durable.
         Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
         are missing; StaleError when a later upload of the same client has taken its place.
         """
@@ -177,6 +184,7 @@ class SpoolWriter:
             self.discard()
             raise
         self._refuse_if_replaced()
+        when_checked(entry)
         self._file.sync()
         if self._publish is not None:
             self._publish(entry)
