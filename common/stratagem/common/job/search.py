@@ -13,7 +13,8 @@ one. Knows no strategy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import GetPydanticSchema
@@ -27,6 +28,7 @@ from stratagem.common.search_space import SearchSpace, parse_search_space
 _SCALES: Final = {"linear": "Linear", "log": "Log", "reverse_log": "ReverseLog"}
 _RANGE_KEYS: Final = ("low", "high", "scale", "when")
 _CHOICE_KEYS: Final = ("choices", "ordered", "when")
+_CANONICAL: Final = re.compile(r"dimensions\[(\d+)\](?:\.dimension)?(?:\.(.+))?")
 
 
 def read_search_space(value: object) -> SearchSpace:
@@ -43,7 +45,20 @@ def read_search_space(value: object) -> SearchSpace:
             dimensions.append(_dimension(str(name), read_object(given, str(name))))
     if violations:
         raise InvalidInputError(violations=violations)
-    return parse_search_space({"dimensions": dimensions, "frozen": {}}, "")
+    try:
+        return parse_search_space({"dimensions": dimensions, "frozen": {}}, "")
+    except InvalidInputError as error:
+        names = [str(dimension["name"]) for dimension in dimensions]
+        found = [
+            Violation(_as_written(each.field, names), each.message) for each in error.violations
+        ]
+        raise InvalidInputError(violations=found) from None
+
+
+def _as_written(field: str, names: Sequence[str]) -> str:
+    """The place in this form of what is wrong at a place of the canonical one."""
+    place = _CANONICAL.fullmatch(field)
+    return field if place is None else join(names[int(place[1])], place[2] or "")
 
 
 SearchSpaceField: TypeAlias = Annotated[

@@ -23,6 +23,7 @@ from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.engine.state import given_model_state, load_model_state
+from stratagem.worker.executing.checks import check_built
 from stratagem.worker.executing.train import evaluate, parts_to_proto
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
@@ -43,6 +44,7 @@ def build(work: Work) -> pb.BuildResult:
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     built = make(fresh=initial is None)
+    check_built(work.job, built.model, built.num_rows)
     if initial is not None:
         assert initial.digest is not None  # the client has found it
         given = given_model_state(work.blob(initial.digest)[0], built.model)
