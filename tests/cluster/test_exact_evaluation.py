@@ -20,6 +20,7 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     job,
+    model_parallel,
     outcome_of,
     train,
     user,
@@ -85,11 +86,47 @@ def test_predictions_are_rows_in_order_whoever_made_them(
     assert found["test.output"].shape == (23, 5)
 
 
+@pytest.mark.parametrize(
+    ("protocol", "execution"),
+    [
+        ({"protocol": "Pipeline", "micro_batch_size": 3}, {}),
+        ({"protocol": "Direct"}, {"precision": "Mixed", "memory": "Cached"}),
+    ],
+)
+def test_stages_evaluate_as_one_process_does(
+    client: Client, protocol: dict[str, Any], execution: dict[str, Any]
+) -> None:
+    cut = model_parallel({"0 1": "worker-0", "2 3": "worker-1"}, **protocol)
+    spec = evaluating("batch_norm_mlp", strategy=cut, execution=execution)
+    done = train(client, spec)
+    assert done.status.metrics == evaluation_loop(spec, ALLOWED)
+    assert done.status.reason == "23 rows of test evaluated"
+    assert done.run.status().commit("final").metrics == done.status.metrics  # type: ignore[union-attr]
+
+
 def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: Outcome) -> None:
     spec = job("everything", steps=1, checkpoint=None, initial={"run": trained.run.run_id})
     run = client.submit(spec)
     run.result()
     assert_same_bits(run.state_dict("0"), trained.state)
+
+
+@pytest.mark.sweep
+def test_stages_evaluate_again_when_one_of_them_is_killed(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    cut = model_parallel({"0 1": "worker-0", "2": "worker-1"})
+    split = {**EVALUATION, "split": "train", "batch_size": 8}
+    data = user("gated", folder=str(gates.folder))
+    spec = evaluating("mlp", data=data, strategy=cut, evaluation=split)
+    gates.close("worker-1-batch-2")
+    run = client.submit(spec)
+    gates.wait_reached("worker-1-batch-2")
+    exact_cluster.kill("worker-1")
+    wait_for(run, "MembersFormed", 2)
+    gates.open()
+    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED)
+    exact_cluster.wait_ready()
 
 
 @pytest.mark.sweep

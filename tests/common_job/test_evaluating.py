@@ -16,6 +16,11 @@ EVALUATING: dict[str, Any] = {
     "execution": {"gradient": "None"},
 }
 REPLICAS = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+STAGES = {
+    "type": "ModelParallel",
+    "partitions": [{"node_ids": ["0"], "target": {"WorkerId": "a"}}],
+    "communication": {"protocol": "Direct"},
+}
 SILOS = {
     "type": "Federated",
     "num_clients": 2,
@@ -40,6 +45,10 @@ def test_it_has_no_optimizer_and_keeps_its_meaning_in_its_text(changes: dict[str
     assert job.batch_size == 32
     assert "optimizer" not in job.document()
     assert JobSpec.from_json(job.canonical_json()) == job
+
+
+def test_stages_may_evaluate() -> None:
+    assert JobSpec.parse(EVALUATING | {"strategy": STAGES}).only_evaluates
 
 
 @pytest.mark.parametrize("preset", ["inference", "high_throughput"])
@@ -81,6 +90,10 @@ def test_presets_of_inference_work_as_they_are_written(preset: str) -> None:
         (
             {"execution": {"gradient": "None", "parallelism": {"PipelineParallel": 2}}},
             "cuts a model",
+        ),
+        (
+            {"strategy": STAGES, "evaluation": {"metrics": [], "predictions": True}},
+            "evaluation.predictions: is not possible under ModelParallel",
         ),
     ],
 )

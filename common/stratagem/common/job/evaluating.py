@@ -12,6 +12,7 @@ from stratagem.common.errors import Violation
 from stratagem.common.job.every import Every
 from stratagem.common.job.execution import ModelParallel, PipelineParallel
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, AllReduce, DataParallel, Local
+from stratagem.common.strategy import ModelParallel as Stages
 
 if TYPE_CHECKING:
     from stratagem.common.job.spec import JobSpec
@@ -62,7 +63,8 @@ def _strategy(job: JobSpec) -> list[Violation]:
     asked = job.execution.parallelism
     if isinstance(asked, ModelParallel | PipelineParallel):
         text = (
-            f"{type(asked).__name__} cuts a model for training; {_WHY}. DataParallel divides rows"
+            f"{type(asked).__name__} cuts a model by what training costs; {_WHY}. Say strategy: "
+            "ModelParallel with partitions, or DataParallel, which divides rows"
         )
         return [Violation("execution.parallelism", text)]
     match job.strategy:
@@ -77,9 +79,15 @@ def _strategy(job: JobSpec) -> list[Violation]:
                 text = f"{_WHY}: there is nothing to add up; leave it out"
                 found.append(Violation("strategy.options.all_reduce", text))
             return found
+        case Stages():
+            if job.evaluation is None or not job.evaluation.predictions:
+                return []
+            text = "is not possible under ModelParallel: outputs are with the last stage alone"
+            return [Violation("evaluation.predictions", text)]
         case DataParallel():
             text = f"{_WHY}: there is nothing to aggregate; AllReduce stands for plain replicas"
             return [Violation("strategy.aggregation.method", text)]
         case other:
-            text = f"{type(other).__name__} trains, and {_WHY}; Local and DataParallel evaluate"
+            kinds = "Local, DataParallel and ModelParallel evaluate"
+            text = f"{type(other).__name__} trains, and {_WHY}; {kinds}"
             return [Violation("strategy.type", text)]

@@ -151,8 +151,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
-            metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
-            record = _with_metrics(record, metrics)
+            trained = {"train.loss": fact.loss} if fact.step else {}
+            record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
             return _with_engine(record, fact)
         case UpdateReceived():
             metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.asking import ask
 from stratagem.coordinator.core.commands import Refusal, Report
-from stratagem.coordinator.core.decide import MAX_DECISIONS, ask, decide
+from stratagem.coordinator.core.decide import MAX_DECISIONS, decide
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.pending import pending_of

@@ -28,8 +28,10 @@ def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
 
 
 def _finished(fact: f.SegmentFinished) -> str:
-    text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
     more = metrics_text(fact.metrics)
+    if not fact.step:  # of a job that trains nothing
+        return f"segment {fact.segment} evaluated: {more}"
+    text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
     redone = f" ({fact.num_redone_steps} steps done again)" if fact.num_redone_steps else ""
     return f"{text}{', ' + more if more else ''}{redone}"
 

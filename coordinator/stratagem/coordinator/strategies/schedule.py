@@ -3,6 +3,7 @@
 A segment is the unit of commitment. Its boundary changes no bits: workers snapshot and go on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -31,8 +32,12 @@ class Schedule:
         return step == self.num_steps or step % self.evaluate_every == 0
 
 
-def schedule_of(job: JobSpec, num_train_rows: int) -> Schedule:
-    """The schedule of a job whose training split has this many rows."""
+def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> Schedule:
+    """The schedule of a job whose splits have this many rows. One that trains nothing has a single
+    segment, without steps, after which it evaluates."""
+    if job.only_evaluates:
+        return Schedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
+    num_train_rows = num_rows[TRAIN_SPLIT]
     steps_per_epoch = max(1, ceil(num_train_rows / job.batch_size))
 
     def steps_of(every: Every) -> int:

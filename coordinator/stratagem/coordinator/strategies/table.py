@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.json_text import suggest
-from stratagem.common.strategy import Custom, Federated, Local
+from stratagem.common.strategy import Custom, Federated, Local, ModelParallel
 from stratagem.coordinator.strategies import evaluating, missing
 from stratagem.coordinator.strategies.contract import Strategy
 
@@ -37,14 +37,14 @@ def name_of(job: JobSpec) -> str:
 
 def strategy_of(job: JobSpec) -> Strategy:
     """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
-    if job.only_evaluates:
+    if _is_evaluated_in_shares(job):
         return evaluating
     return _find(job) or missing
 
 
 def require(job: JobSpec) -> Strategy:
     """The strategy that runs a job; raises InvalidInputError when it is not installed."""
-    if job.only_evaluates:
+    if _is_evaluated_in_shares(job):
         return evaluating
     found = _find(job)
     if found is None:
@@ -70,6 +70,11 @@ def _why_not(job: JobSpec) -> str:
     packages = [each for each in registered() if each not in BUILT_IN]
     known = ", ".join(packages) or f"none (entry-point group {GROUP})"
     return f"{name!r} has no implementation here; registered are {known}{suggest(name, packages)}"
+
+
+def _is_evaluated_in_shares(job: JobSpec) -> bool:
+    """Of a model that is cut all members evaluate all batches: a segment without steps."""
+    return job.only_evaluates and not isinstance(job.strategy, ModelParallel)
 
 
 @cache

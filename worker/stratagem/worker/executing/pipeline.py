@@ -18,7 +18,7 @@ from stratagem.worker.executing.train import Segment, account, parts_to_proto, r
 from stratagem.worker.party.party import noting_failures
 from stratagem.worker.party.pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
-from stratagem.worker.profiling import StepRecorder
+from stratagem.worker.profiling import EVALUATING, StepRecorder
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Work
 
@@ -79,9 +79,11 @@ def _conclude(work: Work, plan: pb.TrainPlan, held: HeldStages, segment: Segment
     segment.parts = []
     if held.replica == 0 and plan.evaluate_splits:
         work.be("evaluating")
-        for split in plan.evaluate_splits:
-            work.control.check()
-            segment.parts += runner.evaluate(split)
+        with StepRecorder(work, EVALUATING) as recorder:
+            begins = recorder.begin if work.job.only_evaluates else None
+            for split in plan.evaluate_splits:
+                work.control.check()
+                segment.parts += runner.evaluate(split, begins)
     return pb.TrainResult(
         step=runner.step,
         loss=tally.loss_sum / tally.weight if tally.weight else 0.0,
@@ -90,5 +92,5 @@ def _conclude(work: Work, plan: pb.TrainPlan, held: HeldStages, segment: Segment
         seconds=time.monotonic() - segment.started_s,
         parts=list(parts_to_proto(segment.parts)),
         engine=segment.engine,
-        metrics=tally.metrics(may_skip=work.job.window.may_skip),
+        metrics={} if work.job.only_evaluates else tally.metrics(may_skip=work.job.window.may_skip),
     )

@@ -81,7 +81,7 @@ def build_stage_runner(
     """fresh: initialised from the seed, as the whole model would be; otherwise load_state must come
     first."""
     data = load_data(job, entrypoints, sources or DataSources())
-    if "train" not in data:
+    if "train" not in data and not job.only_evaluates:
         raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
     model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
     program = program_of(model, job)
@@ -90,7 +90,7 @@ def build_stage_runner(
     owner = {node: rank_of[stage] for node, stage in plan.stage_of.items()}
     check_not_shared(model, plan.stage_of, program)
     trained = separate_tied(model, program)
-    if not trained:
+    if not trained and not job.only_evaluates:
         raise InvalidInputError.at("model", "has no trainable parameter")
     randomness = KeyedRandomness(model, device)
     foreign = {node for node in owner if owner[node] != seat.rank}

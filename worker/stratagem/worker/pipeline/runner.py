@@ -73,6 +73,10 @@ what the shards of this replica come to, in order: each is computed when it is a
 must be. Called before the division by the weight."""
 
 
+Begins = Callable[[int, int], None]
+"""(batch, how many are left with it)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerSetup:
     """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
@@ -104,12 +108,13 @@ class StageRunner:
             make_optimizer(
                 self._job.optimizer, [p for _, p in self.params], fused=self._job.execution.fusion
             )
-            if self._own
+            if self._own and not self._job.only_evaluates
             else None
         )
         self._buffers = Buffers(self.model, gather.device)
         self.num_extras = FIXED + len(self._own) + self._buffers.num_elements
-        self._order = BatchOrder(len(setup.data["train"]), self._job.batch_size, self._job.seed)
+        num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
+        self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
         self.order = "1f1b" if setup.schedule == AUTO else setup.schedule
         """The name of the schedule that is in use."""
@@ -204,15 +209,16 @@ class StageRunner:
             num_skipped=int(bool(what)),
         )
 
-    def evaluate(self, split: str) -> list[Part]:
-        """Sums per batch on the rank of the last stage; nothing on the others."""
+    def evaluate(self, split: str, begins: Begins | None = None) -> list[Part]:
+        """Sums per batch on the rank of the last stage; nothing on the others. begins: hears of
+        each batch here, and how many are left with it."""
         parts: list[Part] = []
         evaluator = self._setup.evaluator
 
         def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
             parts.append(evaluator.measure(split, batch, output, y, num_rows))
 
-        self._forward_only(split, measure)
+        self._forward_only(split, measure, begins)
         return parts
 
     def predict(self, split: str) -> list[Any]:
@@ -380,7 +386,12 @@ class StageRunner:
         for each in self._setup.trained:
             each.forget()
 
-    def _forward_only(self, split: str, use: Callable[[Any, Any, int, int], None]) -> None:
+    def _forward_only(
+        self,
+        split: str,
+        use: Callable[[Any, Any, int, int], None],
+        begins: Begins | None = None,
+    ) -> None:
         if split not in self._setup.data:
             known = ", ".join(self._setup.data)
             raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
@@ -388,9 +399,21 @@ class StageRunner:
         dataset = self._setup.data[split]
         count = -(-len(dataset) // evaluator.batch_size)
         self.model.eval()
+        num_begun = 0
+
+        def begin(batch: int) -> None:
+            nonlocal num_begun
+            if begins is not None and batch >= num_begun:  # not again for further stages here
+                begins(batch, count - batch)
+                num_begun = batch + 1
+            if self._job.only_evaluates:
+                num_rows = min(evaluator.batch_size, len(dataset) - batch * evaluator.batch_size)
+                self._setup.execution.begin_batch(num_rows)
+            self._randomness.begin("evaluate", split, batch)
+
         work = Work(
             f"evaluating {split}",
-            lambda batch: self._randomness.begin("evaluate", split, batch),
+            begin,
             lambda batch: evaluator.begin_batch(split, dataset, batch),
             use,
         )

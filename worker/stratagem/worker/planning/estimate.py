@@ -152,6 +152,9 @@ def _running(job: JobSpec, site: Site, num_workers: int | None) -> MemoryEstimat
     """Of a model that is only run; with the predictions that the worker keeps until all is done."""
     reading = play_forward(job, site, job.batch_size)
     estimate = _estimate(reading, site, job.batch_size, ())
+    if isinstance(job.strategy, ModelParallel):
+        note = "the whole model on one worker; a stage holds its own part"
+        return replace(estimate, notes=(note,))
     if job.evaluation is None or not (job.only_evaluates and job.evaluation.predictions):
         return estimate
     num_replicas = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1

@@ -26,8 +26,15 @@ def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | No
             reason=f"segment {run.open_segment} has ended {run.num_deaths} worker processes"
         )
     if run.committed is not None and run.committed.segment == num_segments(job, run):
-        return RunCompleted(reason=f"{run.committed.step} steps committed")
+        return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
     return members_due(job, run, shape, world)
+
+
+def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
+    if not job.only_evaluates or job.evaluation is None:
+        return f"{num_steps} steps committed"
+    split = job.evaluation.split
+    return f"{run.num_rows[split]} rows of {split} evaluated"
 
 
 def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:

@@ -6,7 +6,7 @@ from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
 from stratagem.coordinator.core.facts import SKIPPED_STEPS
-from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, Schedule, schedule_of
+from stratagem.coordinator.strategies.schedule import Schedule, schedule_of
 from stratagem.coordinator.strategies.segments.run import PartyRun, Shape
 
 MAX_UNCOMMITTED = 2
@@ -34,7 +34,7 @@ def pending(
                 run_id, run.party, done.segment, done.step, run.membership, parts, metrics
             )
         )
-    schedule = schedule_of(job, run.num_rows[TRAIN_SPLIT])
+    schedule = schedule_of(job, run.num_rows)
     may_begin = horizon is None or run.open_segment <= horizon
     if run.members and may_begin and _has_open(schedule, run) and _has_room(run):
         effects.add(_segment(run_id, job, run, shape, schedule))

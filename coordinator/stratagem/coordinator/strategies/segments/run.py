@@ -17,7 +17,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, schedule_of
+from stratagem.coordinator.strategies.schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,4 +205,4 @@ def num_segments(job: JobSpec, run: PartyRun) -> int:
     """Segments of the whole run; -1 while the number of rows is unknown."""
     if run.committed is None:
         return -1
-    return len(schedule_of(job, run.num_rows[TRAIN_SPLIT]).ends())
+    return len(schedule_of(job, run.num_rows).ends())

@@ -8,7 +8,7 @@ from stratagem.coordinator.core.facts import Member, ProcessDied
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.placement import why_none
-from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT, schedule_of
+from stratagem.coordinator.strategies.schedule import schedule_of
 from stratagem.coordinator.strategies.segments.run import PartyRun, Shape, num_segments
 
 
@@ -45,7 +45,7 @@ def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:
     """How the party stands."""
     ends: tuple[int, ...] = ()
     if run.committed is not None:
-        ends = schedule_of(job, run.num_rows[TRAIN_SPLIT]).ends()
+        ends = schedule_of(job, run.num_rows).ends()
     trained = run.finished[-1] if run.finished else run.committed
     phase, strategy_phase, reason = _phase(job, run, shape, world)
     return Outlook(
