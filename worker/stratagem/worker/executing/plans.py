@@ -44,7 +44,7 @@ def build(work: Work) -> pb.BuildResult:
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     built = make(fresh=initial is None)
-    check_built(work.job, built.model, built.num_rows)
+    check_built(work.job, built.model, built.setup.num_rows)
     if initial is not None:
         assert initial.digest is not None  # the client has found it
         given = given_model_state(work.blob(initial.digest)[0], built.model)
