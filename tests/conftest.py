@@ -1,5 +1,6 @@
 """For all tests: hypothesis must not take a busy machine for a slow function; one PostgreSQL."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ from tests.postgres import Postgres
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# A shell without job control starts what it puts in the background deaf to Ctrl-C, and whom that starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
