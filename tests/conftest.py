@@ -11,7 +11,7 @@ from tests.postgres import Postgres
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
-# A shell without job control starts what it puts in the background deaf to Ctrl-C, and whom that starts.
+# A shell without job control starts what it puts in the background deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
