@@ -96,5 +96,5 @@ def test_blocks_of_a_model_with_a_forward_of_its_own() -> None:
     names = {module: name for name, module in trainer.model.named_modules()}
     found = [names[module] for module in blocks_of(trainer.model, spec).modules]
     assert found == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    (note,) = trainer.notes
+    (note,) = trainer.setup.notes
     assert "the blocks of CountingLayers cannot be grouped" in note

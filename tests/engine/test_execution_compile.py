@@ -124,9 +124,9 @@ def test_fused_updates_equal_the_reference(optimizer: str) -> None:
     again = trainer_of(spec, fresh=False)
     again.load_state(*trainer.copy_state())
     assert train(again, 3, 2) == train(trainer, 3, 2)
-    assert not trainer.notes
+    assert not trainer.setup.notes
 
 
 def test_an_optimizer_without_fused_kernels_is_noted() -> None:
     spec = job("mlp", optimizer={"name": "rmsprop", "lr": 0.01}, execution={"fusion": True})
-    assert "torch has no fused kernel for rmsprop" in trainer_of(spec).notes[0]
+    assert "torch has no fused kernel for rmsprop" in trainer_of(spec).setup.notes[0]
