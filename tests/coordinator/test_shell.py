@@ -12,6 +12,7 @@ from stratagem.coordinator.barrier import Arrival, Barriers
 from stratagem.coordinator.clock import STEP_S, LeaderClock
 from stratagem.coordinator.core.effects import (
     Base,
+    Build,
     CommitSegment,
     Effect,
     EvaluateState,
@@ -23,9 +24,10 @@ from stratagem.coordinator.core.gangs import Request, grant
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.paced import Paced
-from stratagem.coordinator.supervisor import Supervisor
+from stratagem.coordinator.supervisor import TROUBLE, Supervisor
 from stratagem.coordinator.watching.feed import MAX_EVENTS, Event, Feed, Progress
 from stratagem.coordinator.watching.run_logs import Line, RunLogs
+from stratagem.coordinator.watching.waiting import say_what_fails
 
 RUN = RunId("run-1")
 ROOT = Party("")
@@ -152,6 +154,35 @@ async def test_failing_effect_is_tried_again() -> None:
         await done.wait()
     await supervisor.close()
     assert attempts == [effect] * 3
+
+
+async def test_watchers_are_told_what_keeps_failing() -> None:
+    async def no_history(run_id: RunId, index: int) -> list[Event]:
+        return []
+
+    feed, told = Feed(no_history), asyncio.Event()
+    feed.add_event(RUN, Event(0, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+
+    async def fail(effect: Effect) -> None:
+        raise ZeroDivisionError("a defect")
+
+    def on_trouble(effect: Effect, reason: str) -> None:
+        say_what_fails(feed, effect, reason)
+        told.set()
+
+    supervisor = Supervisor(fail, on_trouble)
+    build = Build(RUN, ROOT, 1, member("a"))
+    supervisor.reconcile(frozenset({build}))
+    async with asyncio.timeout(10):
+        await told.wait()
+    await supervisor.close()
+    shown = feed.progress(RUN)
+    assert supervisor.num_failures["Build"] == TROUBLE
+    assert shown is not None
+    assert shown.reason == (
+        "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
+        "(the log of a says more)"
+    )
 
 
 async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:

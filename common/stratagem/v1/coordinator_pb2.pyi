@@ -528,7 +528,7 @@ class RunProgress(_message.Message):
     training_phase: _builtins.str
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
     reason: _builtins.str
-    """Of a run without workers: what it waits for."""
+    """Of a run without workers, or whose work keeps failing: what it waits for."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Of the latest step as its first member sees it, keyed "train.<metric>"."""

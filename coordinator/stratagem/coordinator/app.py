@@ -57,7 +57,7 @@ from stratagem.coordinator.supervisor import Supervisor
 from stratagem.coordinator.watching.feed import Event, Feed
 from stratagem.coordinator.watching.profiles import Profiles
 from stratagem.coordinator.watching.run_logs import Line, RunLogs
-from stratagem.coordinator.watching.waiting import say_what_is_missing
+from stratagem.coordinator.watching.waiting import say_what_fails, say_what_is_missing
 
 BLOB_GRACE_S = 600.0
 """A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
@@ -84,7 +84,10 @@ class App:
         self.links = Links(loop.term, Proof(tls_of(settings)))
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
-        self.supervisor = Supervisor(lambda effect: perform(self.env, effect))
+        self.supervisor = Supervisor(
+            lambda effect: perform(self.env, effect),
+            lambda effect, reason: say_what_fails(self.feed, effect, reason),
+        )
         self.env = Env(
             loop=loop,
             links=self.links,

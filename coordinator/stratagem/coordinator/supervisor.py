@@ -22,13 +22,21 @@ from stratagem.coordinator.watching.log_ids import ids_of
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
+TROUBLE = 6
+"""Attempts that fail one after the other, in a second or two, before watchers are told."""
 
 log = structlog.get_logger()
 
 
 class Supervisor:
-    def __init__(self, perform: Callable[[Effect], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        perform: Callable[[Effect], Awaitable[None]],
+        on_trouble: Callable[[Effect, str], None] = lambda effect, reason: None,
+    ) -> None:
+        """on_trouble is told of every effect that keeps failing, and why."""
         self._perform = perform
+        self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
@@ -116,22 +124,32 @@ class Supervisor:
             del self._of_run[effect.run_id]
 
     async def _persist(self, effect: Effect) -> None:
-        delay_s = FIRST_RETRY_S
-        bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
+        delay_s, num_failed = FIRST_RETRY_S, 0
         while True:
-            try:
-                await self._perform(effect)
-            except* StratagemError as group:
-                self.num_failures[type(effect).__name__] += 1
-                reasons = "; ".join(str(error) for error in group.exceptions)
-                bound.warning("effect failed, trying again", reason=reasons, delay_s=delay_s)
-            except* Exception:
-                self.num_failures[type(effect).__name__] += 1
-                bound.exception("effect raised, trying again", delay_s=delay_s)
+            reason = await self._attempt(effect, delay_s)
             stop_if_cancelled()
+            num_failed = num_failed + 1 if reason else 0
+            if num_failed >= TROUBLE:
+                self._on_trouble(effect, reason)
             # What was done has usually taken the effect out of the set, and this task with it.
             await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
             delay_s = min(2 * delay_s, LAST_RETRY_S)
+
+    async def _attempt(self, effect: Effect, delay_s: float) -> str:
+        """Why it failed; "" when it did not."""
+        bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
+        reason = ""
+        try:
+            await self._perform(effect)
+        except* StratagemError as group:
+            reason = "; ".join(str(error) for error in group.exceptions)
+            bound.warning("effect failed, trying again", reason=reason, delay_s=delay_s)
+        except* Exception as group:
+            reason = "; ".join(f"{type(each).__name__}: {each}" for each in group.exceptions)
+            bound.exception("effect raised, trying again", delay_s=delay_s)
+        if reason:
+            self.num_failures[type(effect).__name__] += 1
+        return reason
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:

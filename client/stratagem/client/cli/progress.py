@@ -36,7 +36,7 @@ class ProgressLine:
     def update(self, item: Event | Progress) -> None:
         match item:
             case Progress() if item.reason:
-                self.sentence = item.reason
+                self.sentence, self.latest = item.reason, None
             case Progress():
                 self.latest = item
             case Event():

@@ -267,7 +267,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _info(self, run: RunRecord) -> pb.RunInfo:
         app = self._app
         last_wall_s = app.feed.last_wall_s(run.run_id)
-        return views.run_info(app.loop.world, run, app.path_of, last_wall_s)
+        info = views.run_info(app.loop.world, run, app.path_of, last_wall_s)
+        shown = app.feed.progress(run.run_id)
+        info.reason = info.reason or (shown.reason if shown else "")
+        return info
 
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers

@@ -40,7 +40,8 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of that step, by metric."""
     reason: str = ""
-    """What a run without workers waits for; nothing else is set then."""
+    """What a run waits for that has no workers, or whose work keeps failing; nothing else is set
+    then."""
 
 
 MAX_EVENTS: Final = 1024

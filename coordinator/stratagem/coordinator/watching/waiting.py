@@ -1,12 +1,15 @@
-"""Tells watchers of runs without workers what they wait for: nothing else happens to them."""
+"""Tells watchers what a run waits for, where no fact does: workers that are missing, and work that
+fails and is tried again."""
 
 from collections.abc import Set
 
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.asking import why_waiting
+from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.watching.feed import Feed, Progress
+from stratagem.coordinator.watching.log_ids import ids_of
 
 
 def say_what_is_missing(
@@ -19,7 +22,20 @@ def say_what_is_missing(
         run, shown = state.runs[run_id], feed.progress(run_id)
         reason = "" if run.ended is not None else why_waiting(run, world)
         if reason and (shown is None or shown.reason != reason):
-            told = Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
-            feed.set_progress(run_id, told)
+            feed.set_progress(run_id, _sentence(reason))
         elif not reason and shown is not None and shown.reason:
             feed.set_progress(run_id, None)
+
+
+def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
+    """Until the next fact of the run, or progress: what is done again and again, and why."""
+    kind = type(effect).__name__
+    worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
+    where = f" on {worker_id}" if worker_id else ""
+    log = f"the log of {worker_id or 'the coordinator'} says more"
+    told = f"{kind}{where} keeps failing and is tried again: {reason} ({log})"
+    feed.set_progress(effect.run_id, _sentence(told))
+
+
+def _sentence(reason: str) -> Progress:
+    return Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
