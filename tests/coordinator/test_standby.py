@@ -110,9 +110,23 @@ async def test_a_client_of_both_finds_the_leader_and_follows_the_lead() -> None:
             await one.open(first)
             await waiting
         assert (first.num_calls, second.num_calls) == (1, 1)
-        async with AsyncClient(other.address) as client:
+        async with AsyncClient(other.address, patience_s=0) as client:
             with pytest.raises(StandbyError, match="may no longer lead"):
                 await client.workers()
+
+
+async def test_a_client_waits_for_a_coordinator_that_starts_but_not_for_a_standby() -> None:
+    async with serving() as entrance, AsyncClient(entrance.address) as client:
+        asked = asyncio.create_task(client.workers())
+        await asyncio.wait([asked], timeout=0.3)
+        assert not asked.done()
+        await entrance.open(Counting())
+        assert list(await asked) == []
+        await entrance.shut("stands by")
+        entrance.note_leader(Lease(LEADER, 1, 0, None))
+        async with asyncio.timeout(5), AsyncClient(entrance.address) as other:
+            with pytest.raises(StandbyError, match="the first at first"):
+                await other.workers()
 
 
 async def test_a_client_of_two_that_are_not_there_says_so() -> None:

@@ -44,8 +44,8 @@ ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
 SILENT_S: Final = 2.0
 """A stream without news is nothing unusual, but then each coordinator of several is asked."""
 STARTING_S: Final = 15.0
-"""How long an address that takes connections and closes them may take to answer, as Docker does for
-a container that does not listen yet."""
+"""How long an address may take to answer that takes connections and closes them, as Docker's does
+for a container that does not listen yet, or whose coordinator has no lead yet."""
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
@@ -208,7 +208,10 @@ class Connection:
 
 
 def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
-    """Whether somebody took the connection and closed it, and not for long."""
-    is_closed = any(each in (error.details() or "") for each in _CLOSED)
-    is_away = error.code() is grpc.StatusCode.UNAVAILABLE
-    return is_away and is_closed and time.monotonic() < since_s + STARTING_S
+    """Whether somebody took the connection and closed it, or has no lead yet; and not for long."""
+    if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > since_s + STARTING_S:
+        return False
+    found = from_rpc_error(error)
+    if isinstance(found, StandbyError):
+        return not found.leader  # one that leads elsewhere is for the caller to know
+    return any(each in (error.details() or "") for each in _CLOSED)
