@@ -52,6 +52,14 @@ def test_imports_point_down(part: str) -> None:
                 assert name.split(".")[1] in ALLOWED[part], f"{path} imports {name}"
 
 
+def test_nobody_draws_from_the_generator_that_user_code_draws_from() -> None:
+    for path in everything():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random":
+                allowed = {"Random", "seed", "getstate", "setstate"}
+                assert node.attr in allowed, f"{path}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("folder", PURE)
 def test_pure_core_knows_no_io(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):

@@ -49,6 +49,7 @@ for a container that does not listen yet, or whose coordinator has no lead yet."
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
+_jitter = random.Random()  # the numbers of the shared one belong to other code
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -66,7 +67,7 @@ class Backoff:
         self._limit_s = MIN_PAUSE_S
 
     async def pause(self) -> None:
-        await asyncio.sleep(random.uniform(0.5, 1.0) * self._limit_s)
+        await asyncio.sleep(_jitter.uniform(0.5, 1.0) * self._limit_s)
         self._limit_s = min(MAX_PAUSE_S, 2 * self._limit_s)
 
 

@@ -22,6 +22,7 @@ from stratagem.coordinator.watching.log_ids import ids_of
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
+_jitter = random.Random()  # the numbers of the shared one belong to other code
 TROUBLE = 6
 """Attempts that fail one after the other, in a second or two, before watchers are told."""
 
@@ -132,7 +133,7 @@ class Supervisor:
             if num_failed >= TROUBLE:
                 self._on_trouble(effect, reason)
             # What was done has usually taken the effect out of the set, and this task with it.
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+            await asyncio.sleep(delay_s * _jitter.uniform(0.8, 1.2))
             delay_s = min(2 * delay_s, LAST_RETRY_S)
 
     async def _attempt(self, effect: Effect, delay_s: float) -> str:

@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
+_jitter: Final = random.Random()  # the numbers of the shared one belong to the user's code
 CALL_TIMEOUT_S: Final = 10.0
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
@@ -42,7 +43,7 @@ LOOK_AGAIN_EVERY: Final = 10
 def retry_delay_s(attempt: int) -> float:
     """Exponential backoff with jitter, so that workers do not come back all at once."""
     ceiling = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16))
-    return float(ceiling * random.uniform(0.5, 1.0))
+    return float(ceiling * _jitter.uniform(0.5, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
