@@ -8,7 +8,6 @@ Knows nothing of HTTP.
 from __future__ import annotations
 
 import hmac
-import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final, Protocol, Self
 import structlog
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.watched_file import Stamp, stamp_of
 
 log = structlog.get_logger()
 
@@ -140,14 +140,13 @@ class Guard:
                 raise _unusable("metrics_client_ca", self.client_ca, error) from None
         return context
 
-    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
+    def _stamp(self) -> Stamp:
         """Another one when a file has been written or replaced."""
         files = [each for each in (self.cert, self.key, self.client_ca) if each is not None]
         try:
-            found = [os.stat(each) for each in files]
+            return stamp_of(*files)
         except OSError:  # while one is being replaced
             return ()
-        return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
 
 
 PLAIN: Final = Guard()

@@ -14,7 +14,8 @@ import grpc
 import structlog
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.rpc.tls import Material, Stamp, TlsFiles
+from stratagem.common.rpc.tls import Material, TlsFiles
+from stratagem.common.watched_file import Stamp
 
 log = structlog.get_logger()
 

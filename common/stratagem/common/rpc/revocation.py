@@ -18,12 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import structlog
-
 from stratagem.common.errors import InvalidInputError, UnauthenticatedError
 from stratagem.common.rpc.tls import CertId, Role
-
-log = structlog.get_logger()
+from stratagem.common.watched_file import WatchedFile
 
 _FINGERPRINT: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HOLDER: Final = re.compile(rf"({'|'.join(Role)}) (\*\.)?[A-Za-z0-9._-]{{1,64}}")
@@ -76,33 +73,10 @@ class RevokedFile:
 
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now."""
-        self._path = path
-        self._seen = self._stamp()
-        self._entries = read_revoked(path)
+        self._file = WatchedFile(path, read_revoked, what="revoked certificates")
 
     def check(self, cert_id: CertId, pem: bytes) -> None:
         """UnauthenticatedError for a caller whose certificate counts no more."""
-        self._refresh()
-        if not self._entries:
-            return
-        if str(cert_id) in self._entries or fingerprint(pem) in self._entries:
+        entries = self._file.content()
+        if entries and (str(cert_id) in entries or fingerprint(pem) in entries):
             raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")
-
-    def _refresh(self) -> None:
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        self._seen = stamp
-        try:
-            self._entries = read_revoked(self._path)
-        except InvalidInputError as error:
-            log.warning("the revoked certificates stay as they were", reason=str(error))
-        else:
-            log.info("revoked certificates read again", entries=sorted(self._entries))
-
-    def _stamp(self) -> tuple[int, ...]:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return ()
-        return (found.st_mtime_ns, found.st_ino, found.st_size)

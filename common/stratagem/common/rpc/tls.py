@@ -11,7 +11,6 @@ used. Knows nothing of gRPC; `credentials.py` makes gRPC's credentials of what i
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.watched_file import Stamp, stamp_of
 
 if TYPE_CHECKING:  # its import takes 0.1 s, which a process without certificates need not wait for
     from cryptography import x509
@@ -34,7 +34,6 @@ _SPIFFE: Final = re.compile(
 )
 
 File = str | PathLike[str]
-Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Role(StrEnum):
@@ -136,8 +135,7 @@ class TlsFiles:
     def stamp(self) -> Stamp:
         """Another one when a file has been written or replaced. Raises OSError."""
         files = [each for each in (self.ca, self.cert, self.key) if each is not None]
-        found = [os.stat(each) for each in files]
-        return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
+        return stamp_of(*files)
 
     def read(self) -> Material:
         """InvalidInputError names the file that cannot be used, and why."""

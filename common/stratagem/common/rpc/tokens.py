@@ -20,12 +20,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-import structlog
-
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
 from stratagem.common.ids import check_token_name
-
-log = structlog.get_logger()
+from stratagem.common.watched_file import Stamp, WatchedFile, stamp_of
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
@@ -109,21 +106,22 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
         ) from None
 
 
+def _read_if_there(path: Path) -> tuple[KnownToken, ...]:
+    return read_tokens(path) if path.exists() else ()
+
+
 class TokenBook:
     """The tokens of a file, read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now. A file that is not there yet has no
         tokens."""
-        self._path = path
-        self._seen = self._stamp()
-        self._tokens = read_tokens(path) if self._seen else ()
+        self._file = WatchedFile(path, _read_if_there, what="tokens")
 
     def find(self, token: str, now_s: float) -> KnownToken:
         """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
-        self._refresh()
         digest, found = _digest(token), None
-        for each in self._tokens:  # all of them: how long it takes says nothing
+        for each in self._file.content():  # all of them: how long it takes says nothing
             if hmac.compare_digest(each.sha256, digest):
                 found = each
         if found is None:
@@ -133,40 +131,19 @@ class TokenBook:
             raise UnauthenticatedError(f"token {found.name} has expired at {when}")
         return found
 
-    def _refresh(self) -> None:
-        """A file that is damaged leaves the tokens as they were; one that is gone leaves none."""
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        self._seen = stamp
-        try:
-            self._tokens = read_tokens(self._path) if stamp else ()
-        except InvalidInputError as error:
-            log.warning("the tokens stay as they were", reason=str(error))
-        else:
-            log.info("tokens read again", names=[each.name for each in self._tokens])
-
-    def _stamp(self) -> tuple[int, ...]:
-        try:
-            found = os.stat(self._path)
-        except FileNotFoundError:
-            return ()
-        return (found.st_mtime_ns, found.st_ino, found.st_size)
-
 
 class TokenFile:
     """The one token of a caller, read again when its file changes."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
-        self._seen: tuple[int, ...] = ()
+        self._seen: Stamp = ()
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call carries. InvalidInputError when the file cannot be used."""
         try:
-            found = os.stat(self._path)
-            stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+            stamp = stamp_of(self._path)
             if stamp != self._seen:
                 token = self._path.read_text().strip()
                 if not token.startswith(_PREFIX) or not token.isascii() or token.split() != [token]:
