@@ -38,9 +38,13 @@ def test_a_leader_is_replaced_when_the_database_has_not_heard_of_it_for_its_ttl(
     log: Journal, url: str, postgres: Server
 ) -> None:
     term, other, time = lead(log, ELSEWHERE), Journal.open(url), FakeTime()
-    # At the first look nothing but the database's clock can say; the server is older than this.
-    postgres.sql("UPDATE lease SET renewed_s = renewed_s - 0.3", url)
-    taken = other.take_lead(US, ttl_s=0.2, monotonic=time.monotonic, sleep=time.sleep)
+    # At the first look nothing but the database's clock can say, as far back as its server runs.
+    ((age_s,),) = postgres.sql(
+        "UPDATE lease SET renewed_s = renewed_s - 3600"
+        " RETURNING extract(epoch FROM clock_timestamp() - pg_postmaster_start_time())::float8",
+        url,
+    )
+    taken = other.take_lead(US, ttl_s=age_s, monotonic=time.monotonic, sleep=time.sleep)
     assert taken.term == term + 1
     assert not time.sleeps
     with pytest.raises(FencedError):
