@@ -1,6 +1,7 @@
-"""For all tests: hypothesis must not take a busy machine for a slow function; one PostgreSQL."""
+"""For all tests: what none may leave to the next or take from the machine, and one PostgreSQL."""
 
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -8,12 +9,20 @@ from hypothesis import settings
 
 from tests.postgres import Postgres
 
+# A busy machine is not a slow function.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 # A shell without job control starts what it puts in the background deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread: bits depend on how many there are, and the last test may have changed it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

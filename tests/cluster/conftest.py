@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
@@ -13,11 +12,6 @@ from tests.cluster.jobs import Gates, gates_in
 
 ROOT = Path(__file__).parents[2]
 PARKABLE_WORKER = Path(__file__).with_name("parkable_worker.py")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stratagem.common.shards import Node, tree_sum
 from stratagem.worker.exchange import Exchange, GradientBuckets, schedule
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # in the processes of a party, too
 
 ODD = (0, 1, 7, 1_000_003, 64, 300_000)
 

@@ -12,8 +12,6 @@ from stratagem.worker.exchange.plan import Party, Step, plan_step
 from stratagem.worker.exchange.transport import SoloTransport
 from tests.exchange.cases import ODD, Case, one_step
 
-torch.set_num_threads(1)
-
 
 def named(
     sizes: Sequence[int], dtype: torch.dtype = torch.float32

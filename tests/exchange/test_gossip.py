@@ -17,7 +17,6 @@ from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import raw
 from tests.exchange.party import Member, introduce, party, rendezvous_over
 
-torch.set_num_threads(1)
 NUM_ROUNDS = 3
 ODD = ((0,), (1,), (7, 3), (300_007,), (64,), ())
 

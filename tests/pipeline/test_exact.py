@@ -4,7 +4,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,6 @@ from tests.pipeline.support import (
     linear,
 )
 
-torch.set_num_threads(1)
 DEEP = [str(i) for i in range(8)]
 
 

@@ -18,7 +18,6 @@ from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 DEEP = [str(i) for i in range(8)]
 TWO = Placement(cut(DEEP, 3, 5), (0, 1), 3)

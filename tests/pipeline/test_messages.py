@@ -37,7 +37,6 @@ from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
 from tests.stream.test_peer_processes import hub_in_a_thread
 
-torch.set_num_threads(1)
 BASE = torch.arange(60.0).reshape(6, 10)
 TENSORS = {
     "contiguous": BASE,

@@ -60,7 +60,6 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) 
 @pytest.mark.parametrize("case", CASES)
 def test_processes_compute_the_bits_of_one(case: str, engine: str) -> None:
     spec, placement = CASES[case]
-    torch.set_num_threads(1)
     expected = sharded_loop(spec, ALLOWED, 1, 5, micro_batch_size=placement.micro_batch_size)
     with party(train_steps, max(placement.ranks) + 1, case, engine) as members:
         introduce(members)

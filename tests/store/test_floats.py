@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from stratagem.coordinator.aggregation.floats import is_finite, narrow, storage, widen
 
-torch.set_num_threads(1)
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 

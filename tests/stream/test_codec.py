@@ -36,7 +36,6 @@ from stratagem.common.tensors.torch_codec import (
 from stratagem.v1 import tensor_pb2, worker_pb2
 from tests.stream.strategies import make_tensor, same_bits, tensors
 
-torch.set_num_threads(1)
 relaxed = settings(
     deadline=None,
     max_examples=60,

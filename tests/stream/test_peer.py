@@ -30,7 +30,6 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
 from tests.exchange.late_device import LateDevice
 
-torch.set_num_threads(1)
 BRIEF_S, LONG_S = 0.2, 20.0
 GROUP = Group("run-1", "silo0", term=1, membership=5, rank=0, size=2)
 

@@ -4,14 +4,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.worker_shell.rig import Rig, Worker, open_rig
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,0 @@
-"""One thread, so that figures and bits do not depend on the machine."""
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
