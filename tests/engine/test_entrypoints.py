@@ -43,12 +43,17 @@ def test_refused_before_import(tmp_path: Path) -> None:
         ("../userland:mlp", "form"),
         (f"{HERE}:mlp()", "form"),
         ("os:system", "is not allowed"),
-        ("tests.engine.missing:build", 'no module "tests.engine.missing"'),
+        ("tests.engine.missing:build", 'no module "tests.engine.missing" is installed$'),
     ],
 )
 def test_attacks_and_mistakes_are_refused(name: str, reason: str) -> None:
     with pytest.raises(InvalidInputError, match=reason):
         EntryPoints(["tests.engine.*"]).resolve(name)
+
+
+def test_a_missing_module_is_told_with_the_folders_that_were_looked_in(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=f'"missing" is installed, or lies in {tmp_path}$'):
+        EntryPoints(["missing:*"], [tmp_path]).resolve("missing:build")
 
 
 def test_import_that_raises_is_an_error_of_the_user(tmp_path: Path) -> None:

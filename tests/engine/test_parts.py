@@ -12,7 +12,7 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.fingerprint import numerics_fingerprint
-from stratagem.worker.losses import LOSS_NAMES, make_loss
+from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
 from stratagem.worker.models.stochastic import draws_random_numbers
 from stratagem.worker.optimizers import make_optimizer, schedule_factor
@@ -51,13 +51,12 @@ def test_token_loss_counts_tokens() -> None:
 
 
 def test_wrong_losses_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match='did you mean "cross_entropy"'):
+    with pytest.raises(InvalidInputError, match="did you mean cross_entropy"):
         loss("cros_entropy")
     with pytest.raises(InvalidInputError, match=r"loss\.weight"):
         loss({"name": "cross_entropy", "kwargs": {"weight": [1, 2]}})
     with pytest.raises(ValueError, match="one number"):
         loss("tests.engine.userland:one_per_row")(torch.zeros(3), torch.zeros(3), 3)
-    assert len(LOSS_NAMES) == 6
 
 
 def test_metrics() -> None:
@@ -77,7 +76,7 @@ def test_metrics() -> None:
     assert metrics["mae"](x, x - 2, 8) == (2.0, 8)
     user = make_metrics(["tests.engine.userland:confidence"], ALLOWED)
     assert next(iter(user.values()))(torch.zeros(4, 2), y, 4) == (0.5, 4.0)
-    with pytest.raises(InvalidInputError, match='did you mean "accuracy"'):
+    with pytest.raises(InvalidInputError, match="did you mean accuracy"):
         make_metrics(["acuracy"], ALLOWED)
 
 
@@ -147,13 +146,13 @@ def test_an_update_in_one_pass_depends_on_nothing_but_its_tensor(name: str) -> N
 
 def test_wrong_optimizers_are_refused() -> None:
     assert optimizer(name="Adam", betas=[0.8, 0.9]).param_groups[0]["betas"] == (0.8, 0.9)
-    with pytest.raises(InvalidInputError, match='did you mean "adamw"'):
+    with pytest.raises(InvalidInputError, match="did you mean adamw"):
         optimizer(name="adamwx")
-    with pytest.raises(InvalidInputError, match='did you mean "momentum"'):
+    with pytest.raises(InvalidInputError, match="did you mean momentum"):
         optimizer(name="sgd", momentumm=0.9)
     with pytest.raises(InvalidInputError, match="Invalid beta"):
         optimizer(name="adam", betas=[2.0, 0.9])
-    with pytest.raises(InvalidInputError, match="is unknown"):
+    with pytest.raises(InvalidInputError, match="'lbfgs' is not one of adadelta, "):
         optimizer(name="lbfgs")
 
 

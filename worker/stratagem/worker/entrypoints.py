@@ -54,13 +54,30 @@ class EntryPoints:
         if not self._allows(name):
             allowed = ", ".join(self.allow) or "nothing"
             raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
-        target = _walk(import_allowed(module_name, field, name), qualname, field, name)
+        target = _walk(self.import_allowed(module_name, field, name), qualname, field, name)
         return self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
         """`resolve`, with keyword arguments that are given with every call."""
         target = self.resolve(name, f"{field}.entrypoint")
         return partial(target, **kwargs) if kwargs else target
+
+    def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
+        """The module of an entry point that is allowed. Raises InvalidInputError where it is
+        missing, UserCodeError for what it raises."""
+        with user_code(f"importing {module_name}"):
+            try:
+                return importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                missing = error.name or ""
+                if module_name == missing or module_name.startswith(f"{missing}."):
+                    reason = f'cannot be found: no module "{missing}" {self._looked_in()}'
+                    raise _refusal(field, name, reason) from error
+                raise
+
+    def _looked_in(self) -> str:
+        folders = " or ".join(map(str, self.import_paths))
+        return f"is installed, or lies in {folders}" if folders else "is installed"
 
     def _allows(self, name: str) -> bool:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
@@ -80,19 +97,6 @@ class EntryPoints:
 
 def _refusal(field: str, name: str, reason: str) -> InvalidInputError:
     return InvalidInputError.at(field, f'"{name}" {reason}')
-
-
-def import_allowed(module_name: str, field: str, name: str) -> ModuleType:
-    """The module of an entry point that is allowed. Raises InvalidInputError where it is missing,
-    UserCodeError for what it raises."""
-    with user_code(f"importing {module_name}"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if module_name == missing or module_name.startswith(f"{missing}."):
-                raise _refusal(field, name, f'cannot be found: no module "{missing}"') from error
-            raise
 
 
 def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:

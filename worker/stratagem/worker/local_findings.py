@@ -19,7 +19,7 @@ from stratagem.common.errors import StratagemError
 from stratagem.common.findings import Finding, Level
 from stratagem.v1 import types_pb2
 from stratagem.worker.capability import capability_of
-from stratagem.worker.entrypoints import EntryPoints, import_allowed
+from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.settings import WorkerSettings
 
@@ -144,7 +144,7 @@ def _pattern(name: str, entrypoints: EntryPoints, pattern: str) -> Finding:
             advice = "fit for machines of your own; elsewhere name packages: 'package.*:*'"
             found = f"{pattern} lets jobs name any module there is"
             return Finding("allow", name, Level.WARN, found, advice)
-        import_allowed(imported, "allow", pattern)
+        entrypoints.import_allowed(imported, "allow", pattern)
     except StratagemError as error:
         advice = "install it for this worker, add its folder as --import-path, or mend --allow"
         return Finding("allow", name, Level.FAIL, str(error), advice)

@@ -6,7 +6,6 @@ mean × weight and divided once by the total weight. Must not know shards.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import LossSpec
+from stratagem.common.json_text import not_one_of, unknown_key
 from stratagem.worker.entrypoints import EntryPoints
 
 
@@ -38,11 +38,11 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
         return _user_loss(entrypoints.bind(spec.entrypoint, spec.kwargs, "loss"))
     name = spec.name or ""
     if name not in _LOSSES:
-        raise InvalidInputError.at("loss.name", unknown(name, _LOSSES))
+        raise InvalidInputError.at("loss.name", not_one_of(name, sorted(_LOSSES)))
     function, allowed = _LOSSES[name]
     for key in spec.kwargs:
         if key not in allowed:
-            raise InvalidInputError.at(f"loss.{key}", unknown(key, allowed))
+            raise InvalidInputError.at(f"loss.{key}", unknown_key(key, sorted(allowed)))
     kwargs = dict(spec.kwargs)
     return lambda output, target, num_rows: function(output, target, num_rows, kwargs)
 
@@ -50,14 +50,6 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
 def counts_rows(spec: LossSpec) -> bool:
     """True when the weight of the loss is the number of rows, whatever the rows hold."""
     return spec.entrypoint is None and spec.name != "token_cross_entropy"
-
-
-def unknown(value: str, known: Any) -> str:
-    """Words for a name that is not one of `known`."""
-    names = sorted(known)
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
-    return f'"{value}" is unknown; {hint}known are: {", ".join(names) or "none"}'
 
 
 def _user_loss(function: Callable[..., Any]) -> LossFunction:
@@ -140,5 +132,3 @@ _LOSSES: Final[
         frozenset({"ignore_index", "label_smoothing"}),
     ),
 }
-
-LOSS_NAMES: Final = tuple(_LOSSES)

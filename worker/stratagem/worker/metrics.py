@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.json_text import not_one_of
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.losses import unknown
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]
 """(output, target, num_rows) -> (mean, weight)."""
@@ -37,8 +37,8 @@ def _make_metric(name: str, entrypoints: EntryPoints) -> Metric:
     if ":" in name:
         return _user_metric(entrypoints.resolve(name, "evaluation.metrics"))
     if name not in _METRICS:
-        known = {*_METRICS, *FROM_LOSS}
-        raise InvalidInputError.at("evaluation.metrics", unknown(name, known))
+        known = sorted({*_METRICS, *FROM_LOSS})
+        raise InvalidInputError.at("evaluation.metrics", not_one_of(name, known))
     return _METRICS[name]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, ScheduleSpec
-from stratagem.worker.losses import unknown
+from stratagem.common.json_text import not_one_of, unknown_key
 
 # They need a closure (LBFGS) or gradients of another kind (SparseAdam).
 _EXCLUDED: Final = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
@@ -47,12 +47,12 @@ def make_optimizer(
     params = list(params)
     kind = _OPTIMIZERS.get(spec.name.lower())
     if kind is None:
-        raise InvalidInputError.at("optimizer.name", unknown(spec.name, _OPTIMIZERS))
+        raise InvalidInputError.at("optimizer.name", not_one_of(spec.name, sorted(_OPTIMIZERS)))
     known = inspect.signature(kind).parameters
     allowed = sorted(set(known) - _RESERVED)
     for key in spec.kwargs:
         if key not in allowed:
-            raise InvalidInputError.at(f"optimizer.{key}", unknown(key, allowed))
+            raise InvalidInputError.at(f"optimizer.{key}", unknown_key(key, allowed))
     kwargs: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in spec.kwargs.items()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.graph import GraphSpec, NodeSpec
+from stratagem.common.json_text import not_one_of, unknown_key
 from stratagem.common.pipeline.program import Program, flatten
-from stratagem.worker.losses import unknown
 from stratagem.worker.models.program import Slots, evaluate, run_calls
 
 
@@ -166,12 +166,12 @@ def _make_node(node: NodeSpec) -> nn.Module:
     field = f"model.graph.{node.id}"
     kind = MODULES.get(node.module)
     if kind is None:
-        raise InvalidInputError.at(f"{field}.module", unknown(node.module, MODULES))
+        raise InvalidInputError.at(f"{field}.module", not_one_of(node.module, sorted(MODULES)))
     parameters = inspect.signature(kind).parameters
     allowed = set(parameters) - {"device", "dtype"}
     for key in node.kwargs:
         if key not in allowed and "kwargs" not in parameters:
-            raise InvalidInputError.at(f"{field}.kwargs.{key}", unknown(key, allowed))
+            raise InvalidInputError.at(f"{field}.kwargs.{key}", unknown_key(key, sorted(allowed)))
     try:
         module = kind(**node.kwargs)
     except (TypeError, ValueError, AssertionError) as error:
