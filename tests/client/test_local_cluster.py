@@ -114,12 +114,20 @@ def test_failpoint_folders_are_named_only_when_asked_for(tmp_path: Path) -> None
 def test_a_process_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "coordinator").mkdir()
     (tmp_path / "coordinator" / "die").write_text("2")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "coordinator.log").write_text("what an earlier one has said\n")
     with pytest.raises(UnavailableError) as caught:
         make_cluster(tmp_path, workers=1).start()
     assert str(caught.value) == (
         "coordinator ended with status 2 before it was ready; "
         f"{tmp_path}/logs/coordinator.log ends with:\nI was told to die"
     )
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="listen: 'nowhere' is not HOST:PORT"):
+        make_cluster(tmp_path / "new", listen="nowhere")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_stubborn_or_frozen_process_is_killed_after_the_grace(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_coordinator_refuses_settings_that_make_no_sense(
             tokens | {"listen": "0.0.0.0:0", "allow_insecure_network": True},
             "tokens would come to 0.0.0.0 in plaintext",
         ),
-        ({"listen": "7070", **tokens}, "listen: '7070' is not host:port"),
+        ({"listen": "7070", **tokens}, "listen: '7070' is not HOST:PORT"),
     ):
         with pytest.raises(InvalidInputError, match=said):
             coordinator(**settings)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Self
 from stratagem.client.process import Command, ProcessView
 from stratagem.client.supervisor import Supervisor
 from stratagem.common.errors import ConflictError, InvalidInputError, NotFoundError
+from stratagem.common.rpc.addresses import split_address
 
 if TYPE_CHECKING:
     from stratagem.client.sync import Client
@@ -75,6 +76,10 @@ class LocalCluster:
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise InvalidInputError.at("workers", f"{self.workers} is not 0 or more")
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise InvalidInputError.at("listen", str(error)) from None
 
     # ---- life ----
 

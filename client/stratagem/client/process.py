@@ -70,6 +70,7 @@ def read_address(path: Path) -> str:
     return str(json.loads(text)["address"]) if text.startswith("{") else text
 
 
-def tail(path: Path) -> str:
-    text = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+def tail(path: Path, begin: int) -> str:
+    """The end of what a log file holds from that byte on."""
+    text = path.read_bytes()[begin:][-TAIL_BYTES:].decode(errors="replace").strip()
     return text or "(nothing)"

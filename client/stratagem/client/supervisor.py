@@ -42,6 +42,8 @@ class _Child:
     is_ready: bool = False
     num_starts: int = 0
     num_quick_ends: int = 0
+    log_begin: int = 0
+    """The byte of its log file at which the present process began."""
     last_exit: int | None = None
     started_s: float = 0.0
     due_s: float = 0.0
@@ -166,6 +168,7 @@ class Supervisor:
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
         with command.log_file.open("ab") as log:
+            child.log_begin = log.tell()
             child.process = start(
                 argv, command.environment, log, with_input=not self._has_needs(child)
             )
@@ -242,7 +245,7 @@ class Supervisor:
             return
         raise UnavailableError(
             f"{child.command.name} ended with status {status} before it was ready; "
-            f"{child.command.log_file} ends with:\n{tail(child.command.log_file)}"
+            f"{child.command.log_file} ends with:\n{tail(child.command.log_file, child.log_begin)}"
         )
 
     def _not_ready(self, timeout_s: float) -> str:

@@ -11,7 +11,7 @@ import grpc.aio
 import structlog
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.rpc.addresses import is_loopback
+from stratagem.common.rpc.addresses import is_loopback, split_address
 from stratagem.common.rpc.authorization import Gate
 from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.server import bind, bind_tls
@@ -80,11 +80,11 @@ def tls_of(settings: Settings) -> TlsFiles | None:
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """Both parts of host:port; InvalidInputError names the setting."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidInputError.at(name, f"{address!r} is not host:port")
-    return host, int(port)
+    """Both parts of HOST:PORT; InvalidInputError names the setting."""
+    try:
+        return split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at(name, str(error)) from None
 
 
 def _trust_domain(tls: TlsFiles | None) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from stratagem.common.descriptors import raise_descriptor_limit
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
+from stratagem.common.rpc.addresses import dialled_host, split_address
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.settings_rules import told
@@ -82,7 +82,7 @@ async def _serve_calls(
     health_server = make_server()
     health = add_health(health_server)
     health_port = security.listen_for_probes(health_server)
-    entrance = Entrance(settings.advertise or _reachable(address), health)
+    entrance = Entrance(settings.advertise or _dialled(address), health)
     server.add_generic_rpc_handlers((entrance,))
     await entrance.shut("waits for the lead")
     await server.start()
@@ -103,10 +103,10 @@ async def _serve_calls(
     await app.loop.close()
 
 
-def _reachable(address: str) -> str:
-    """The listen address, or this host's name where that is every address."""
-    host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "::", "[::]") else address
+def _dialled(bound: str) -> str:
+    """HOST:PORT at which others reach what is bound there."""
+    host, port = split_address(bound)
+    return f"{dialled_host(host)}:{port}"
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

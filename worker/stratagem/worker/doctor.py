@@ -24,7 +24,7 @@ from stratagem.common import findings
 from stratagem.common.errors import InvalidInputError, StandbyError, StratagemError
 from stratagem.common.findings import Finding, Level
 from stratagem.common.metrics.guard import Guard
-from stratagem.common.rpc.addresses import is_loopback
+from stratagem.common.rpc.addresses import is_loopback, split_address
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.coordinators import split_addresses
 from stratagem.common.rpc.server import make_server
@@ -37,12 +37,7 @@ from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.worker.diagnosis import probe, surroundings
 from stratagem.worker.local_findings import local_findings
 from stratagem.worker.security import Security
-from stratagem.worker.settings import (
-    WorkerSettings,
-    advertised,
-    from_command_line,
-    split_address,
-)
+from stratagem.worker.settings import WorkerSettings, advertised, from_command_line
 
 CALL_TIMEOUT_S: Final = 10.0
 

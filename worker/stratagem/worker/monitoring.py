@@ -18,10 +18,11 @@ from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
 from stratagem.common.metrics.guard import Guard
 from stratagem.common.metrics.process import SHARED, ProcessStats
+from stratagem.common.rpc.addresses import split_address
 from stratagem.common.tensors import traffic
 from stratagem.worker.agent import Agent
 from stratagem.worker.sessions import Sessions
-from stratagem.worker.settings import WorkerSettings, split_address
+from stratagem.worker.settings import WorkerSettings
 from stratagem.worker.work import Host
 
 STEPS: Final = Metric(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import grpc.aio
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.addresses import split_address
 from stratagem.common.rpc.authorization import Gate
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.server import bind, bind_tls
 from stratagem.common.rpc.tls import Role, TlsFiles, tls_files
 from stratagem.worker.mesh.agree import AUTO
-from stratagem.worker.settings import WorkerSettings, split_address
+from stratagem.worker.settings import WorkerSettings
 
 
 class Security:

@@ -6,7 +6,6 @@ of the worker reads the environment or the command line.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.ids import check_worker_id
 from stratagem.common.logs import LEVELS
+from stratagem.common.rpc.addresses import dialled_host, split_address
 from stratagem.common.rpc.coordinators import split_addresses
 from stratagem.common.settings_rules import at_least
 
@@ -243,29 +243,12 @@ class WorkerSettings(BaseSettings):
         return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as a pair."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    return host, int(port)
-
-
 def advertised(settings: WorkerSettings, bound_port: int) -> str:
     """HOST:PORT at which others reach a worker that listens on this port."""
     host, _ = split_address(settings.listen)
     if ":" in settings.advertise:
         return settings.advertise
-    own = socket.gethostname() if _is_every_address(host) else host
-    return f"{settings.advertise or own}:{bound_port}"
-
-
-def _is_every_address(host: str) -> bool:
-    """0.0.0.0 and [::] can be listened on, but nobody can be reached there."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return False
+    return f"{settings.advertise or dialled_host(host)}:{bound_port}"
 
 
 def from_command_line(arguments: list[str]) -> WorkerSettings:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from stratagem.common.errors import ConflictError, InvalidInputError, LimitError
+from stratagem.common.rpc.addresses import split_address
 from stratagem.common.rpc.intake import RETRY_AFTER_S
 from stratagem.v1 import types_pb2
 
@@ -39,11 +40,13 @@ def clipped_reason(reason: str) -> str:
 
 
 def check_address(address: str, field: str = "address") -> None:
-    """host:port and nothing else: gRPC would also take unix sockets, name servers and more."""
-    host, colon, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
-    if not colon or not is_port or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
-        raise InvalidInputError.at(field, f"{address[:80]!r} is not host:port")
+    """HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and more."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at(field, str(error)) from None
+    if port == 0 or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
+        raise InvalidInputError.at(field, f"{address[:80]!r} is not HOST:PORT")
 
 
 def check_capability(capability: types_pb2.Capability) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
+from stratagem.common.rpc.addresses import split_address
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.strategy import all_reduce_of
 from stratagem.common.tensors.chunks import Sink
@@ -50,7 +51,6 @@ from stratagem.worker.mesh.choice import PREFERENCE
 from stratagem.worker.mesh.segments import UnshareableError
 from stratagem.worker.party.gossip import join_nodes
 from stratagem.worker.peer import Group
-from stratagem.worker.settings import split_address
 from stratagem.worker.state_store import freeze
 from stratagem.worker.work import Tally, Work
 
