@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, ScheduleSpec
@@ -26,6 +27,9 @@ _OPTIMIZERS: Final = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in _EXCLUDED
+}
+_BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
+    kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
 }
 _RESERVED: Final = frozenset({"self", "params", "lr", "foreach", "fused", "capturable"})
 
@@ -98,6 +102,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Applies to all parameters from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, with the bits of `optimizer.step()`.
+
+    torch wraps a label for its profiler, looks for hooks and two switches of mode around each
+    step: for a small model they take longer than the update. They are passed over where nobody
+    would notice, which is where nothing is recorded and no hook is registered.
+    """
+    if (
+        torch._C._autograd._profiler_enabled()
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or optimizer.defaults.get("differentiable")
+    ):
+        optimizer.step()
+        return
+    with torch.no_grad():
+        _BARE_STEPS[type(optimizer)](optimizer)
 
 
 def clip(

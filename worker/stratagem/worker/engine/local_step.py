@@ -17,7 +17,7 @@ from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.finite import inspect, not_finite
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.optimizers import clip
+from stratagem.worker.optimizers import clip, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LocalStep:
         accumulation, max_norm = self.job.window, self.job.optimizer.clip_norm
         scale = self.passes.execution.scale
         self.buffers.snapshot()
-        optimizer.zero_grad()
+        self._forget()
         try:
             counted = self.passes.add_mean(rows, window, must_divide=accumulation.must_divide)
             pull()
@@ -60,19 +60,23 @@ class LocalStep:
             if found.what and not (scale.absorbs(found.what) or accumulation.may_skip):
                 raise not_finite(found.what, rows.activity, step)
         except BaseException:
-            self._drop(optimizer)
+            self._drop()
             raise
         if found.what:
-            self._drop(optimizer)
+            self._drop()
         else:
             scale.keep()
             clip(self.params, max_norm, found.norm)
             with user_code(rows.activity):
-                optimizer.step()
+                update(optimizer)
             if self.passes.execution.frees_gradients:
-                optimizer.zero_grad()
+                self._forget()
         return LocalReport(counted, found.norm.item(), bool(found.what))
 
-    def _drop(self, optimizer: torch.optim.Optimizer) -> None:
+    def _drop(self) -> None:
         self.buffers.restore()
-        optimizer.zero_grad()
+        self._forget()
+
+    def _forget(self) -> None:
+        for param in self.params:
+            param.grad = None

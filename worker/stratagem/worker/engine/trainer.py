@@ -35,7 +35,13 @@ from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.losses import LossFunction, counts_rows
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import (
+    clip,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    update,
+)
 from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
 
 _FIXED: Final = 3
@@ -331,7 +337,7 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
         clip([param for _, param in self.params], spec.clip_norm, norm)
         with user_code(f"training step {self.step + 1}"):
-            self.optimizer.step()
+            update(self.optimizer)
 
     def _not_finite(self, found: Finding) -> UserCodeError:
         return not_finite(found.what, f"training step {self.step + 1}", self.step + 1)

@@ -40,7 +40,13 @@ from stratagem.worker.engine.finite import not_finite, what_is_wrong
 from stratagem.worker.engine.trainer import StepReport
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.models.nodes import Trained
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import (
+    clip,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    update,
+)
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
 from stratagem.worker.pipeline.hops import Meter, measure_hops
 from stratagem.worker.pipeline.rank_pass import Lane, RankPass, Work
@@ -374,7 +380,7 @@ class StageRunner:
             set_learning_rate(self.optimizer, rate)
             clip([param for _, param in self.params], self._job.optimizer.clip_norm, norm)
             with user_code(f"training step {self.step + 1}"):
-                self.optimizer.step()
+                update(self.optimizer)
         if self._setup.execution.frees_gradients:
             for each in self._setup.trained:
                 each.forget()
