@@ -79,7 +79,10 @@ class SlotLink:
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
-        """tensor: bytes, not to be changed before the end of the wait. Returns at once."""
+        """tensor: bytes, not to be changed before the end of the wait. Returns at once.
+
+        Raises UnshareableError where there is no memory for it; nothing of it is sent then.
+        """
         work = Send(self, peer, Route(self.rank, step, tag), bytes_of(tensor))
         self._ways[peer].send(work)
         return work
@@ -190,7 +193,11 @@ class _Way:
 
     def send(self, work: Send) -> None:
         self._waiting.append(work)
-        self._fill()
+        try:
+            self._fill()
+        except UnshareableError:
+            self._waiting.remove(work)  # its bytes are the caller's again
+            raise
         self._flush()
 
     def move(self) -> None:
