@@ -27,6 +27,7 @@ from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2
 from tests.coordinator.entrance import entrance
 from tests.core.simulation import job
 from tests.core.test_runs import LOCAL
+from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
 
@@ -110,7 +111,7 @@ async def test_a_coordinator_that_may_no_longer_write_answers_what_it_was_asked(
         other = Journal.open(tmp_path / "journal.sqlite")
         other.release(1)
         other.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             asked = [refused(stub.SubmitRun(submit(f"r-{number}"))) for number in range(3)]
             answers = [*await asyncio.gather(*asked), await refused(stub.SubmitRun(submit("r-9")))]
     assert {code for code, _ in answers} == {Code.UNAVAILABLE}

@@ -22,6 +22,7 @@ from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.standby import LIVE, Entrance
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
+from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
 
 LEADER = Holder("the first", "another host", 1, 1, "first.example:7070")
@@ -67,7 +68,7 @@ async def health_of(entrance: Entrance, service: str = "") -> int:
 
 
 async def until_health_is(wanted: int, entrance: Entrance) -> None:
-    async with asyncio.timeout(10), open_channel(entrance.address) as channel:
+    async with asyncio.timeout(PATIENCE_S), open_channel(entrance.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for answer in watching:  # type: ignore[attr-defined]
             if answer.status == wanted:
@@ -124,7 +125,8 @@ async def test_a_client_waits_for_a_coordinator_that_starts_but_not_for_a_standb
         assert list(await asked) == []
         await entrance.shut("stands by")
         entrance.note_leader(Lease(LEADER, 1, 0, None))
-        async with asyncio.timeout(5), AsyncClient(entrance.address) as other:
+        patient = AsyncClient(entrance.address, patience_s=2 * PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S), patient as other:
             with pytest.raises(StandbyError, match="the first at first"):
                 await other.workers()
 

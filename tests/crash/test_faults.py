@@ -23,9 +23,8 @@ from tests.crash.rig import (
 
 pytestmark = pytest.mark.timeout(90)
 
-RECOVERY_TARGET_S = 0.5
-SLOWNESS = 6
-"""The target is that of an idle machine; tests may share two cores with others."""
+LEASE_S = 10.0
+"""What a run would wait for if nobody saw that a worker was killed."""
 PACE_S = 0.05
 
 
@@ -71,7 +70,7 @@ def test_survivors_redo_the_step_of_a_killed_worker(
             f"{formed_s - killed_s:.3f} s, step begun again {begun_s:.3f} s, done {done_s:.3f} s "
             f"(of which the model takes {2 * PACE_S:.2f} s)"
         )
-    assert done_s < RECOVERY_TARGET_S * SLOWNESS
+    assert done_s < LEASE_S, "an idle machine takes half a second"
 
 
 @pytest.mark.cluster

@@ -19,9 +19,9 @@ from stratagem.worker.mesh.shared import form_shared
 from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.peer import Group, PeerHub, PeerServicer
 from tests.exchange.party import rendezvous_over
+from tests.patience import PATIENCE_S
 
 ENGINES = ("gloo", "shm", "grpc")
-FORM_TIMEOUT_S = 10.0
 THREADS = ("exchange", "gloo-watch")
 """What an engine must not leave behind."""
 
@@ -41,15 +41,15 @@ class Former:
             case "shm":
                 listener = SharedListener()
                 addresses = rendezvous(listener.address)
-                return form_shared(listener, rank, size, addresses, FORM_TIMEOUT_S)
+                return form_shared(listener, rank, size, addresses, PATIENCE_S)
             case "grpc":
                 # The same number on all members, though not all were in all groups.
                 membership = max(self._agree(next(self._memberships)))
                 self._memberships = itertools.count(membership + 1)
                 group = Group("run", "", 1, membership, rank, size)
-                return form_grpc(self.hub, group, rendezvous, FORM_TIMEOUT_S)
+                return form_grpc(self.hub, group, rendezvous, PATIENCE_S)
             case _:
-                return form_gloo(rank, size, "127.0.0.1", rendezvous, FORM_TIMEOUT_S)
+                return form_gloo(rank, size, "127.0.0.1", rendezvous, PATIENCE_S)
 
     @property
     def hub(self) -> PeerHub:
@@ -85,7 +85,7 @@ def slot_links(size: int, **limits: int) -> Iterator[list[SlotLink]]:
     addresses = [each.address for each in listeners]
 
     def form(rank: int) -> SlotLink:
-        sockets = connect(listeners[rank], rank, size, addresses, FORM_TIMEOUT_S)
+        sockets = connect(listeners[rank], rank, size, addresses, PATIENCE_S)
         return SlotLink(rank, size, sockets, **limits)
 
     with ThreadPoolExecutor(size) as pool:

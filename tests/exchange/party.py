@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 SPAWN = mp.get_context("forkserver")
 SPAWN.set_forkserver_preload(["tests.exchange.engines"])
-TIMEOUT_S = 60.0
 
 
 class Member:
@@ -23,7 +24,7 @@ class Member:
         theirs.close()
 
     def receive(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S):
+        if not self.pipe.poll(PATIENCE_S):
             raise TimeoutError("a member says nothing")
         return self.pipe.recv()
 
@@ -47,11 +48,12 @@ def party(target: Callable[..., None], size: int, *args: Any) -> Iterator[list[M
             member.process.join()
 
 
-def introduce(members: list[Member]) -> None:
-    """Collects the addresses of these members and tells all of them to each."""
+def introduce(members: list[Member]) -> list[bytes]:
+    """Collects the addresses of these members, tells all of them to each, and returns them."""
     addresses = [member.receive() for member in members]
     for member in members:
         member.pipe.send(addresses)
+    return addresses
 
 
 def rendezvous_over(pipe: Connection) -> Callable[[bytes], list[bytes]]:

@@ -16,6 +16,7 @@ from stratagem.worker.exchange import ExchangeError, GossipExchange, flat
 from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import raw
 from tests.exchange.party import Member, introduce, party, rendezvous_over
+from tests.patience import PATIENCE_S
 
 NUM_ROUNDS = 3
 ODD = ((0,), (1,), (7, 3), (300_007,), (64,), ())
@@ -45,7 +46,9 @@ class Case:
     def weights(self) -> tuple[dict[int, float], ...]:
         return metropolis_hastings(graph_of(self.topology, self.num_nodes, 0))
 
-    def exchange(self, link: Any, rank: int, size: int, deadline_s: float = 30.0) -> GossipExchange:
+    def exchange(
+        self, link: Any, rank: int, size: int, deadline_s: float = PATIENCE_S
+    ) -> GossipExchange:
         nodes = assign_shards(self.num_nodes, size)
         return GossipExchange(link, rank, nodes, self.weights, deadline_s=deadline_s)
 
@@ -69,7 +72,7 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
     while (order := pipe.recv()) is not None:
         rank, size, case = order
         flat.BUCKET_BYTES = case.bucket_bytes
-        link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), 10.0)
+        link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
         exchange = case.exchange(link, rank, size)
         own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
         for _ in range(NUM_ROUNDS):
@@ -185,7 +188,7 @@ def test_tensors_that_are_not_contiguous_are_mixed_too() -> None:
 
 def linger(pipe: Connection, rank: int, size: int, case: Case) -> None:
     """Rank 0 joins and never mixes; the others say what became of their round."""
-    link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), 10.0)
+    link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
     exchange = case.exchange(link, rank, size)
     own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
     pipe.send("inside")

@@ -21,8 +21,11 @@ from stratagem.worker.mesh import form_gloo
 from tests.exchange.cases import Case, one_step
 from tests.exchange.engines import ENGINES, THREADS, Former, former, num_meetings
 from tests.exchange.party import Member, introduce, party
+from tests.patience import AT_ONCE_S, PATIENCE_S
 
 NUM_STEPS = 3
+LONG_S = 2 * PATIENCE_S
+"""A deadline that no test waits for."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def form(
 
 def sum_some_steps(pipe: Connection, members: Former, place: Place, case: Case) -> None:
     params, buckets = case.make_buckets()
-    exchange = form(members, place, buckets, case, 30.0)
+    exchange = form(members, place, buckets, case, LONG_S)
     for step in range(NUM_STEPS):
         if one_step(exchange, params, case, step) != case.expected(step):
             pipe.send(f"step {step} differs on member {place.rank}")
@@ -149,12 +152,12 @@ def check(members: list[Member], engine: str, case: Case) -> None:
         member.pipe.send("done")
 
 
-def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline_s: float) -> None:
-    """Member of one group after the other; each order is (place, step, what to do)."""
+def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case) -> None:
+    """Member of one group after the other; each order is (place, step, what to do, deadline)."""
     params, buckets = case.make_buckets()
     with former(pipe) as members:
         while (order := pipe.recv()) is not None:
-            place, step, deed = order
+            place, step, deed, deadline_s = order
             exchange = form(members, place, buckets, case, deadline_s)
             pipe.send("formed")
             pipe.send(follow(pipe, exchange, params, case, step, deed))
@@ -166,7 +169,7 @@ def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case, deadline
 def follow(
     pipe: Connection, exchange: Exchange, params: Any, case: Case, step: int, deed: str
 ) -> bool | str:
-    """Whether the sum was right, or why there is none."""
+    """Whether the sum was right, or why there is none; a cut must be seen at once."""
     cut_at_s: list[float] = []
 
     def cut() -> None:
@@ -183,12 +186,14 @@ def follow(
         return one_step(exchange, params, case, step) == case.expected(step)
     except ExchangeError as error:
         lag_s = time.monotonic() - cut_at_s[-1] if deed == "cut" else 0.0
-        return str(error) if lag_s < 0.2 else f"slow: {lag_s}"
+        return str(error) if lag_s < AT_ONCE_S else f"slow: {lag_s}"
 
 
-def order(engine: str, members: list[Member], step: int, deeds: list[str]) -> None:
+def order(
+    engine: str, members: list[Member], step: int, deeds: list[str], deadline_s: float = LONG_S
+) -> None:
     for rank, (member, deed) in enumerate(zip(members, deeds, strict=True)):
-        member.pipe.send((Place(engine, rank, len(members)), step, deed))
+        member.pipe.send((Place(engine, rank, len(members)), step, deed, deadline_s))
     for _ in range(num_meetings(engine)):
         introduce(members)
     assert [member.receive() for member in members] == ["formed"] * len(members)
@@ -206,7 +211,7 @@ CASE = Case(4, 4)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits(engine: str) -> None:
-    with party(follow_orders, 3, CASE, 30.0) as members:
+    with party(follow_orders, 3, CASE) as members:
         order(engine, members, 1, ["sum"] * 3)
         assert answers(members) == [True] * 3
         order(engine, members, 2, ["sum", "sum", "linger"])
@@ -216,38 +221,35 @@ def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits(engine: str
         survivors = members[:2]
         for member in survivors:
             assert "member" in member.receive()
-            assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < AT_ONCE_S
         assert all(member.receive() == [] for member in survivors)
         order(engine, survivors, 2, ["sum"] * 2)
         assert answers(survivors) == [True] * 2
-        assert time.monotonic() - killed < 3.0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_frozen_peer_is_given_up_at_the_deadline(engine: str) -> None:
-    with party(follow_orders, 3, CASE, 0.5) as members:
-        order(engine, members, 1, ["sum", "sum", "linger"])
+    with party(follow_orders, 3, CASE) as members:
+        order(engine, members, 1, ["sum", "sum", "linger"], deadline_s=1.5)
         assert members[2].receive() == "inside"
         members[2].freeze()
-        frozen = time.monotonic()
         told = answers(members[:2])
         assert any("member 2" in words for words in told), told
         assert all("member" in words for words in told), told
-        assert 0.3 < time.monotonic() - frozen < 3.0
         order(engine, members[:2], 1, ["sum"] * 2)
         assert answers(members[:2]) == [True] * 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cut_ends_a_blocked_finish_here_and_at_the_peers(engine: str) -> None:
-    with party(follow_orders, 3, CASE, 30.0) as members:
+    with party(follow_orders, 3, CASE) as members:
         order(engine, members, 1, ["cut", "sum", "linger"])
         assert members[2].receive() == "inside"
         begun = time.monotonic()
         told = answers(members[:2])
         assert "cut" in told[0]
         assert "member" in told[1]
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < AT_ONCE_S
 
 
 def test_a_refused_rendezvous_is_raised_and_an_absent_peer_fails_the_forming() -> None:

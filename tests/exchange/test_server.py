@@ -17,13 +17,14 @@ from stratagem.coordinator.aggregation.tree_fold import fold_chunks
 from stratagem.worker.exchange import ExchangeError, ServerTransport, server, server_exchange
 from tests.exchange.cases import Case, one_step
 from tests.exchange.late_device import LateDevice
+from tests.patience import PATIENCE_S
 
 CHUNK_BYTES = 1 << 18
 
 
 @contextmanager
 def members(
-    case: Case, size: int, deadline_s: float = 30.0
+    case: Case, size: int, deadline_s: float = PATIENCE_S
 ) -> Iterator[tuple[list[ServerTransport], list["asyncio.Future[list[bytes]]"]]]:
     """Each member computes step 7 in a thread of its own."""
     made = []

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,12 +22,19 @@ from stratagem.worker.mesh.segments import UnshareableError
 from stratagem.worker.mesh.shared import SharedGroup, form_shared
 from tests.exchange.cases import Case, one_step
 from tests.exchange.engines import former
-from tests.exchange.party import introduce, party
+from tests.exchange.party import Member, introduce, party
+from tests.patience import PATIENCE_S
 
 
-def names_in_memory() -> set[str]:
-    """But for those of databases, which other tests start meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("PostgreSQL.")}
+def named_memory(member: Member) -> set[str]:
+    """What the process has in memory under a name, which would outlive it."""
+    process = Path(f"/proc/{member.process.pid}")
+    opened = []
+    for fd in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            opened.append(os.readlink(fd))
+    mapped = [line.split()[-1] for line in (process / "maps").read_text().splitlines()]
+    return {name for name in (*opened, *mapped) if name.startswith("/dev/shm/")}
 
 
 def listeners() -> list[str]:
@@ -50,7 +57,7 @@ def form_all(size: int) -> list[SharedGroup]:
     addresses = [each.address for each in listening]
     with ThreadPoolExecutor(size) as pool:
         formed = [
-            pool.submit(form_shared, listener, rank, size, addresses, 5.0)
+            pool.submit(form_shared, listener, rank, size, addresses, PATIENCE_S)
             for rank, listener in enumerate(listening)
         ]
         return [each.result() for each in formed]
@@ -58,7 +65,7 @@ def form_all(size: int) -> list[SharedGroup]:
 
 def share_all(groups: list[SharedGroup], sizes: list[int]) -> list[list[torch.Tensor]]:
     with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(lambda group: group.share(sizes, 5.0), groups))
+        return list(pool.map(lambda group: group.share(sizes, PATIENCE_S), groups))
 
 
 def test_all_members_see_the_same_memory() -> None:
@@ -74,7 +81,7 @@ def test_a_fast_member_may_be_a_whole_step_ahead() -> None:
     with groups_of(2) as (fast, slow):
         for _ in range(10_000):  # more than fit into the socket
             fast.tell()
-        hearing = threading.Thread(target=slow.hear, args=(10_000, 10_000, 5.0))
+        hearing = threading.Thread(target=slow.hear, args=(10_000, 10_000, PATIENCE_S))
         hearing.start()
         with pytest.raises(ExchangeError, match=r"nothing from member 1 within 0\.5 s"):
             fast.hear(1, 1, 0.5)
@@ -88,11 +95,11 @@ def test_a_member_that_left_after_its_last_token_is_not_missed() -> None:
             second.tell()
         second.close()
         third.tell()
-        first.hear(1, 2, 5.0)
+        first.hear(1, 2, PATIENCE_S)
         with pytest.raises(ExchangeError, match="member 1 has left"):
-            first.hear(2, 3, 5.0)
+            first.hear(2, 3, PATIENCE_S)
         third.tell()
-        first.hear(2, 2, 5.0)
+        first.hear(2, 2, PATIENCE_S)
 
 
 def test_strangers_are_turned_away() -> None:
@@ -103,13 +110,13 @@ def test_strangers_are_turned_away() -> None:
         stranger.connect(f"\0{name}")
         stranger.sendall(b"\0" * 20)
         formed = [
-            pool.submit(form_shared, listener, rank, 2, addresses, 5.0)
+            pool.submit(form_shared, listener, rank, 2, addresses, PATIENCE_S)
             for rank, listener in enumerate(listening)
         ]
         groups = [each.result() for each in formed]
         assert stranger.recv(1) == b""
     groups[0].tell()
-    groups[1].hear(1, 1, 5.0)
+    groups[1].hear(1, 1, PATIENCE_S)
     for group in groups:
         group.close()
 
@@ -135,7 +142,8 @@ def refuse_to_allocate(pipe: Connection, rank: int, size: int) -> None:
             mesh_exchange(buckets, group, size)
         except UnshareableError as error:
             pipe.send(str(error))
-            pipe.poll(10.0)  # until the test has heard all: a socket that closes resets the others
+            # Until the test has heard all: a socket that closes resets the others.
+            pipe.poll(PATIENCE_S)
 
 
 def test_all_members_are_told_that_one_cannot_allocate() -> None:
@@ -172,14 +180,15 @@ def sum_forever(pipe: Connection, rank: int, size: int) -> None:
     [pytest.param(1, marks=pytest.mark.sweep), 2, pytest.param(5, marks=pytest.mark.sweep)],
 )
 def test_killed_members_leave_nothing_behind(num_meetings: int) -> None:
-    before = names_in_memory()
     with party(sum_forever, 2) as members:
         for _ in range(num_meetings):
-            introduce(members)
+            addresses = introduce(members)
+        assert [named_memory(member) for member in members] == [set(), set()]
         for member in members:
             member.kill()
             member.process.join()
-        assert names_in_memory() == before
+        names = [address.decode().partition(":")[0] for address in addresses]
+        assert not [line for line in listeners() if any(name in line for name in names)]
 
 
 def test_host_identity_is_that_of_the_kernel_and_the_network() -> None:

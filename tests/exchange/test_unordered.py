@@ -14,6 +14,7 @@ from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.mesh.link import Work
 from tests.exchange.cases import Case, one_step
 from tests.exchange.test_shared import form_all
+from tests.patience import PATIENCE_S
 
 
 class CountingLink:
@@ -40,14 +41,14 @@ def gloo_links(size: int) -> Iterator[list[Link]]:
     def meet(rank: int) -> Callable[[bytes], list[bytes]]:
         def rendezvous(address: bytes) -> list[bytes]:
             addresses[rank] = address
-            barrier.wait(10.0)
+            barrier.wait(PATIENCE_S)
             return addresses
 
         return rendezvous
 
     with ThreadPoolExecutor(size) as pool:
         formed = [
-            pool.submit(form_gloo, rank, size, "127.0.0.1", meet(rank), 10.0)
+            pool.submit(form_gloo, rank, size, "127.0.0.1", meet(rank), PATIENCE_S)
             for rank in range(size)
         ]
         links: list[Link] = [each.result() for each in formed]
@@ -61,7 +62,9 @@ def gloo_links(size: int) -> Iterator[list[Link]]:
 def sum_once(link: Link, all_reduce: str, case: Case) -> list[bytes]:
     """Two steps, the sums of the second one."""
     params, buckets = case.make_buckets()
-    exchange = mesh_exchange(buckets, link, case.num_shards, all_reduce=all_reduce, deadline_s=10.0)
+    exchange = mesh_exchange(
+        buckets, link, case.num_shards, all_reduce=all_reduce, deadline_s=PATIENCE_S
+    )
     assert exchange.name == f"gloo {all_reduce}"
     one_step(exchange, params, case, 0)
     return one_step(exchange, params, case, 1)

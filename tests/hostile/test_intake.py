@@ -17,6 +17,7 @@ from stratagem.common.rpc.status import from_rpc_error, shown
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.hostile.attack import lawless_channel, say
 from tests.hostile.promises import method
+from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
 
@@ -70,7 +71,7 @@ async def test_too_many_calls_are_told_when_to_come_back() -> None:
         assert error.retry_after_s == 1.0
         await stub.Abort(worker_pb2.AbortRequest())
         held[0].cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     await stub.Describe(worker_pb2.DescribeRequest())

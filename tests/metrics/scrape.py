@@ -8,6 +8,7 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 from stratagem.client.local_cluster import LocalCluster
+from tests.patience import PATIENCE_S
 
 Scraped = dict[str, dict[tuple[tuple[str, str], ...], float]]
 """By name of the sample (with _bucket, _sum, _count, _total) and labels."""
@@ -19,7 +20,7 @@ async def raw(address: str, request: bytes, context: ssl.SSLContext | None = Non
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
         writer.write(request)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return await reader.read()
     finally:
         writer.close()
@@ -35,7 +36,7 @@ async def scrape(address: str) -> Scraped:
 
 def scrape_from_outside(address: str) -> Scraped:
     """From another process."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
         return parsed(answer.read().decode())
 
 

@@ -12,8 +12,8 @@ from stratagem.worker.exchange import Exchange, GradientBuckets, mesh_exchange
 from stratagem.worker.mesh.neighbours import SharedListener
 from stratagem.worker.mesh.shared import form_shared
 from tests.engine.support import solo
+from tests.patience import PATIENCE_S
 
-TIMEOUT_S = 20.0
 Value = TypeVar("Value")
 
 
@@ -30,13 +30,13 @@ def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchang
     def form(rank: int) -> Exchange:
         listener = SharedListener()
         addresses[rank] = listener.address
-        barrier.wait(TIMEOUT_S)
+        barrier.wait(PATIENCE_S)
         by_rank = [addresses[index] for index in range(size)]
-        group = form_shared(listener, rank, size, by_rank, TIMEOUT_S)
+        group = form_shared(listener, rank, size, by_rank, PATIENCE_S)
         trainer = trainers[rank]
         buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
         return mesh_exchange(
-            buckets, group, num_shards, deadline_s=TIMEOUT_S, compressor=trainer.compressor
+            buckets, group, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
         )
 
     made = together([lambda rank=rank: form(rank) for rank in range(size)])

@@ -14,6 +14,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.runner import StageRunner
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, TakingTurns, Transport
+from tests.patience import PATIENCE_S
 
 ALLOWED = EntryPoints(["tests.pipeline.userland:*"])
 T = TypeVar("T")
@@ -106,7 +107,7 @@ class Party:
 
     def __init__(
         self, spec: JobSpec, placement: Placement, transports: Sequence[Transport] | None = None,
-        *, fresh: bool = True, timeout_s: float = 20.0,
+        *, fresh: bool = True, timeout_s: float = PATIENCE_S,
     ) -> None:  # fmt: skip
         size = max(placement.ranks) + 1
         if transports is None:

@@ -12,6 +12,7 @@ from stratagem.common.pipeline.schedules import SCHEDULES
 from stratagem.worker.pipeline.build import Placement
 from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
+from tests.patience import PATIENCE_S
 from tests.pipeline.support import (
     ADAM,
     ALLOWED,
@@ -30,7 +31,7 @@ DEEP = [str(i) for i in range(8)]
 
 
 def assert_exact(
-    spec: Any, placement: Placement, num_steps: int = 5, timeout_s: float = 20.0
+    spec: Any, placement: Placement, num_steps: int = 5, timeout_s: float = PATIENCE_S
 ) -> None:
     party = Party(spec, placement, timeout_s=timeout_s)
     losses = party.train(num_steps)

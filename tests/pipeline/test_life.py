@@ -16,6 +16,7 @@ from stratagem.worker.pipeline.replicas import SumOverReplicas
 from stratagem.worker.pipeline.runner import StageGradients, StageRunner
 from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
+from tests.patience import PATIENCE_S
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ class Replicas:
 
     def reduce(self, replica: int, mine: StageGradients | None) -> StageGradients:
         self._given[replica] = mine
-        self._barrier.wait(20.0)
+        self._barrier.wait(PATIENCE_S)
         live = [each for _, each in sorted(self._given.items()) if each is not None]
 
         def total(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -108,7 +109,7 @@ class Replicas:
             {name: total([each.gradients[name] for each in live]) for name in names},
             total([each.extras for each in live]),
         )
-        self._barrier.wait(20.0)
+        self._barrier.wait(PATIENCE_S)
         return answer
 
 

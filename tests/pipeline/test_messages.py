@@ -33,6 +33,7 @@ from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Trans
 from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
 from tests.exchange.engines import slot_links
+from tests.patience import PATIENCE_S
 from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
 from tests.stream.test_peer_processes import hub_in_a_thread
@@ -131,12 +132,12 @@ def peers(_: Path) -> Iterator[Pair]:
         links: dict[int, Any] = {}
 
         def rendezvous(_: bytes) -> list[bytes]:
-            all_joined.wait(10.0)
+            all_joined.wait(PATIENCE_S)
             return [hub.address.encode() for hub in hubs]
 
         def form(rank: int) -> None:
             group = Group("run", "", 1, 1, rank, 2)
-            links[rank] = form_grpc(hubs[rank], group, rendezvous, 10.0)
+            links[rank] = form_grpc(hubs[rank], group, rendezvous, PATIENCE_S)
 
         threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -184,10 +185,10 @@ def test_messages_of_two_steps_in_any_order(pair: Pair) -> None:
         pair[0].send(each, Message([BASE * (each.tag + 10 * each.step)]))
     pair[1].begin(1, [first, second])
     for each in (first, second):
-        assert torch.equal(pair[1].recv(each, 10.0).tensors[0], BASE * (each.tag + 10))
-    pair[0].end(10.0)
+        assert torch.equal(pair[1].recv(each, PATIENCE_S).tensors[0], BASE * (each.tag + 10))
+    pair[0].end(PATIENCE_S)
     pair[1].begin(2, [later])
-    assert torch.equal(pair[1].recv(later, 10.0).tensors[0], BASE * 20)
+    assert torch.equal(pair[1].recv(later, PATIENCE_S).tensors[0], BASE * 20)
 
 
 def test_a_deadline_names_the_sender_and_the_tag(pair: Pair) -> None:
@@ -202,7 +203,7 @@ def test_a_cut_ends_every_wait(pair: Pair) -> None:
     pair[1].begin(1, [address()])
     threading.Timer(0.05, pair[0].cut).start()
     with pytest.raises(ExchangeError):
-        pair[1].recv(address(), 30.0)
+        pair[1].recv(address(), PATIENCE_S)
 
 
 def test_stale_and_repeated_messages_are_refused_in_memory() -> None:
@@ -213,7 +214,7 @@ def test_stale_and_repeated_messages_are_refused_in_memory() -> None:
         sender.send(address(step=2), Message())
         with pytest.raises(ExchangeError, match="sent twice"):
             sender.send(address(step=2), Message())
-        receiver.recv(address(step=2), 1.0)
+        receiver.recv(address(step=2), PATIENCE_S)
         with pytest.raises(ExchangeError, match="sent twice"):
             sender.send(address(step=2), Message())
 
@@ -228,24 +229,24 @@ def test_stale_and_repeated_messages_end_the_stream_of_a_peer(
     with make(Path()) as (sender, receiver):
         receiver.begin(2, [address(step=2), address(step=2, tag=8)])
         sender.send(address(step=2), Message([BASE]))
-        receiver.recv(address(step=2), 10.0)
+        receiver.recv(address(step=2), PATIENCE_S)
         sender.send(address(step=step), Message([BASE]))
         with pytest.raises(ExchangeError, match=reason):
-            receiver.recv(address(step=2, tag=8), 10.0)
+            receiver.recv(address(step=2, tag=8), PATIENCE_S)
 
 
 def test_objects_are_deleted_after_use_and_damage_is_seen(tmp_path: Path) -> None:
     with directory(tmp_path) as (sender, receiver):
         sender.send(address(), Message([BASE]))
-        receiver.recv(address(), 10.0)
-        receiver.end(10.0)
+        receiver.recv(address(), PATIENCE_S)
+        receiver.end(PATIENCE_S)
         sender.send(address(tag=8), Message([BASE]))
-        sender.end(10.0)
+        sender.end(PATIENCE_S)
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert [path.name for path in files] == ["boundary-0-micro-batch-4-forward"]
         files[0].write_bytes(files[0].read_bytes()[:-70] + b"x" * 70)
         with pytest.raises(IntegrityError, match="the checksum is wrong"):
-            receiver.recv(address(tag=8), 10.0)
+            receiver.recv(address(tag=8), PATIENCE_S)
 
 
 def test_the_end_of_a_run_leaves_nothing_of_it_and_all_of_others(tmp_path: Path) -> None:
@@ -253,14 +254,14 @@ def test_the_end_of_a_run_leaves_nothing_of_it_and_all_of_others(tmp_path: Path)
     mine, other = (store.transport(run, "", 1, 0) for run in ("mine", "other"))
     for transport in (mine, other):
         transport.send(address(), Message([BASE]))
-        transport.end(10.0)
+        transport.end(PATIENCE_S)
     # What a killed process was writing: a file that no listing of objects names.
     (written,) = (path for path in tmp_path.rglob("boundary*") if "mine" in path.parts)
     written.with_name(f"{written.name}-other#1").write_bytes(b"half")
     store.clear_run("mine")
     for thread in threading.enumerate():
         if thread.name == "activations-sweep":
-            thread.join(10.0)
+            thread.join(PATIENCE_S)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     other.close()
 
@@ -275,9 +276,9 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
     transport = StoreTransport("s3://bucket", "run", settings)
     transport.send(address(), Message())
     with pytest.raises(UnavailableError, match="the object store refuses"):
-        transport.end(30.0)
+        transport.end(PATIENCE_S)
     with pytest.raises(UnavailableError, match="object store: run/1/"):
-        transport.recv(address(), 30.0)
+        transport.recv(address(), PATIENCE_S)
     transport.close()
     with pytest.raises(InvalidInputError, match=r"neither file:///… nor s3://…"):
         open_store("http://somewhere", {})
@@ -320,7 +321,7 @@ def test_pipelines_through_a_directory(tmp_path: Path) -> None:
         return [StoreTransport(f"file://{tmp_path}", prefix) for _ in range(size)]
 
     assert_trains_exactly(make)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while [path for path in tmp_path.rglob("*") if path.is_file()]:  # the last deletes
         assert time.monotonic() < deadline_s
 

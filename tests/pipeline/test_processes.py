@@ -13,8 +13,8 @@ from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.reference.loops import sharded_loop
-from tests.exchange.engines import FORM_TIMEOUT_S
 from tests.exchange.party import introduce, party, rendezvous_over
+from tests.patience import PATIENCE_S
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
 from tests.stream.test_peer_processes import form, hub_in_a_thread
 
@@ -35,7 +35,7 @@ def transport_over(engine: str, pipe: Connection, rank: int, size: int) -> Itera
         listener = SharedListener()
         addresses = rendezvous_over(pipe)(listener.address)
         yield PeerTransport(
-            SlotLink(rank, size, connect(listener, rank, size, addresses, FORM_TIMEOUT_S))
+            SlotLink(rank, size, connect(listener, rank, size, addresses, PATIENCE_S))
         )
         return
     with hub_in_a_thread() as hub:
@@ -46,7 +46,7 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) 
     torch.set_num_threads(1)
     spec, placement = CASES[case]
     with transport_over(engine, pipe, rank, size) as transport:
-        seat = Seat(rank, transport, 30.0)
+        seat = Seat(rank, transport, PATIENCE_S)
         runner = build_stage_runner(spec, ALLOWED, placement, seat, fresh=True)
         losses = [runner.train_step().loss for _ in range(5)]
         pipe.send((losses, runner.evaluate("test"), runner.fingerprint()))
@@ -77,7 +77,7 @@ def train_until_lost(pipe: Connection, rank: int, size: int, engine: str) -> Non
     spec, placement = CASES["deep"]
     with transport_over(engine, pipe, rank, size) as transport:
         runner = build_stage_runner(
-            spec, ALLOWED, placement, Seat(rank, transport, 30.0), fresh=True
+            spec, ALLOWED, placement, Seat(rank, transport, PATIENCE_S), fresh=True
         )
         pipe.send(runner.train_step().step)
         if rank == 1:

@@ -1,5 +1,6 @@
 import asyncio
-import time
+
+import pytest
 
 from stratagem.coordinator.clock import STEP_S, LeaderClock
 
@@ -21,13 +22,18 @@ def test_of_a_freeze_the_clock_counts_one_step() -> None:
     assert clock.now() == 12.5 + STEP_S
 
 
-async def test_an_idle_process_is_not_a_frozen_one() -> None:
-    clock = LeaderClock(0.0)
+async def test_an_idle_process_is_not_a_frozen_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    time_s, give_way = 5000.0, asyncio.sleep
+
+    async def sleep(duration_s: float) -> None:
+        nonlocal time_s
+        time_s += duration_s
+        await give_way(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    clock = LeaderClock(0.0, lambda: time_s)
     running = asyncio.create_task(clock.run())
-    started_s = time.monotonic()
-    await asyncio.sleep(2 * STEP_S)
-    passed_s, counted_s = time.monotonic() - started_s, clock.now()
-    assert passed_s - STEP_S / 2 <= counted_s <= passed_s + 0.01
-    time.sleep(3 * STEP_S)  # noqa: ASYNC251  (frozen)
-    assert clock.now() - counted_s <= STEP_S
+    while time_s < 5010.0:
+        await give_way(0)
+    assert clock.now() == pytest.approx(time_s - 5000.0)
     running.cancel()

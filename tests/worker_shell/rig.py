@@ -22,6 +22,7 @@ from stratagem.v1.coordinator_pb2_grpc import (
     add_CoordinatorServiceServicer_to_server,
 )
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.changed = asyncio.Condition()
 
     async def wait(self, condition: Any) -> None:
-        async with asyncio.timeout(60), self.changed:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(condition)
 
     async def _note(self) -> None:
@@ -135,7 +136,7 @@ class Rig:
             process = preloaded.start(command, environment, log, with_input=False)
         count = self.coordinator.num_registered[name]
         await self.coordinator.wait(lambda: self.coordinator.num_registered[name] > count)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not ready.exists():  # noqa: ASYNC110  (a file has no event)
                 await asyncio.sleep(0.01)
         facts = json.loads(ready.read_text())

@@ -17,6 +17,7 @@ from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.common.tensors.transfer import pull, push
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
+from tests.patience import PATIENCE_S
 from tests.worker_shell.rig import Worker
 
 
@@ -125,7 +126,7 @@ async def attend(worker: Worker, request: pb.ExecuteRequest, *blobs: Blob) -> At
     """Follow a plan to its result, bringing the blobs that it asks for."""
     said = Attended()
     by_digest = {blob.digest: blob for blob in blobs}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         async for response in worker.stub.Execute(request):
             match response.WhichOneof("message"):
                 case "accepted":
