@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from stratagem.common.errors import StaleError
 from stratagem.common.ids import Incarnation, Party, RunId, WorkerId
+from stratagem.coordinator import supervisor as supervisor_module
 from stratagem.coordinator.barrier import Arrival, Barriers
 from stratagem.coordinator.clock import STEP_S, LeaderClock
 from stratagem.coordinator.core.effects import (
@@ -206,6 +208,57 @@ async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> N
     supervisor.reconcile(frozenset())
     await asyncio.wait(attempts, timeout=PATIENCE_S)
     assert [task.cancelled() for task in attempts] == [True]
+
+
+class Lingering:
+    """An effect that cleans up, until it may end."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.cleans_up, self.may_end = (asyncio.Event() for _ in range(3))
+        self.has_ended = False
+
+    async def __call__(self, effect: Effect) -> None:
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cleans_up.set()
+            await self.may_end.wait()
+            self.has_ended = True
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+async def test_a_closed_supervisor_has_nothing_running(is_due: bool) -> None:
+    lingering = Lingering()
+    supervisor = Supervisor(lingering)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await lingering.has_begun.wait()
+    if not is_due:
+        supervisor.reconcile(frozenset())
+    closing = asyncio.create_task(supervisor.close())
+    await lingering.cleans_up.wait()
+    assert not closing.done()
+    lingering.may_end.set()
+    await closing
+    assert lingering.has_ended
+
+
+async def test_an_effect_that_does_not_end_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 0.01)
+    lingering = Lingering()
+    supervisor = Supervisor(lingering)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await lingering.has_begun.wait()
+    with capture_logs() as said:
+        await supervisor.close()
+    assert [(each["event"], each["effect"]) for each in said] == [
+        ("effect does not end", "RunSegment x")
+    ]
+    (left,) = [task for task in asyncio.all_tasks() if task.get_name() == "RunSegment x"]
+    lingering.may_end.set()
+    await asyncio.wait([left])
 
 
 def test_effects_that_need_no_compute_have_no_slots() -> None:

@@ -141,6 +141,7 @@ class App:
             await self.supervisor.close()
             for chore in self._chores:
                 chore.cancel()
+            await asyncio.gather(*self._chores, return_exceptions=True)
             await self.links.close()
             self.logs.close()
 

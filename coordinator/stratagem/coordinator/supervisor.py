@@ -1,5 +1,6 @@
 """Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
-the set, then cancelled. Effects that need compute slots start when all of them are free.
+the set, then cancelled. What is cancelled may clean up; closing waits for that, too. Effects that
+need compute slots start when all of them are free.
 
 Level-triggered: what must run is read off the set, never remembered. One of the two places that
 catch every exception, because a failing effect must be reported and tried again.
@@ -22,6 +23,8 @@ from stratagem.coordinator.watching.log_ids import ids_of
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
+GRACE_S = 5.0
+"""What is stopped may take this long to end before the supervisor is closed without it."""
 _jitter = random.Random()  # the numbers of the shared one belong to other code
 TROUBLE = 6
 """Attempts that fail one after the other, in a second or two, before watchers are told."""
@@ -39,6 +42,8 @@ class Supervisor:
         self._perform = perform
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Stopped, and not at their end yet."""
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
         self._waiting: list[Request[Effect, Member]] = []
@@ -82,14 +87,14 @@ class Supervisor:
             self._start_granted()
 
     async def close(self) -> None:
-        """Cancel everything and wait for it."""
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        self._of_run.clear()
+        """Stop everything and wait until it has ended, also what was stopped before."""
         self._waiting.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for effect in list(self._tasks):
+            self._stop(effect)
+        if self._ending:
+            _, left = await asyncio.wait(self._ending, timeout=GRACE_S)
+            for task in left:
+                log.error("effect does not end", effect=task.get_name(), waited_s=GRACE_S)
 
     def _enqueue(self, effect: Effect, *, succeeds: bool) -> None:
         needed = slots(effect)
@@ -118,7 +123,10 @@ class Supervisor:
         self._of_run[effect.run_id].add(effect)
 
     def _stop(self, effect: Effect) -> None:
-        self._tasks.pop(effect).cancel()
+        task = self._tasks.pop(effect)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
         self._yielded.discard(effect)
         self._of_run[effect.run_id].discard(effect)
         if not self._of_run[effect.run_id]:
