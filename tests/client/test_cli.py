@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 from stratagem.client.cli.main import app
 from stratagem.client.cli.options import tag_arguments
 from stratagem.client.cli.progress import ProgressLine
-from stratagem.client.cli.reporting import describe
+from stratagem.client.cli.reporting import complain_of_warnings, describe
 from stratagem.client.cli.run_commands import LocalRun
 from stratagem.client.planning import import_folders
 from stratagem.client.views import Event, Phase, Progress
@@ -100,6 +101,24 @@ def test_a_wrong_job_file_is_one_line_per_violation(job_file: Path) -> None:
         "error: strategy.aggregation.method: 'AllReduse' is not one of AllReduce, "
         "ParameterServer, Decentralized; did you mean AllReduce?"
     ) in lines
+
+
+def test_what_is_warned_of_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    complain_of_warnings()
+    try:
+        job = {**JOB, "strategy": {"type": "Local", "replicas": 2}}
+        JobSpec.parse(job)
+        structlog.get_logger().info("nobody wants to know")
+    finally:
+        structlog.reset_defaults()
+    assert tuple(capsys.readouterr()) == ("", "warning: unknown key is ignored (key replicas)\n")
+
+
+@pytest.mark.parametrize("group", [(), ("certs",), ("token",)])
+def test_every_command_is_summed_up_in_a_line_that_fits(group: tuple[str, ...]) -> None:
+    shown = invoke(*group, "--help").stdout
+    assert "Commands:" in shown
+    assert "..." not in shown.partition("Commands:")[2]
 
 
 def test_a_missing_job_file_is_one_line(tmp_path: Path) -> None:

@@ -259,7 +259,10 @@ def test_unknown_keys_are_ignored_and_logged(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(json_forms, "_log", structlog.wrap_logger(None, processors=[logs]))
     document = DATA_PARALLEL | {"replicas": 3, "aggregation": {"method": "AllReduce", "x": 1}}
     assert parse_strategy(document) == s.DataParallel(2, s.AllReduce())
-    assert [each["key"] for each in logs.entries] == ["strategy.aggregation.x", "strategy.replicas"]
+    assert [(each["key"], each["event"]) for each in logs.entries] == [
+        ("strategy.aggregation.x", "unknown key is ignored"),
+        ("strategy.replicas", "unknown key is ignored; did you mean num_replicas?"),
+    ]
 
 
 def test_a_missing_key_points_at_one_that_is_nearly_it() -> None:

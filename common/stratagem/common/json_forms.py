@@ -198,7 +198,8 @@ def _read_fields(
         if shape.is_extras:
             violations.append(Violation(join(path, key), unknown_key(key, shape.fields)))
         else:
-            _log.warning("unknown key is ignored", key=join(path, key))
+            hint = suggest(key, shape.fields)
+            _log.warning(f"unknown key is ignored{hint}", key=join(path, key))
     return _make(shape.cls, values, violations, path)
 
 

@@ -54,10 +54,11 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[WORKER OPTION]...", hidden=True)
     ] = None,
 ) -> None:
-    """Examine this client, the coordinator and all its workers, and say what to do.
+    """Say what is wrong with a cluster, and what to do.
 
-    Connection and latency, versions, certificates, clocks, disks, limits, torch, numerics, and
-    whether workers reach each other. Nothing is changed.
+    Examines this client, the coordinator and all its workers: connection and latency, versions,
+    certificates, clocks, disks, limits, torch, numerics, and whether workers reach each other.
+    Nothing is changed.
 
     Exit code: 0 when nothing has failed (there may be warnings), else 1.
     """

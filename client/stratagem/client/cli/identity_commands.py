@@ -38,9 +38,11 @@ ClientsOption = Annotated[
     list[str] | None, typer.Option("--client", metavar="NAME", help="A person; repeatable.")
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
-DaysOption = Annotated[int, typer.Option("--days", min=1, help="How long they are valid.")]
+DaysOption = Annotated[
+    int, typer.Option("--days", metavar="N", min=1, help="How long they are valid.")
+]
 TokensFileOption = Annotated[
-    Path, typer.Option("--tokens-file", help="The coordinator's --tokens-file.")
+    Path, typer.Option("--tokens-file", metavar="FILE", help="The coordinator's --tokens-file.")
 ]
 
 
@@ -54,18 +56,23 @@ def init_certs(
         list[str] | None,
         typer.Option(
             "--host",
+            metavar="HOST",
             help="Name or address of the coordinator, beside loopback; repeatable.",
         ),
     ] = None,
     trust_domain: Annotated[
-        str, typer.Option("--trust-domain", help="Distinguishes one deployment from another.")
+        str,
+        typer.Option(
+            "--trust-domain", metavar="WORD", help="Distinguishes one deployment from another."
+        ),
     ] = DEFAULT_TRUST_DOMAIN,
     days: DaysOption = 30,
 ) -> None:
-    """Make an authority, and certificates of a coordinator, workers and clients that it signs.
+    """Make an authority, and certificates that it signs.
 
-    Each gets DIR/NAME.crt and DIR/NAME.key, beside DIR/ca.crt. For development: whoever reads
-    DIR/ca.key can make more of them. Nothing is overwritten.
+    A coordinator, workers and clients: each gets DIR/NAME.crt and DIR/NAME.key, beside
+    DIR/ca.crt. For development: whoever reads DIR/ca.key can make more of them. Nothing is
+    overwritten.
     """
     from stratagem.common.certificates import init
 
@@ -93,10 +100,11 @@ def issue_certs(
     ] = False,
     days: DaysOption = 30,
 ) -> None:
-    """Have the authority in DIR sign for more workers and clients, or renew what it has signed.
+    """Sign for more workers and clients, or renew certificates.
 
-    With --renew and no names everybody's certificate is renewed, for the names that stand in it.
-    Processes that run take the new files in. No certificate outlives its authority.
+    The authority is that in DIR. With --renew and no names everybody's certificate is renewed,
+    for the names that stand in it. Processes that run take the new files in. No certificate
+    outlives its authority.
     """
     from stratagem.common.certificates import issue
 
@@ -118,7 +126,7 @@ def show_certs(
         list[Path], typer.Argument(metavar="FILE", help="Certificates, or folders of them.")
     ],
 ) -> None:
-    """Print whose certificates these are, for which names, and until when."""
+    """Print whose certificates these are, and until when."""
     with reporting():
         found = [each for path in files for each in _certificates_in(path)]
         _print_certificates(found)
@@ -133,12 +141,14 @@ def revoke_certs(
         ),
     ],
     revoked_file: Annotated[
-        Path, typer.Option("--revoked-file", help="That of coordinator and workers.")
+        Path,
+        typer.Option("--revoked-file", metavar="FILE", help="That of coordinator and workers."),
     ],
 ) -> None:
-    """Let certificates count no more, from the next call on, wherever the file is given.
+    """Let certificates count no more.
 
-    A name stands for every certificate of that name, also a later one; a file for itself alone.
+    From the next call on, wherever the file is given. A name stands for every certificate of
+    that name, also a later one; a file for itself alone.
     """
     from stratagem.common.rpc.revocation import add_revoked, fingerprint
 
@@ -159,15 +169,20 @@ def create_token(
     tokens_file: TokensFileOption,
     scopes: Annotated[
         str,
-        typer.Option("--scopes", help="read, submit, admin; each includes the ones before."),
+        typer.Option(
+            "--scopes",
+            metavar="SCOPE[,SCOPE]",
+            help="read, submit, admin; each includes the ones before.",
+        ),
     ] = Scope.SUBMIT,
     expires: Annotated[
         str, typer.Option("--expires", metavar="TIME", help="From now: 12h, 30d; or never.")
     ] = "90d",
 ) -> None:
-    """Make a token and print it once; the file keeps only its hash, name, scopes and expiry.
+    """Make a token and print it once.
 
-    A coordinator that runs takes it in at once.
+    The file keeps only its hash, name, scopes and expiry. A coordinator that runs takes it in
+    at once.
     """
     with reporting():
         wanted = [_scope(each) for each in scopes.split(",")]
@@ -193,7 +208,10 @@ def revoke_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As it was created.")],
     tokens_file: TokensFileOption,
 ) -> None:
-    """Remove a token; a coordinator that runs refuses it from its next call on."""
+    """Remove a token.
+
+    A coordinator that runs refuses it from its next call on.
+    """
     with reporting():
         remove_token(tokens_file, name)
         complain(f"token {name} is revoked")

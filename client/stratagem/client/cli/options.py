@@ -57,27 +57,35 @@ TagOption = Annotated[
     ),
 ]
 DataDirOption = Annotated[
-    Path, typer.Option("--data-dir", help="Where a local cluster keeps journal, states and logs.")
+    Path,
+    typer.Option(
+        "--data-dir", metavar="DIR", help="Where a local cluster keeps journal, states and logs."
+    ),
 ]
 TlsCaOption = Annotated[
     Path | None,
     typer.Option(
         "--tls-ca",
+        metavar="FILE",
         envvar="STRATAGEM_TLS_CA",
         help="Certificates of the authorities that may vouch for the coordinator.",
     ),
 ]
 TlsCertOption = Annotated[
     Path | None,
-    typer.Option("--tls-cert", envvar="STRATAGEM_TLS_CERT", help="Your certificate."),
+    typer.Option(
+        "--tls-cert", metavar="FILE", envvar="STRATAGEM_TLS_CERT", help="Your certificate."
+    ),
 ]
 TlsKeyOption = Annotated[
-    Path | None, typer.Option("--tls-key", envvar="STRATAGEM_TLS_KEY", help="Its key.")
+    Path | None,
+    typer.Option("--tls-key", metavar="FILE", envvar="STRATAGEM_TLS_KEY", help="Its key."),
 ]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
+        metavar="FILE",
         envvar="STRATAGEM_TOKEN_FILE",
         help="A token of yours, in place of a certificate.",
     ),
@@ -87,6 +95,7 @@ WhichOption = Annotated[
     str,
     typer.Option(
         "--which",
+        metavar="WHICH",
         help="final (or the newest so far), best, the number of a segment, or predictions.",
     ),
 ]

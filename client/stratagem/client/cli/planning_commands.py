@@ -39,6 +39,7 @@ def estimate(
         int | None,
         typer.Option(
             "--workers",
+            metavar="N",
             min=1,
             help="How many share the job; as many as it has room for if not set.",
         ),
@@ -83,7 +84,10 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, help="How many; 1 if not set, with --coordinator all there are."
+            "--workers",
+            metavar="N",
+            min=1,
+            help="How many; 1 if not set, with --coordinator all there are.",
         ),
     ] = None,
     coordinator: Annotated[
@@ -96,7 +100,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Say with which settings this job fits the memory of the workers, and why.
+    """Say with which settings a job fits its workers' memory.
 
     Exit code: 0 when it fits, 1 when nothing does.
     """

@@ -67,7 +67,7 @@ def status(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Show one run: phase and why, engine, progress, metrics, commits."""
+    """Show a run: phase and why, progress, metrics, commits."""
     with connected(coordinator, proof) as client:
         found = client.get(run_id).status()
         if form is Format.JSON:
@@ -98,9 +98,14 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")
     ] = False,
-    worker: Annotated[str, typer.Option("--worker", help="Only lines of this worker.")] = "",
+    worker: Annotated[
+        str, typer.Option("--worker", metavar="NAME", help="Only lines of this worker.")
+    ] = "",
 ) -> None:
-    """Print a run's log: its events, and what your code printed on the workers."""
+    """Print the events of a run, and what your code has printed.
+
+    What your code has printed comes from all workers, with their names.
+    """
     with connected(coordinator, proof) as client:
         console = make_console()
         for line in client.get(run_id).logs(follow=follow, worker=worker):
@@ -124,7 +129,8 @@ def download(
     proof: Proof = PLAINTEXT,
     which: WhichOption = "final",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; RUN.safetensors if not named.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="RUN.safetensors if not named."),
     ] = None,
     profile: Annotated[
         Path | None,

@@ -6,13 +6,16 @@ user's to mend is shown without a traceback of ours.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
+import structlog
 import typer
+from structlog.typing import EventDict, WrappedLogger
 
 from stratagem.common import tracing
 from stratagem.common.errors import (
@@ -33,6 +36,22 @@ NO_COORDINATOR_HINT: Final = (
 
 def complain(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def complain_of_warnings() -> None:
+    """What the SDK warns of becomes complaints too; stdout, where structlog would print, is for
+    results. For a process that is the command line, and nothing else."""
+    structlog.configure(
+        processors=[_complaint],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+
+
+def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn:
+    text = event.pop("event")
+    about = ", ".join(f"{key} {value}" for key, value in event.items())
+    complain(f"{level}: {text}" + (f" ({about})" if about else ""))
+    raise structlog.DropEvent
 
 
 @contextmanager

@@ -52,10 +52,12 @@ DetachOption = Annotated[
     bool, typer.Option("--detach", help="Print the run id and return; the run goes on.")
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the final state to this file.")
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the final state to this file."),
 ]
 RunIdOption = Annotated[
-    str | None, typer.Option("--run-id", help="Choose the id; made from the name if not given.")
+    str | None,
+    typer.Option("--run-id", metavar="ID", help="Choose the id; made from the name if not given."),
 ]
 
 
@@ -126,10 +128,13 @@ def watch(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
     from_index: Annotated[
-        int, typer.Option("--from-index", min=0, help="The first event to print.")
+        int, typer.Option("--from-index", metavar="N", min=0, help="The first event to print.")
     ] = 0,
 ) -> None:
-    """Print the events of a run as they happen, until it ends. Ctrl-C only stops printing."""
+    """Print the events of a run as they happen, until it ends.
+
+    Ctrl-C only stops printing.
+    """
     with connected(coordinator, proof) as client:
         items = client.get(run_id).watch(from_index)
         console = make_console()
@@ -149,7 +154,9 @@ def resume(
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Go on with a stopped or failed run from its last commit, and follow it to the end.
+    """Go on with a run that was stopped or has failed.
+
+    It goes on from its last commit, and is followed to its end.
 
     With --local N for a run that was started with --local, in the same folder.
     """

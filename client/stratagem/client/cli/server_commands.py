@@ -19,23 +19,35 @@ from stratagem.common.health import TIMEOUT_S, health_of, is_healthy
 
 
 def up(
-    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers.")] = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="How many workers.")
+    ] = 2,
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves.")
     ] = DEFAULT_ADDRESS,
     data_dir: DataDirOption = DATA_DIR,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", metavar="MODULE:NAME", help="Entry points that jobs may name."),
+        typer.Option(
+            "--allow",
+            metavar="MODULE:NAME",
+            help="Entry points that jobs may name; all if none is given; repeatable.",
+        ),
     ] = None,
     import_path: Annotated[
         list[Path] | None,
-        typer.Option("--import-path", help="Folders of your modules; this folder if not given."),
+        typer.Option(
+            "--import-path",
+            metavar="DIR",
+            help="A folder of your modules; this one if none is given; repeatable.",
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Per worker.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="Per worker.")
+    ] = None,
     tag: TagOption = None,
 ) -> None:
-    """Keep a coordinator and workers running on this machine until Ctrl-C."""
+    """Run a coordinator and workers on this machine until Ctrl-C."""
     with reporting():
         cluster = LocalCluster(
             workers=workers,
@@ -58,22 +70,32 @@ def up(
 def health(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A --health-port.")],
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait for an answer."),
     ] = TIMEOUT_S,
 ) -> None:
-    """Ask the health port of a coordinator or worker; exit code 0 if it serves, else 1."""
+    """Ask the health port of a coordinator or worker.
+
+    Exit code: 0 if it serves, else 1.
+    """
     answer = health_of(address, timeout)
     print(answer)
     raise typer.Exit(0 if is_healthy(answer) else 1)
 
 
 def coordinator(context: typer.Context) -> None:
-    """Run one coordinator process; its options follow (see `stratagem coordinator --help`)."""
+    """Run one coordinator process; its options follow.
+
+    `stratagem coordinator --help` lists them.
+    """
     _become("stratagem.coordinator", context.args)
 
 
 def worker(context: typer.Context) -> None:
-    """Run one worker process; its options follow (see `stratagem worker --help`)."""
+    """Run one worker process; its options follow.
+
+    `stratagem worker --help` lists them.
+    """
     _become("stratagem.worker", context.args)
 
 

@@ -18,12 +18,15 @@ import torch
 
 from stratagem.common.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.job import JobSpec
+from stratagem.common.json_text import not_one_of
 from stratagem.worker.data.sources import DataSources
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.planning.estimate import estimate_memory
 from stratagem.worker.planning.parallel import Fleet, Member, alone, resolve
 from stratagem.worker.planning.recommend import recommend
 from stratagem.worker.planning.step import Site
+
+DEVICES: Final = ("cpu", "cuda")
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +77,8 @@ _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict
 
 def _site(request: Mapping[str, Any]) -> Site:
     name = request.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEVICES:
+        raise InvalidInputError.at("device", not_one_of(name, DEVICES))
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInputError.at("device", f"{name} is not here; leave it out for this machine's")
     entrypoints = EntryPoints(request["allow"], request["import_path"])

@@ -142,7 +142,8 @@ def _fleet(
         raise InvalidInputError.at("memory", f"{memory_bytes} bytes hold no model; must be > 0")
     if members is None:
         if memory_bytes is None:
-            raise InvalidInputError.at("memory", "missing; without a coordinator nobody else knows")
+            text = "missing; give a size such as 8GB, or a coordinator whose workers know theirs"
+            raise InvalidInputError.at("memory", text)
         return Fleet.of_equals(num_workers or 1, site.device.type, memory_bytes)
     if not members or len(members) < (num_workers or 1):
         text = f"{num_workers or 1} asked for, and the coordinator has {len(members)}"
