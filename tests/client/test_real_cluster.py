@@ -16,7 +16,7 @@ from stratagem.client import Event, LocalCluster, Phase, Progress
 
 pytestmark = pytest.mark.cluster
 
-PROGRAM = [sys.executable, "-m", "stratagem.client.cli"]
+PROGRAM = [sys.executable, "-m", "stratagem.program"]
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 MODULE = """

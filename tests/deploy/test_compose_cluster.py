@@ -126,7 +126,7 @@ def test_workers_that_share_a_certificate(
 
 def run_example(address: str, *flags: str) -> dict[str, Any]:
     """Train it by the command line of this machine, as the run `example`; its last status."""
-    program = [sys.executable, "-m", "stratagem.client.cli", "run", str(EXAMPLE)]
+    program = [sys.executable, "-m", "stratagem.program", "run", str(EXAMPLE)]
     options = ["--coordinator", address, "--run-id", "example", "--format", "json", *flags]
     done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

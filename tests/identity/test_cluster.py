@@ -169,7 +169,7 @@ def test_certificates_run_out_and_are_renewed_during_a_run(
 def test_the_doctor_asks_with_a_workers_certificate(
     cluster: LocalCluster, authority: Authority
 ) -> None:
-    command = [sys.executable, "-c", "from stratagem.client.cli.main import main; main()"]
+    command = [sys.executable, "-m", "stratagem.program"]
     command += ["doctor", "--format", "json", "--worker-settings"]
     worker = ["--coordinator", cluster.address, "--name", "worker-0", "--threads", "1"]
     worker += flags(authority.files("worker-worker-0"))

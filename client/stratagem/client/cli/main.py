@@ -16,7 +16,6 @@ from stratagem.client.cli import (
     server_commands,
 )
 from stratagem.client.cli.options import with_proof
-from stratagem.client.cli.reporting import complain_of_warnings
 
 HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
 
@@ -73,9 +72,3 @@ def options(
     ] = False,
 ) -> None:
     pass
-
-
-def main() -> None:
-    """The program `stratagem`."""
-    complain_of_warnings()
-    app()

@@ -1,0 +1,1 @@
+"""The program `stratagem`, also as `python -m stratagem.program`."""

@@ -1,0 +1,39 @@
+"""The program `stratagem`: a package of its own, for it imports nothing before it hears Ctrl-C.
+
+All the rest takes a second to import.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Final
+
+INTERRUPTED: Final = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """Run a command; Ctrl-C ends it without a traceback at any time."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+    from stratagem.client.cli.main import app
+    from stratagem.client.cli.reporting import complain_of_warnings
+
+    complain_of_warnings()
+    try:
+        signal.signal(signal.SIGINT, before)
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    # Nothing has begun. An exception could be taken by one of the imports for a failure of its own.
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
