@@ -18,6 +18,7 @@ from stratagem.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from tests.patience import PATIENCE_S
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PROGRAMS = {part: [sys.executable, str(STAND_IN)] for part in ("coordinator", "worker")}
@@ -76,7 +77,7 @@ def test_a_killed_process_comes_back_where_it_was(tmp_path: Path) -> None:
         address, before = cluster.address, cluster.processes
         for name in ("coordinator", "worker-0"):
             cluster.kill(name)
-            cluster.wait_ready(20)
+            cluster.wait_ready(PATIENCE_S)
         after = cluster.processes
         assert cluster.address == address
         for name in ("coordinator", "worker-0"):
@@ -88,16 +89,13 @@ def test_a_killed_process_comes_back_where_it_was(tmp_path: Path) -> None:
 
 def test_a_process_that_ends_by_itself_comes_back(tmp_path: Path) -> None:
     with make_cluster(tmp_path, workers=1) as cluster:
-        pid = cluster.processes["worker-0"].pid
-        assert pid is not None
         cluster.kill("worker-0", signal.SIGTERM)
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
         with cluster._running()._changed:
             came_back = cluster._running()._changed.wait_for(
-                lambda: cluster._running()._children["worker-0"].num_starts == 2, timeout=10
+                lambda: cluster._running()._children["worker-0"].num_starts == 2, timeout=PATIENCE_S
             )
         assert came_back
-        cluster.wait_ready(20)
+        cluster.wait_ready(PATIENCE_S)
 
 
 def test_failpoint_folders_are_named_only_when_asked_for(tmp_path: Path) -> None:
@@ -176,7 +174,7 @@ signal.pause()
         children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert alive == []
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from stratagem.client import preloaded
+from tests.patience import PATIENCE_S
 
 REPORT = """
 import json, os, sys
@@ -54,7 +55,7 @@ def started(
 
 
 def report(folder: Path, process: preloaded.Process) -> dict[str, Any]:
-    assert process.wait(60) == 7, (folder / "log").read_text()
+    assert process.wait(PATIENCE_S) == 7, (folder / "log").read_text()
     facts: dict[str, Any] = json.loads((folder / "log").read_text())
     return facts
 
@@ -93,7 +94,7 @@ def test_signals_and_how_it_ended(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.kill()
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert (process.poll(), process.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
     process.terminate()  # too late, and no error
 
@@ -101,7 +102,7 @@ def test_signals_and_how_it_ended(tmp_path: Path) -> None:
 @linux_only
 def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
     process = started(tmp_path, program(tmp_path, "raise ValueError('told')"))
-    assert process.wait(60) == 1
+    assert process.wait(PATIENCE_S) == 1
     assert (tmp_path / "log").read_text().endswith("ValueError: told\n")
 
 
@@ -124,7 +125,7 @@ def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
     server = own_server._process
     assert server is not None
     server.kill()
-    assert orphan.wait(60) == -signal.SIGKILL
+    assert orphan.wait(PATIENCE_S) == -signal.SIGKILL
     assert report_of_the_next(tmp_path)["has_torch"]
     assert own_server._process is not server
 
@@ -148,5 +149,5 @@ os.kill(os.getpid(), signal.SIGKILL)
     dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(dead.stdout)).wait(30)
+        psutil.Process(int(dead.stdout)).wait(PATIENCE_S)
     assert not psutil.pid_exists(int(dead.stdout))

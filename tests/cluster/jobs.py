@@ -19,6 +19,7 @@ from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Event, RunStatus
 from stratagem.common.job import JobSpec
 from stratagem.worker.entrypoints import EntryPoints
+from tests.patience import PATIENCE_S
 
 ALLOWED = EntryPoints(["tests.cluster.userland:*"])
 
@@ -183,7 +184,7 @@ class Gates:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._held[name] = file
 
-    def wait_reached(self, *names: str, timeout_s: float = 30.0) -> None:
+    def wait_reached(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
         """Until somebody stands at each of the gates."""
         deadline_s = time.monotonic() + timeout_s
         pause = threading.Event()
@@ -214,4 +215,4 @@ def park(cluster: LocalCluster, lot: Gates, name: str) -> None:
     process = psutil.Process(pid)
     lot.close(name)
     cluster.kill(name, signal.SIGTERM)
-    process.wait(timeout=20)
+    process.wait(timeout=PATIENCE_S)

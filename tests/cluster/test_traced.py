@@ -17,6 +17,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.common import tracing
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Gates, gates_in, job, user, wait_for
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 
@@ -45,7 +46,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         """Until a span of that name has come in."""
         with self._changed:
             assert self._changed.wait_for(
-                lambda: any(span.name == name for _, span in self._spans), timeout=30
+                lambda: any(span.name == name for _, span in self._spans), timeout=PATIENCE_S
             )
 
 

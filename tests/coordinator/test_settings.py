@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from stratagem.common.settings_rules import told
 from stratagem.coordinator.settings import Settings
 from stratagem.worker.settings import from_command_line
+from tests.patience import PATIENCE_S
 
 
 def refusal(**settings: Any) -> str:
@@ -56,7 +57,7 @@ def test_a_worker_refuses_them_too() -> None:
 
 def test_the_process_ends_with_the_reason_and_no_traceback() -> None:
     command = [sys.executable, "-m", "stratagem.coordinator", "--worker-ttl-s", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 1
     assert "--worker-ttl-s is 1 and must be at least 2.4 times --heartbeat" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -13,8 +13,6 @@ from pathlib import Path
 from stratagem.client import preloaded
 from tests.crash.rig import ROOT, until
 
-READY_S = 60.0
-
 
 @dataclass(slots=True)
 class Process:
@@ -26,7 +24,7 @@ class Process:
     @property
     def address(self) -> str:
         """Waits until the process serves."""
-        until(lambda: self.ready_file.exists() or self.has_ended, f"{self.name} serves", READY_S)
+        until(lambda: self.ready_file.exists() or self.has_ended, f"{self.name} serves")
         assert not self.has_ended, self.log_file.read_text()
         return str(json.loads(self.ready_file.read_text())["address"])
 

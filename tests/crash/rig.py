@@ -16,6 +16,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client, RunHandle
 from stratagem.client.views import Event, Phase, RunStatus
 from tests.crash.jobs import JOBS, Job
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 NUM_WORKERS = 3
@@ -73,7 +74,7 @@ class Rig:
         file.write_text(str(num_passed))
         try:
             yield
-            self.cluster.wait_restarted(process, num_starts, timeout_s=30)
+            self.cluster.wait_restarted(process, num_starts, timeout_s=PATIENCE_S)
             assert not file.exists(), f"{process} has passed {failpoint} too seldom"
             self.cluster.wait_ready()
             assert self.cluster.processes[process].last_exit == KILLED_BY_FAILPOINT
@@ -162,7 +163,7 @@ def await_status(run: RunHandle, is_it: Callable[[RunStatus], bool], what: str) 
     return found[-1]
 
 
-def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """For what no stream of events tells: ask again until it is so."""
     deadline_s = time.monotonic() + timeout_s
     pause = threading.Event()

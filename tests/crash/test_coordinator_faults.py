@@ -14,6 +14,7 @@ from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job
 from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, outcome_of
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -140,7 +141,7 @@ def test_frozen_coordinator_is_fenced_and_the_next_one_ends_its_run(
         # The workers of the old one do not beat here, so others take over.
         await_event(run, "MembersFormed", lambda e: "new-1" in e.sentence)
         old.send(signal.SIGCONT)
-        assert old.popen.wait(20) == EXIT_FENCED
+        assert old.popen.wait(PATIENCE_S) == EXIT_FENCED
         assert outcome_of(run).digests == expected.digests
     assert _terms(process_by_process.folder / "data" / "journal.sqlite") == [1, 2]
 

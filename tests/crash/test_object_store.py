@@ -16,6 +16,7 @@ from tests.crash.jobs import FED_AVG, JOBS, job
 from tests.crash.rig import ROOT, Rig, await_event, outcome_of, until
 from tests.crash.test_standby import EXIT_FENCED, free_address
 from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
+from tests.patience import PATIENCE_S
 from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
 from tests.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
@@ -139,7 +140,7 @@ def test_standbys_on_other_machines_go_on_with_what_lies_in_the_bucket(
         with Client(addresses["b"]) as other:
             assert outcome_of(other.get(run.run_id)).digests == expected.digests
         first.send(signal.SIGCONT)
-        assert first.popen.wait(20) == EXIT_FENCED
+        assert first.popen.wait(PATIENCE_S) == EXIT_FENCED
         third = coordinator("c")
         second.kill()
         assert third.address == addresses["c"]

@@ -16,6 +16,7 @@ from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, Process, hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, job
 from tests.crash.rig import await_event, await_step, events_of, outcome_of, until
+from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(100)]
@@ -115,7 +116,7 @@ def test_a_standby_ends_the_run_of_a_frozen_leader(
         assert outcome_of(run).digests == expected.digests  # by the very same client
         assert formed(run) == 1, "a worker was given up"
     pair.leader.send(signal.SIGCONT)
-    assert pair.leader.popen.wait(20) == EXIT_FENCED
+    assert pair.leader.popen.wait(PATIENCE_S) == EXIT_FENCED
     terms = [term for (term,) in postgres.sql(TERMS, pair.journal)]
     assert terms == sorted(terms), "the old leader wrote again"
 

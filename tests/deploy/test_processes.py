@@ -20,6 +20,7 @@ from stratagem.common.health import health_of
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.worker.settings import WorkerSettings, advertised, from_command_line
 from tests.crash.rig import until
+from tests.patience import PATIENCE_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -132,7 +133,7 @@ def status_after_sigterm(*program: str) -> int:
     with process.stdin:
         until(lambda: handles_sigterm(process.pid), "the process has a handler")
         process.send_signal(signal.SIGTERM)
-        return process.wait(20)
+        return process.wait(PATIENCE_S)
 
 
 @pytest.mark.cluster

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,7 @@ def run(path: Path, *command: str, **environment: str) -> subprocess.CompletedPr
         env={"PATH": str(path), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 

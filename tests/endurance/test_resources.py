@@ -26,6 +26,7 @@ from tests.crash.jobs import ALL_REDUCE, LOCAL, federated
 from tests.crash.rig import Outcome, await_event, await_step, outcome_of, until
 from tests.crash.test_coordinator_faults import paced
 from tests.endurance.disks import cut_off, fill, mounted
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
 
@@ -92,7 +93,7 @@ def few_descriptors(site: Site) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (FEW, before[1]))
     with ExitStack() as stack:
         for _ in range(2 * FEW):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
         until(lambda: site.said("Too many open files"), "descriptors have run out")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
@@ -164,7 +165,7 @@ def test_a_coordinator_whose_folder_is_removed_acknowledges_nothing_more(tmp_pat
             shutil.rmtree(tmp_path / "data")
             with pytest.raises(StratagemError):
                 client.submit(paced(LOCAL, 0.0), "after")
-        assert process.popen.wait(20) == 1
+        assert process.popen.wait(PATIENCE_S) == 1
         assert "journal.sqlite was removed or replaced" in process.log_file.read_text()
 
 
@@ -172,7 +173,7 @@ def test_a_coordinator_on_a_disk_that_is_read_only_says_so_at_the_start(tmp_path
     (tmp_path / "data").mkdir()
     with mounted(tmp_path / "data", "size=1m,ro"), hands(tmp_path) as started:
         process = started.coordinator("coordinator")
-        assert process.popen.wait(60) == 1
+        assert process.popen.wait(PATIENCE_S) == 1
         text = process.log_file.read_text()
         assert "coordinator ends" in text
         assert "Read-only file system" in text

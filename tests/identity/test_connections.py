@@ -19,6 +19,7 @@ from stratagem.v1 import worker_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.identity.rig import serving
+from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
 
@@ -31,8 +32,8 @@ async def who_am_i(address: str, proof: Proof) -> str:
 
 async def asked(channel: grpc.aio.Channel) -> str:
     stub = CoordinatorServiceStub(channel)
-    unary = (await stub.ListRuns(pb.ListRunsRequest(), timeout=10)).runs[0].name
-    async for message in stub.WatchRun(pb.WatchRunRequest(), timeout=10):
+    unary = (await stub.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE_S)).runs[0].name
+    async for message in stub.WatchRun(pb.WatchRunRequest(), timeout=PATIENCE_S):
         assert message.event.sentence == unary
     return str(unary)
 
@@ -108,7 +109,7 @@ async def test_workers_are_known_by_name_wherever_they_live(authority: Authority
     async def described(address: str, to_worker: str | None, proof: Proof = coordinator) -> str:
         async with open_channel(address, proof, to_worker=to_worker) as channel:
             stub = WorkerServiceStub(channel)
-            answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=10)
+            answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
             return str(answer.incarnation)
 
     async with serving(authority.files("worker-w0")) as ports:

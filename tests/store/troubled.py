@@ -3,9 +3,11 @@
 import http.client
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
+
+from tests.patience import PATIENCE_S
 
 OK, UNAVAILABLE, FORBIDDEN = 200, 503, 403
 HALF = "half"
@@ -43,18 +45,21 @@ class _Handler(BaseHTTPRequestHandler):
     server: Troubled
 
     def _do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # it was killed: the server behind would wait for the rest
+            self.close_connection = True
+            return
         self.server.last_authorization = self.headers.get("Authorization", "")
         trouble = self.server.next_trouble(self.command)
         if isinstance(trouble, int) and trouble != OK:
             self.server.num_refused += 1
             self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")
             return
-        behind = http.client.HTTPConnection(self.server.behind, timeout=30)
-        behind.request(self.command, self.path, body, dict(self.headers))
-        answer = behind.getresponse()
-        content = answer.read()
-        behind.close()
+        with closing(http.client.HTTPConnection(self.server.behind, timeout=PATIENCE_S)) as behind:
+            behind.request(self.command, self.path, body, dict(self.headers))
+            answer = behind.getresponse()
+            content = answer.read()
         headers = {k: v for k, v in answer.getheaders() if k.lower() not in ("date", "connection")}
         if trouble == HALF:
             self._answer(answer.status, headers, content[: len(content) // 2])

@@ -21,6 +21,7 @@ from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.common.rpc.status import TABLE, from_rpc_error, rpc_errors
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
+from tests.patience import PATIENCE_S
 from tests.stream.rig import serving, stub_of
 
 SERVICE = "/stratagem.v1.WorkerService/"
@@ -209,7 +210,7 @@ async def test_callers_own_metadata_and_the_rest_of_a_channel_work() -> None:
         await channel.channel_ready()
         assert channel.get_state() is grpc.ChannelConnectivity.READY
         call = stub_of(channel).CloseSession(
-            worker_pb2.CloseSessionRequest(), metadata=(("x-own", "1"),), timeout=5
+            worker_pb2.CloseSessionRequest(), metadata=(("x-own", "1"),), timeout=PATIENCE_S
         )
         assert await call == worker_pb2.CloseSessionResponse()
         waiting = asyncio.create_task(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
@@ -260,7 +261,7 @@ async def test_health_needs_no_protocol_version() -> None:
 async def test_nobody_listening_is_unavailable() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         with pytest.raises(errors.UnavailableError), rpc_errors():
-            await stub_of(channel).Describe(worker_pb2.DescribeRequest(), timeout=5)
+            await stub_of(channel).Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
