@@ -5,11 +5,15 @@ import signal
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from stratagem.client.sync import Client
+from stratagem.common.errors import UserCodeError
+from stratagem.common.ids import RunId
+from stratagem.common.job.sections import MAX_METRICS
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job
@@ -144,6 +148,27 @@ def test_frozen_coordinator_is_fenced_and_the_next_one_ends_its_run(
         assert old.popen.wait(PATIENCE_S) == EXIT_FENCED
         assert outcome_of(run).digests == expected.digests
     assert _terms(process_by_process.folder / "data" / "journal.sqlite") == [1, 2]
+
+
+@pytest.mark.sweep
+def test_a_job_of_an_old_journal_that_workers_refuse_fails_with_their_reason(
+    process_by_process: Hands,
+) -> None:
+    """The coordinator reads what other limits have let in; a worker does not know of that."""
+    first = process_by_process.coordinator("first")
+    with Client(first.address) as client:
+        client.submit(job(LOCAL), "large")
+    first.kill()
+    metrics = ", ".join(f'\\"tests.crash.userland:m{n}\\"' for n in range(MAX_METRICS + 1))
+    journal = process_by_process.folder / "data" / "journal.sqlite"
+    with closing(sqlite3.connect(journal)) as connection, connection:
+        enlarge = "UPDATE event SET payload = replace(payload, ?, ?) WHERE kind = 'RunSubmitted'"
+        connection.execute(enlarge, ('\\"accuracy\\"', metrics))
+    second = process_by_process.coordinator("second")
+    process_by_process.worker("w0", second.address)
+    refused = pytest.raises(UserCodeError, match=f"at most {MAX_METRICS} items are allowed")
+    with Client(second.address) as client, refused:
+        client.get(RunId("large")).result()
 
 
 def _terms(journal: Path) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.errors import NotFoundError, UnavailableError
+from stratagem.common.errors import InvalidInputError, NotFoundError, UnavailableError
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.cancelled import stop_if_cancelled, task_group
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
@@ -39,17 +39,25 @@ async def attend(
 ) -> worker_pb2.ExecuteResult:
     """The result of the plan; raises UnavailableError once the worker is lost.
 
+    A worker that refuses the plan for what it says would refuse it again: that is a result, too.
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
     had_begun = False
     while True:
         link = env.links.to(member, env.state)
         attended = _Attended(env, member, request, on_progress, base)
+        refusal: Exception | None = None
         try:
             return await attended.to_the_end(link)
         except* UnavailableError as group:
             reason = str(group.exceptions[0])
+        except* InvalidInputError as group:
+            if attended.is_accepted:
+                raise
+            refusal = group.exceptions[0]
         stop_if_cancelled()
+        if refusal is not None:
+            return _refused(member, refusal)
         had_begun |= attended.is_accepted
         if not await link.answers():
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
@@ -105,6 +113,16 @@ class _Attended:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
             case "profile":
                 self.env.profiles.add(RunId(self.request.session.run_id), message.profile)
+
+
+def _refused(member: Member, error: Exception) -> worker_pb2.ExecuteResult:
+    told = types_pb2.UserError(
+        type=type(error).__name__,
+        message=str(error),
+        worker_id=member.worker_id,
+        activity="reading the job",
+    )
+    return worker_pb2.ExecuteResult(error=told)
 
 
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
