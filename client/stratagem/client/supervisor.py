@@ -44,6 +44,8 @@ class _Child:
     num_quick_ends: int = 0
     log_begin: int = 0
     """The byte of its log file at which the present process began."""
+    last_log_begin: int = 0
+    """The same of the one that ended last."""
     last_exit: int | None = None
     started_s: float = 0.0
     due_s: float = 0.0
@@ -184,7 +186,8 @@ class Supervisor:
         now_s = time.monotonic()
         if child.process.stdin is not None:
             child.process.stdin.close()
-        child.last_exit, child.process, child.is_ready = child.process.returncode, None, False
+        child.last_exit, child.last_log_begin = child.process.returncode, child.log_begin
+        child.process, child.is_ready = None, False
         if child.end is not None:
             os.close(child.end)
             child.end = None
@@ -243,9 +246,10 @@ class Supervisor:
         status = child.last_exit
         if has_been_ready or status is None or status < 0 or status == KILLED_BY_FAILPOINT:
             return
+        log_file = child.command.log_file
         raise UnavailableError(
             f"{child.command.name} ended with status {status} before it was ready; "
-            f"{child.command.log_file} ends with:\n{tail(child.command.log_file, child.log_begin)}"
+            f"{log_file} ends with:\n{tail(log_file, child.last_log_begin)}"
         )
 
     def _not_ready(self, timeout_s: float) -> str:
