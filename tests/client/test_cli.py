@@ -215,9 +215,22 @@ def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoord
     resumed = invoke("resume", "mine", *options)
     assert resumed.exit_code == 0
     assert resumed.stdout.startswith("mine  PENDING  resumed\n")
+    nowhere = job_file.with_name("none") / "best.safetensors"
+    refused = invoke("download", "mine", *options, "--output", nowhere)
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        f"error: {nowhere}: No such file or directory\n",
+    )
     output = job_file.with_name("best.safetensors")
     done = invoke("download", "mine", *options, "--which", "best", "--output", output)
     assert (done.stdout, output.exists()) == (f"{output}\n", True)
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine")
+    stopped = invoke("stop", "mine", *options)
+    assert (stopped.exit_code, stopped.stderr) == (0, "run mine has ended already: COMPLETED\n")
 
 
 def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None:

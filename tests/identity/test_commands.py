@@ -70,7 +70,7 @@ def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
     *holders, single = path.read_text().splitlines()
     assert (holders, len(single)) == (["client me", "worker *.gpu"], len("sha256:") + 64)
     wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
-    assert "'me' is neither" in wrong.stderr
+    assert "'me' is neither a file nor one of coordinator/NAME, worker/NAME" in wrong.stderr
     options: dict[str, Any] = {"_cli_parse_args": False, "revoked_file": path}
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
         listening.Security(Settings(**options))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import grpc
 
+from stratagem.common.backoff import Backoff
 from stratagem.common.errors import (
     InvalidInputError,
     StandbyError,
@@ -49,26 +49,11 @@ for a container that does not listen yet, or whose coordinator has no lead yet."
 _CLOSED: Final = ("Socket closed", "Connection reset by peer")
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 2.0
-_jitter = random.Random()  # the numbers of the shared one belong to other code
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 log = logging.getLogger("stratagem.client")
-
-
-class Backoff:
-    """Pauses that double from MIN_PAUSE_S to MAX_PAUSE_S, each drawn from its upper half."""
-
-    def __init__(self) -> None:
-        self._limit_s = MIN_PAUSE_S
-
-    def reset(self) -> None:
-        self._limit_s = MIN_PAUSE_S
-
-    async def pause(self) -> None:
-        await asyncio.sleep(_jitter.uniform(0.5, 1.0) * self._limit_s)
-        self._limit_s = min(MAX_PAUSE_S, 2 * self._limit_s)
 
 
 class Connection:
@@ -104,7 +89,7 @@ class Connection:
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
         """One unary call; every call of the service may be repeated."""
-        backoff = Backoff()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
         give_up_s = began_s + self._patience_s
         while True:
@@ -133,7 +118,7 @@ class Connection:
 
         open_stream is called for every attempt and knows from where to go on.
         """
-        backoff = Backoff()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         while True:
             asked = self._coordinators.present
             stream = open_stream()

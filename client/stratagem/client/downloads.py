@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import grpc
@@ -15,54 +14,43 @@ from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.common.tensors.transfer import Accept, pull
+from stratagem.common.whole_file import whole_file
 from stratagem.v1 import coordinator_pb2 as pb
 
 
 async def to_file(connection: Connection, run_id: RunId, which: str, path: Path) -> Path:
     """Write the state as a safetensors file, replacing what was there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     digest = hashlib.sha256()
-    try:
-        with part.open("wb") as file:
+    with whole_file(path) as file:
 
-            def write(data: bytes) -> None:
-                file.write(data)
-                digest.update(data)
+        def write(data: bytes) -> None:
+            file.write(data)
+            digest.update(data)
 
-            def accept(manifest: Manifest) -> Sink:
-                write(header_bytes(manifest))
-                return lambda _offset, data: write(data)
+        def accept(manifest: Manifest) -> Sink:
+            write(header_bytes(manifest))
+            return lambda _offset, data: write(data)
 
-            manifest = await pull_state(connection, run_id, which, accept)
-            file.flush()
-            os.fsync(file.fileno())
+        manifest = await pull_state(connection, run_id, which, accept)
         if digest.hexdigest() != manifest.digest:
             raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:
     """Write a run's trace, replacing what was there. A stream that breaks is begun again."""
     request = pb.DownloadProfileRequest(run_id=run_id)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
+    with whole_file(path) as file:
 
-            def begin() -> grpc.aio.UnaryStreamCall[
-                pb.DownloadProfileRequest, pb.DownloadProfileResponse
-            ]:
-                file.seek(0)
-                file.truncate()
-                return connection.stub.DownloadProfile(request)
+        def begin() -> grpc.aio.UnaryStreamCall[
+            pb.DownloadProfileRequest, pb.DownloadProfileResponse
+        ]:
+            file.seek(0)
+            file.truncate()
+            return connection.stub.DownloadProfile(request)
 
-            async for response in connection.follow(begin):
-                file.write(response.data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        async for response in connection.follow(begin):
+            file.write(response.data)
     return path
 
 

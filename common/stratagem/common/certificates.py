@@ -8,7 +8,6 @@ alone, and nothing is overwritten.
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -39,6 +38,7 @@ from stratagem.common.rpc.tls import (
     uris_of,
     worker_name,
 )
+from stratagem.common.whole_file import whole_file
 
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
@@ -321,8 +321,5 @@ def _write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> N
     """All of it or nothing, never with more rights than `mode`."""
     if path.exists() and not replace:
         raise AlreadyExistsError(f"{path} is there already")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
+    with whole_file(path, mode=mode) as file:
         file.write(content)
-    temporary.replace(path)

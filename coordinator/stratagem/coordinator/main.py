@@ -20,6 +20,7 @@ from stratagem.common.rpc.addresses import dialled_host, split_address
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.settings_rules import told
+from stratagem.common.whole_file import whole_file
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import FencedError
 from stratagem.coordinator.listening import Security, host_and_port
@@ -125,7 +126,6 @@ async def _until_stopped(running: asyncio.Task[None]) -> None:
 
 
 def _write_ready(path: Path, address: str, metrics: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     facts = {"address": address, "pid": os.getpid(), "metrics_address": metrics}
-    temporary.write_text(json.dumps(facts))
-    temporary.replace(path)
+    with whole_file(path, durable=False) as file:
+        file.write(json.dumps(facts).encode())

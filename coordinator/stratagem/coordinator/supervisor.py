@@ -7,12 +7,12 @@ catch every exception, because a failing effect must be reported and tried again
 """
 
 import asyncio
-import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
+from stratagem.common.backoff import Backoff
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import RunId
 from stratagem.coordinator.cancelled import stop_if_cancelled
@@ -25,7 +25,6 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """What is stopped may take this long to end before the supervisor is closed without it."""
-_jitter = random.Random()  # the numbers of the shared one belong to other code
 TROUBLE = 6
 """Attempts that fail one after the other, in a second or two, before watchers are told."""
 
@@ -133,18 +132,18 @@ class Supervisor:
             del self._of_run[effect.run_id]
 
     async def _persist(self, effect: Effect) -> None:
-        delay_s, num_failed = FIRST_RETRY_S, 0
+        backoff, num_failed = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0
         while True:
-            reason = await self._attempt(effect, delay_s)
+            pause_s = backoff.next_s()
+            reason = await self._attempt(effect, pause_s)
             stop_if_cancelled()
             num_failed = num_failed + 1 if reason else 0
             if num_failed >= TROUBLE:
                 self._on_trouble(effect, reason)
             # What was done has usually taken the effect out of the set, and this task with it.
-            await asyncio.sleep(delay_s * _jitter.uniform(0.8, 1.2))
-            delay_s = min(2 * delay_s, LAST_RETRY_S)
+            await asyncio.sleep(pause_s)
 
-    async def _attempt(self, effect: Effect, delay_s: float) -> str:
+    async def _attempt(self, effect: Effect, pause_s: float) -> str:
         """Why it failed; "" when it did not."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         reason = ""
@@ -152,10 +151,10 @@ class Supervisor:
             await self._perform(effect)
         except* StratagemError as group:
             reason = "; ".join(str(error) for error in group.exceptions)
-            bound.warning("effect failed, trying again", reason=reason, delay_s=delay_s)
+            bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
         except* Exception as group:
             reason = "; ".join(f"{type(each).__name__}: {each}" for each in group.exceptions)
-            bound.exception("effect raised, trying again", delay_s=delay_s)
+            bound.exception("effect raised, trying again", pause_s=pause_s)
         if reason:
             self.num_failures[type(effect).__name__] += 1
         return reason

@@ -7,7 +7,6 @@ up. A coordinator that is away is waited for; training goes on meanwhile. Knows 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
+from stratagem.common.backoff import Backoff
 from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators
@@ -34,16 +34,14 @@ log = structlog.get_logger(__name__)
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
-_jitter: Final = random.Random()  # the numbers of the shared one belong to the user's code
 CALL_TIMEOUT_S: Final = 10.0
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
 
 
-def retry_delay_s(attempt: int) -> float:
-    """Exponential backoff with jitter, so that workers do not come back all at once."""
-    ceiling = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16))
-    return float(ceiling * _jitter.uniform(0.5, 1.0))
+def new_backoff() -> Backoff:
+    """Between attempts to be heard by a coordinator."""
+    return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Agent:
             address=self.identity.address,
             capability=self.identity.capability,
         )
-        attempt = 0
+        attempt, backoff = 0, new_backoff()
         while True:
             asked = self.coordinators.present
             try:
@@ -121,7 +119,7 @@ class Agent:
             except grpc.aio.AioRpcError as error:
                 await self._report(attempt, "cannot register", error, asked)
                 self._give_up_silent(asked, error)
-            await asyncio.sleep(retry_delay_s(attempt))
+            await backoff.pause()
             attempt += 1
 
     async def _beat(self, stub: CoordinatorServiceAsyncStub, interval_s: float) -> None:

@@ -37,6 +37,7 @@ from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, make_server
 from stratagem.common.settings_rules import told
 from stratagem.common.tensors.manifest import Limits
+from stratagem.common.whole_file import whole_file
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
@@ -300,7 +301,6 @@ async def _serve_health(security: Security, port: int) -> _Health:
 def _write_ready(
     path: Path, identity: Identity, health_server: _Health | None, metrics: str
 ) -> None:
-    """Atomically, so that a reader finds all of it or nothing."""
     facts = {
         "address": identity.address,
         "pid": os.getpid(),
@@ -308,6 +308,5 @@ def _write_ready(
         "health_address": health_server.address if health_server is not None else "",
         "metrics_address": metrics,
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(facts))
-    temporary.replace(path)
+    with whole_file(path, durable=False) as file:
+        file.write(json.dumps(facts).encode())

@@ -59,7 +59,7 @@ class WorkerSettings(BaseSettings):
         env_prefix="STRATAGEM_WORKER_",
         extra="forbid",
         frozen=True,
-        cli_prog_name="python -m stratagem.worker",
+        cli_prog_name="stratagem worker",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Role
 from stratagem.common.rpc.tokens import Scope, add_token, new_token, read_tokens, remove_token
 
 certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
@@ -154,9 +154,7 @@ def revoke_certs(
 
     with reporting():
         named = [
-            fingerprint(Path(each).read_bytes())
-            if Path(each).is_file()
-            else each.replace("/", " ", 1)
+            fingerprint(Path(each).read_bytes()) if Path(each).is_file() else _holder(each)
             for each in holders
         ]
         add_revoked(revoked_file, named)
@@ -231,6 +229,17 @@ def _print_certificates(files: list[Path]) -> None:
         names = ", ".join((*each.uris, *each.hosts))
         if names:
             print(f"    {names}")
+
+
+def _holder(word: str) -> str:
+    """The entry of the file of the revoked for worker/w3, or for a fingerprint."""
+    if word.startswith("sha256:"):
+        return word
+    role, _, name = word.partition("/")
+    if role not in list(Role) or not name:
+        known = ", ".join((*(f"{each}/NAME" for each in Role), "sha256:HEX"))
+        raise InvalidInputError.at("holders", f"{word!r} is neither a file nor one of {known}")
+    return f"{role} {name}"
 
 
 def _scope(word: str) -> Scope:

@@ -119,7 +119,12 @@ def stop(
 ) -> None:
     """Stop a run. Its last commit stays: `stratagem resume RUN` goes on from there."""
     with connected(coordinator, proof) as client:
-        client.get(run_id).cancel()
+        handle = client.get(run_id)
+        phase = handle.status().phase
+        if phase.is_final:
+            complain(f"run {run_id} has ended already: {phase}")
+            return
+        handle.cancel()
         complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
 
 

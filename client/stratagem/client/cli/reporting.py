@@ -90,5 +90,7 @@ def describe(error: StratagemError | OSError) -> Iterator[str]:
         case UnavailableError() if str(error).startswith("no coordinator answers"):
             yield f"error: {error}"
             yield NO_COORDINATOR_HINT
+        case OSError(filename=str(name), strerror=str(why)):
+            yield f"error: {name}: {why}"
         case _:
             yield f"error: {error}"

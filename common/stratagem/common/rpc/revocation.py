@@ -11,7 +11,6 @@ later leaves the list as it was.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import ssl
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from typing import Final
 from stratagem.common.errors import InvalidInputError, UnauthenticatedError
 from stratagem.common.rpc.tls import CertId, Role
 from stratagem.common.watched_file import WatchedFile
+from stratagem.common.whole_file import whole_file
 
 _FINGERPRINT: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HOLDER: Final = re.compile(rf"({'|'.join(Role)}) (\*\.)?[A-Za-z0-9._-]{{1,64}}")
@@ -63,9 +63,8 @@ def add_revoked(path: Path, entries: Iterable[str]) -> None:
     new = [each for each in entries if check_entry(each) not in known]
     before = path.read_text() if path.exists() else ""
     before += "" if before.endswith("\n") or not before else "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(before + "".join(f"{each}\n" for each in new))
-    temporary.replace(path)
+    with whole_file(path) as file:
+        file.write((before + "".join(f"{each}\n" for each in new)).encode())
 
 
 class RevokedFile:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
 from stratagem.common.ids import check_token_name
 from stratagem.common.watched_file import Stamp, WatchedFile, stamp_of
+from stratagem.common.whole_file import whole_file
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
@@ -177,15 +178,7 @@ def _known(entry: Any) -> KnownToken:
 
 def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
     text = json.dumps({"tokens": [asdict(each) for each in tokens]}, indent=2)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    with whole_file(path, mode=0o600) as file:
+        file.write(f"{text}\n".encode())
         if path.exists():
-            os.chmod(temporary, path.stat().st_mode & 0o777)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)

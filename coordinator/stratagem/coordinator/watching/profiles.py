@@ -20,6 +20,7 @@ import structlog
 
 from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import RunId
+from stratagem.common.whole_file import whole_file
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -54,9 +55,8 @@ class Profiles:
         party = _UNSAFE.sub("_", profile.party)
         worker = _UNSAFE.sub("_", profile.worker_id)
         path = folder / f"{profile.segment:08}-{party}-{worker}"
-        part = path.with_name(f".{path.name}.part")
-        part.write_bytes(content)
-        part.replace(path)
+        with whole_file(path, durable=False) as file:
+            file.write(content)
 
     def delete(self, run_id: RunId) -> None:
         """Forget what a run has recorded."""

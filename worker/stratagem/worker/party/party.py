@@ -7,7 +7,6 @@ event loop. Must not know how a step is computed.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from stratagem.common.tensors.transfer import pull
 from stratagem.v1 import coordinator_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
-from stratagem.worker.agent import retry_delay_s
+from stratagem.worker.agent import new_backoff
 from stratagem.worker.control import Moved, PartyView
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import (
@@ -212,7 +211,7 @@ def meet(work: Work, view: PartyView, endpoint: bytes) -> Members:
 
 async def _call_rendezvous(work: Work, request: coordinator_pb2.RendezvousRequest) -> Members:
     """Ask until all have come. A coordinator that restarts gets the same question again."""
-    attempt = 0
+    backoff = new_backoff()
     while True:
         try:
             answer = await work.host.coordinator.Rendezvous(request, timeout=RENDEZVOUS_TIMEOUT_S)
@@ -220,12 +219,11 @@ async def _call_rendezvous(work: Work, request: coordinator_pb2.RendezvousReques
         except grpc.aio.AioRpcError as error:
             if error.code() not in _RETRIED:
                 raise Moved from error
-        await asyncio.sleep(retry_delay_s(attempt))
-        attempt += 1
+        await backoff.pause()
 
 
 async def _suspect(work: Work, request: coordinator_pb2.SuspectRequest) -> None:
-    attempt = 0
+    backoff = new_backoff()
     while True:
         try:
             await work.host.coordinator.Suspect(request, timeout=SUSPECT_TIMEOUT_S)
@@ -233,8 +231,7 @@ async def _suspect(work: Work, request: coordinator_pb2.SuspectRequest) -> None:
         except grpc.aio.AioRpcError as error:
             if error.code() not in _RETRIED:
                 return  # it knows better already; a newer view will come
-        await asyncio.sleep(retry_delay_s(attempt))
-        attempt += 1
+        await backoff.pause()
 
 
 # ---- agreeing on one state ----

@@ -1,0 +1,32 @@
+"""Pauses between attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Final
+
+_jitter: Final = random.Random()  # the numbers of the shared one belong to the user's code
+
+
+class Backoff:
+    """Pauses whose limit doubles from first_s to last_s; each is drawn from the upper half of its
+    limit, so that those who were cut off together do not come back all at once."""
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._first_s, self._last_s = first_s, last_s
+        self._limit_s = first_s
+
+    def reset(self) -> None:
+        """Begin again, after an attempt that went well."""
+        self._limit_s = self._first_s
+
+    def next_s(self) -> float:
+        """The length of the next pause."""
+        pause_s = self._limit_s * _jitter.uniform(0.5, 1.0)
+        self._limit_s = min(2 * self._limit_s, self._last_s)
+        return pause_s
+
+    async def pause(self) -> None:
+        """Make the next pause."""
+        await asyncio.sleep(self.next_s())
