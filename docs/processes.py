@@ -4,6 +4,7 @@ Owns how a flag is spelled in words. Knows no page.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import typer.main
@@ -35,16 +36,30 @@ def settings(kind: type[Settings] | type[WorkerSettings]) -> str:
 
 def commands() -> str:
     """Every verb of the command line with its options."""
-    group: Any = typer.main.get_command(app)
-    return "\n\n".join(_commands_of(group))
+    return "\n\n".join(_command(name, each) for name, each in _commands_of())
 
 
-def _commands_of(group: Any, before: str = "") -> Iterator[str]:
-    for name, each in group.commands.items():
+def _commands_of(group: Any = None, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, each in (group or typer.main.get_command(app)).commands.items():
         if hasattr(each, "commands"):
             yield from _commands_of(each, f"{before}{name} ")
         else:
-            yield _command(before + name, each)
+            yield before + name, each
+
+
+@cache
+def options() -> dict[str, frozenset[str]]:
+    """By command, such as "certs init", the options that it takes."""
+    found = {
+        name: {option for each in command.params for option in each.opts}
+        for name, command in _commands_of()
+    }
+    for name, kind in (("coordinator", Settings), ("worker", WorkerSettings)):
+        for field in kind.model_fields:
+            flag = field.replace("_", "-")
+            found[name] |= {f"--{flag}", f"--no-{flag}"}
+    found["doctor"] |= found["worker"]  # what follows --worker-settings
+    return {name: frozenset({"--help", *each}) for name, each in found.items()}
 
 
 def _command(name: str, command: Any) -> str:
