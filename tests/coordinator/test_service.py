@@ -204,6 +204,39 @@ async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
         assert (await stub.SubmitRun(submit())).created
 
 
+async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Path) -> None:
+    run = {"run_id": "r-1"}
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit())
+        watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        assert await watching == ["RunSubmitted", "RunCancelled"]
+        before = await stub.GetRun(pb.GetRunRequest(**run))
+    async with coordinator(tmp_path) as stub:
+        assert await stub.GetRun(pb.GetRunRequest(**run)) == before
+        assert list((await stub.ListRuns(pb.ListRunsRequest())).runs) == [before.run]
+        assert not (await stub.SubmitRun(submit())).created
+        code, reason = await refused(stub.SubmitRun(submit(seed=5)))
+        assert (code, reason) == (Code.ALREADY_EXISTS, "run 'r-1' exists with another job")
+        code, reason = await refused(first_of(stub.DownloadState(pb.DownloadStateRequest(**run))))
+        assert (code, reason) == (Code.NOT_FOUND, "run 'r-1' has committed nothing yet")
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        await stub.ResumeRun(pb.ResumeRunRequest(**run))
+        info = (await stub.GetRun(pb.GetRunRequest(**run))).run
+        assert (info.phase, info.event_index) == (pb.RUN_PHASE_PLACING, 2)
+        assert info.reason == "waiting for 1 of 1 workers: no worker has registered yet"
+        watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        assert await watching == ["RunSubmitted", "RunCancelled", "RunResumed", "RunCancelled"]
+        await stub.DeleteRun(pb.DeleteRunRequest(**run))
+        assert (await refused(stub.GetRun(pb.GetRunRequest(**run))))[0] is Code.NOT_FOUND
+        assert (await stub.SubmitRun(submit(seed=5))).created
+
+
+async def _kinds(stream: Any) -> list[str]:
+    return [item.event.kind async for item in stream if item.HasField("event")]
+
+
 async def test_worker_is_dialled_back_before_it_is_believed(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as stub, worker("one") as address, worker("two") as other:
         capability = types_pb2.Capability(device="cpu", num_threads=1)

@@ -3,12 +3,13 @@
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
-from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.pending import pending
+from stratagem.coordinator.core.showing import RunView, view_of
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.coordinator.loop import Loop
@@ -24,22 +25,33 @@ def load(sql: Path, path: Path) -> Journal:
     return Journal.open(path)
 
 
-async def replay(journal: Journal) -> CoordinatorState:
-    """The state after a journal, which is closed."""
+@dataclass(frozen=True)
+class Found:
+    """The state after a journal, and how its runs are shown."""
+
+    state: CoordinatorState
+    runs: list[RunView]
+
+
+async def replay(journal: Journal) -> Found:
+    """What a journal holds, which is closed."""
     lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
     loop = Loop(journal, lead, lambda facts: None)
     await loop.replay(lambda _: None)
+    at_rest = await loop.recorded.views(loop.state.ended.keys())
     await loop.close()
-    return loop.state
+    others = (view_of(loop.world, run, 0.0) for run in loop.state.runs.values())
+    runs = sorted((*at_rest.values(), *others), key=lambda each: each.run_id)
+    return Found(loop.state, runs)
 
 
-def summary_of(state: CoordinatorState) -> str:
+def summary_of(found: Found) -> str:
     """What people see of every run, the workers, and what is due, as JSON."""
-    world = world_of(state)
-    runs = [run_info(world, run, lambda _: "", 0.0) for _, run in sorted(state.runs.items())]
-    workers = {each.member.worker_id: each.is_alive for each in state.workers.values()}
-    due = sorted(type(effect).__name__ for effect in pending(state))
-    summary = {"runs": [MessageToDict(run) for run in runs], "workers": workers, "due": due}
-    for run in summary["runs"]:
+    runs = [MessageToDict(run_info(run, lambda _: "")) for run in found.runs]
+    workers = {each.member.worker_id: each.is_alive for each in found.state.workers.values()}
+    due = sorted(type(effect).__name__ for effect in pending(found.state))
+    for run in runs:
         del run["jobJson"]  # gains a line with every new default
+        run.pop("endedAtS", None)
+    summary = {"runs": runs, "workers": workers, "due": due}
     return json.dumps(summary, indent=1, sort_keys=True) + "\n"

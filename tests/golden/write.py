@@ -37,8 +37,8 @@ def main(version: str) -> None:
     # The traceback of the exception names the places of this machine.
     target.write_text(re.sub(r'\\"/[^"]*?/(?=\w+/stratagem/)', r"\"/", sql) + "\n")
     with tempfile.TemporaryDirectory() as folder:
-        state = asyncio.run(replay(load(target, Path(folder) / "journal.sqlite")))
-    target.with_suffix(".json").write_text(summary_of(state))
+        found = asyncio.run(replay(load(target, Path(folder) / "journal.sqlite")))
+    target.with_suffix(".json").write_text(summary_of(found))
 
 
 def _make_history(data: Path) -> None:

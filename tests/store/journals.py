@@ -1,7 +1,7 @@
 """Events, holders and clocks for the tests of the journal."""
 
 from stratagem.common.ids import RunId
-from stratagem.coordinator.journal import Holder, Journal, Record
+from stratagem.coordinator.journal import Holder, Journal, Record, StoredRecord
 
 A, B = RunId("a-1"), RunId("b-2")
 US = Holder.of_this_process("us")
@@ -10,6 +10,12 @@ ELSEWHERE = Holder("they", "another host", 1, 1)
 
 def record(run_id: RunId, seq: int, key: str | None = None, time_s: float = 0.0) -> Record:
     return Record(run_id, seq, "StepDone", 1, f'{{"seq":{seq}}}', time_s, 1e9 + seq, key)
+
+
+def events(log: Journal) -> list[StoredRecord]:
+    """All there are, in the order in which they were appended."""
+    found = [each for run_id in log.briefs("") for each in log.read(run_id)]
+    return sorted(found, key=lambda each: each.position)
 
 
 def lead(log: Journal, holder: Holder = US) -> int:

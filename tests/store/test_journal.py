@@ -15,9 +15,10 @@ from stratagem.coordinator.journal import (
     FencedError,
     Holder,
     Journal,
+    Summary,
     journal,
 )
-from tests.store.journals import ELSEWHERE, US, A, B, lead, record
+from tests.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.store.programs import run
 
 
@@ -38,8 +39,8 @@ def test_events_come_back_in_the_order_of_all_runs(
     positions += log.append(term, written[3:])
     assert positions == [1, 2, 3, 4, 5]
     reopened = Journal.open(place)
-    assert [each.record for each in reopened.replay()] == written
-    assert [(each.position, each.term) for each in reopened.replay()] == [(p, 1) for p in positions]
+    assert [each.record for each in events(reopened)] == written
+    assert [(each.position, each.term) for each in events(reopened)] == [(p, 1) for p in positions]
     assert [each.record.seq for each in reopened.read(A)] == [0, 1, 2]
     assert [each.record.seq for each in reopened.read(A, 2)] == [2]
     assert list(reopened.read(RunId("c"))) == []
@@ -53,7 +54,7 @@ def test_replay_is_the_batches_one_after_the_other(
     log: Journal, batches: list[list[tuple[RunId, str]]]
 ) -> None:
     """One journal for all examples, as each of them goes on where the last one ended."""
-    before = [each.record for each in log.replay()]
+    before = [each.record for each in events(log)]
     term, expected = lead(log), list(before)
     counts = {run_id: sum(each.run_id == run_id for each in before) for run_id in (A, B)}
     for batch in batches:
@@ -64,7 +65,7 @@ def test_replay_is_the_batches_one_after_the_other(
         log.append(term, rows)
         expected += rows
     log.release(term)
-    assert [each.record for each in log.replay()] == expected
+    assert [each.record for each in events(log)] == expected
 
 
 def test_a_key_is_used_once_in_a_run_and_a_refused_batch_leaves_nothing(log: Journal) -> None:
@@ -102,7 +103,7 @@ def test_the_loser_of_the_lead_writes_nothing(log: Journal, place: str) -> None:
             act()
     log.release(old)  # must not release what is not ours
     other.append(new.term, [record(A, 1)])
-    assert [(each.term, each.record.seq) for each in log.replay()] == [(1, 0), (2, 1)]
+    assert [(each.term, each.record.seq) for each in events(log)] == [(1, 0), (2, 1)]
     other.close()
 
 
@@ -147,10 +148,44 @@ def test_the_clock_goes_on_where_the_last_event_was_also_when_it_is_deleted(log:
     term = lead(log)
     log.append(term, [record(A, 0, time_s=3.5), record(B, 0, time_s=7.25)])
     log.delete_run(term, B)
-    assert [each.record.run_id for each in log.replay()] == [A]
+    assert [each.record.run_id for each in events(log)] == [A]
     log.release(term)
     taken = log.take_lead(US, ttl_s=10)
     assert taken.last_time_s == 7.25
     assert log.append(taken.term, [record(A, 1, time_s=9.0)]) == [3]  # positions are not reused
     log.release(taken.term)
     assert log.take_lead(US, ttl_s=10).last_time_s == 9.0
+
+
+def summary(run_id: RunId, version: str = "1") -> Summary:
+    return Summary(run_id, version, brief=f"brief {run_id}", shown=f"shown {run_id}")
+
+
+def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:
+    term = lead(log)
+    log.append(term, [record(B, 0), record(A, 0), record(RunId(""), 0), record(A, 1)], [summary(A)])
+    assert list(log.briefs("1").items()) == [(B, None), (A, f"brief {A}"), ("", None)]
+    assert log.briefs("2") == {B: None, A: None, "": None}, "another version reads events"
+    assert log.shown([A, B]) == {A: f"shown {A}"}
+    log.append(term, [record(A, 2)])
+    assert log.briefs("1") == {B: None, A: None, "": None}
+    log.append(term, [], [summary(A), summary(B, "2")])
+    assert log.briefs("1") == {B: None, A: f"brief {A}", "": None}
+    assert log.briefs("2") == {B: f"brief {B}", A: None, "": None}
+    log.delete_run(term, A)
+    assert (log.briefs("1"), log.shown([A])) == ({B: None, "": None}, {})
+
+
+def test_a_summary_is_written_with_its_events_or_not_at_all(log: Journal, place: str) -> None:
+    old = lead(log, ELSEWHERE)
+    log.append(old, [record(A, 0, "k")])
+    with pytest.raises(DuplicateKeyError):
+        log.append(old, [record(A, 1), record(A, 2, "k")], [summary(A)])
+    other = Journal.open(place)
+    other.take_lead(US, ttl_s=0.05)
+    with pytest.raises(FencedError):
+        log.append(old, [record(A, 1)], [summary(A)])
+    with pytest.raises(FencedError):
+        log.append(old, [], [summary(A)])
+    assert (other.briefs("1"), other.shown([A])) == ({A: None}, {})
+    other.close()

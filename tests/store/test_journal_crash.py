@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.coordinator.journal import Holder, Journal
+from tests.store.journals import events
 from tests.store.programs import run, start
 
 APPEND_ONE = """
@@ -43,7 +44,7 @@ from stratagem.coordinator.journal import Holder, Journal, Record
 def write_for_ever(place, pipe):
     log = Journal.open(place)
     term = log.take_lead(Holder.of_this_process(), ttl_s=60).term
-    seq = sum(1 for _ in log.replay())
+    seq = sum(1 for _ in log.read("a"))
     while True:
         size = 1 + seq % 3
         rows = [Record("a", seq + i, "K", 1, "x" * 300, 0.0, 0.0) for i in range(size)]
@@ -93,7 +94,7 @@ def test_a_crash_at_a_commit_leaves_all_or_nothing(
     status, _ = run(APPEND_ONE, place, failpoints=tmp_path)
     assert status == 137
     log = Journal.open(place)
-    assert [each.record.seq for each in log.replay()] == list(range(num_events))
+    assert [each.record.seq for each in events(log)] == list(range(num_events))
     assert log.take_lead(Holder.of_this_process(), ttl_s=60).term == 2
     log.close()
 
@@ -103,7 +104,7 @@ def test_twenty_kills_under_load_lose_no_acknowledged_event(place: str) -> None:
     _, out = run(KILLED_UNDER_LOAD, place)
     acknowledged = json.loads(out)
     log = Journal.open(place)
-    seqs = [each.record.seq for each in log.replay()]
+    seqs = [each.record.seq for each in events(log)]
     assert seqs == list(range(len(seqs)))
     assert len(acknowledged) == 20
     assert acknowledged == sorted(set(acknowledged))
@@ -133,6 +134,6 @@ def test_a_frozen_leader_finds_itself_fenced(place: str) -> None:
         assert ask("append") == "term 1 no longer leads: term 2 does"
         assert ask("renew") == "term 1 no longer leads: term 2 does"
         log.renew(lead.term)
-        assert [each.record.seq for each in log.replay()] == [0]
+        assert [each.record.seq for each in events(log)] == [0]
         log.close()
         frozen.stdin.close()

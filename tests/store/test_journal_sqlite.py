@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common.errors import IntegrityError, UnavailableError
 from stratagem.coordinator.journal import Journal
-from tests.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
+from tests.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
 from tests.store.programs import run
 
 
@@ -128,5 +128,5 @@ append(seq)
     log = Journal.open(path)
     assert status == 0
     assert int(out) > 5
-    assert [each.record.seq for each in log.replay()] == list(range(int(out) + 1))
+    assert [each.record.seq for each in events(log)] == list(range(int(out) + 1))
     log.close()

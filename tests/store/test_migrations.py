@@ -20,6 +20,7 @@ from stratagem.coordinator.journal.tables import REVISION, metadata
 from tests.crash.rig import ROOT
 from tests.golden.replay import FOLDER as GOLDEN
 from tests.golden.replay import load
+from tests.store.journals import events
 
 FIRST_RELEASE = GOLDEN / "0.1.0.sql"
 
@@ -51,7 +52,7 @@ def test_a_journal_of_the_version_without_migrations_goes_on(tmp_path: Path) -> 
     path = tmp_path / "journal.sqlite"
     with closing(load(FIRST_RELEASE, path)) as journal:
         lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
-        assert (lead.term, len(list(journal.replay()))) == (3, 342)
+        assert (lead.term, len(events(journal))) == (3, 342)
     with transaction(path) as migrated:
         assert differences(migrated) == []
         version = "SELECT value FROM meta WHERE key = 'schema_version'"

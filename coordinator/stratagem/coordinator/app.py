@@ -7,7 +7,7 @@ follows from a batch of facts (events for watchers, links to drop, files to dele
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 
 import structlog
@@ -45,9 +45,10 @@ from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.listening import tls_of
-from stratagem.coordinator.loop import Committed, Loop
+from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.resting import rest
+from stratagem.coordinator.rows import Committed
 from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool.spool import SpoolKey
@@ -119,6 +120,7 @@ class App:
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         apps.append(cls(settings, loop, storage, entrance))
         await loop.replay(apps[0]._show)
+        apps[0]._forget_resting(loop.state.ended)
         failpoint("coordinator.replay.done")
         return apps[0]
 
@@ -169,6 +171,7 @@ class App:
             for link in self.links.drop_lost(self.loop.state):
                 self._do(link.close())
         runs = self.loop.state.runs
+        self._forget_resting(changed & self.loop.state.ended.keys())
         due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
         self.supervisor.reconcile(frozenset[Effect]().union(*due), changed)
 
@@ -176,7 +179,7 @@ class App:
         """Give watchers the events; only the newest one of a run carries its present phase."""
         for item in facts:
             run_id = item.entry.run_id
-            run = self.loop.state.runs.get(run_id)
+            run = self.loop.state.find(run_id)
             if run is None:
                 self.feed.forget(run_id)
                 continue
@@ -186,10 +189,15 @@ class App:
             event = Event(item.index, item.wall_s, fact, phase)
             self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
 
+    def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
+        """What is asked of these runs is read from the journal."""
+        for run_id in run_ids:
+            self.feed.forget(run_id)
+
     async def _history(self, run_id: RunId, from_index: int) -> list[Event]:
         """Events that are no longer in memory."""
-        facts = await self.loop.read(run_id, from_index)
-        run = self.loop.state.runs.get(run_id)
+        facts = await self.loop.recorded.read(run_id, from_index)
+        run = self.loop.state.find(run_id)
         if run is None:
             return []
         now = phase_of(self.loop.world, run)
@@ -257,9 +265,9 @@ class App:
 
     def _clean_spool(self) -> None:
         """What a crash between a run's end and the deletion of its updates has left."""
-        runs = self.loop.state.runs
-        completed = [run_id for run_id, run in runs.items() if run.ended is RunPhase.COMPLETED]
-        self.spool.clean(completed, runs.keys())
+        runs = self.loop.state.all_runs()
+        completed = [run.run_id for run in runs if run.ended is RunPhase.COMPLETED]
+        self.spool.clean(completed, {run.run_id for run in runs})
 
     async def _in_thread(self, call: Callable[[], object]) -> None:
         await asyncio.to_thread(call)

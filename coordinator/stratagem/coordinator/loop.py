@@ -8,11 +8,8 @@ written, the loop ends and says why: nothing may be decided after that.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TypeVar
 
 import structlog
 
@@ -30,37 +27,27 @@ from stratagem.common.ids import RunId
 from stratagem.common.metrics.definition import Durations
 from stratagem.coordinator.clock import LeaderClock
 from stratagem.coordinator.core.agenda import Agenda
-from stratagem.coordinator.core.apply import apply
+from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.decide import decide, world_of
-from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunDeleted, decode, encode
+from stratagem.coordinator.core.facts import RunDeleted
+from stratagem.coordinator.core.rest import at_rest, put_to_rest
 from stratagem.coordinator.core.sentences import sentence
-from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.journal import Journal, Lead, Record
+from stratagem.coordinator.core.showing import RunView
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, World
+from stratagem.coordinator.journal import Journal, Lead
+from stratagem.coordinator.recorded import Recorded
+from stratagem.coordinator.rows import Committed
 from stratagem.coordinator.watching.log_ids import ids_of
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
 """Commands that share one transaction at most; bounds how long the first one waits."""
 
-PAGE_FACTS = 1000
-"""Facts that are read back at once, at the start."""
-
-PAGE_EVENTS = 100
-"""Of a run that a watcher asks for at once. One that does not read keeps them, about 2 KB each."""
+PAGE_RUNS = 100
+"""That are put to rest in one transaction, at the start."""
 
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A durable fact: its number inside its run, and when."""
-
-    entry: Entry
-    index: int
-    time_s: float
-    wall_s: float
 
 
 @dataclass(slots=True)
@@ -74,9 +61,15 @@ class _Batch:
     """What one transaction will hold, and whom to tell."""
 
     state: CoordinatorState
-    seqs: dict[RunId, int]
+    num_of_cluster: int
+    """Facts of the cluster, of which no run keeps count."""
     committed: list[Committed] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[Entry, ...] | StratagemError]] = field(default_factory=list)
+
+    @property
+    def walls_s(self) -> dict[RunId, float]:
+        """When the newest fact of each run happened."""
+        return {item.entry.run_id: item.wall_s for item in self.committed}
 
     @property
     def ends_with_deletion(self) -> bool:
@@ -97,13 +90,12 @@ class Loop:
         """What strategies may look at, of the same state."""
         self.term = lead.term
         self.clock = LeaderClock(lead.last_time_s)
-        self._journal = journal
+        self.recorded = Recorded(journal, lead.term)
         self._on_change = on_change
         self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
         self._in_hand: list[_Ask] = []
         self._has_ended = False
-        self._seqs: dict[RunId, int] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._num_of_cluster = 0
         self._deadline: asyncio.TimerHandle | None = None
         self.facts: Counter[str] = Counter()
         """Journaled since the start, by kind."""
@@ -117,33 +109,43 @@ class Loop:
         return self._queue.qsize()
 
     async def replay(self, show: Callable[[list[Committed]], None]) -> None:
-        """Rebuild the state from the journal; show is told of the facts in order, by pages."""
-        stored = self._journal.replay()
+        """Rebuild the state from the journal: runs at rest from their summaries, the others from
+        their facts, of which show is told run by run."""
+        resting, others = await self.recorded.runs()
+        self.state = put_to_rest(self.state, resting)
         num_facts = 0
+        walls_s: dict[RunId, float] = {}
         deleted: set[RunId] = set()
-        while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
-            facts = [_committed(item.record) for item in page]
+        async for facts in self.recorded.pages(others):
             for item in facts:
                 run_id = item.entry.run_id
                 with limits.lifted():
                     self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
-                self._seqs[run_id] = item.index + 1
+                walls_s[run_id] = item.wall_s
+                if run_id == CLUSTER:
+                    self._num_of_cluster = item.index + 1
                 if isinstance(item.entry.fact, RunDeleted):
                     deleted.add(run_id)
             num_facts += len(facts)
             self.world = world_of(self.state)
             show(facts)
         for run_id in deleted:
-            await self._forget(run_id)
+            await self.recorded.forget(run_id)
+        await self._sum_up(walls_s)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
-        log.info("journal replayed", facts=num_facts, runs=len(self.state.runs), term=self.term)
+        num_runs = len(self.state.runs) + len(self.state.ended)
+        counts = {"facts": num_facts, "runs": num_runs, "summaries": len(resting)}
+        log.info("journal replayed", **counts, term=self.term)
 
-    async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
-        """Some of the durable facts of a run, from a number on; none when there are none."""
-        stored = self._journal.read(run_id, from_index, PAGE_EVENTS)
-        page = await self._in_thread(lambda: list(islice(stored, PAGE_EVENTS)))
-        return await asyncio.to_thread(lambda: [_committed(item.record) for item in page])
+    async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
+        """Put to rest what has ended under a version that made other summaries, or none."""
+        run_ids = list(walls_s)
+        for start in range(0, len(run_ids), PAGE_RUNS):
+            some = {run_id: walls_s[run_id] for run_id in run_ids[start : start + PAGE_RUNS]}
+            found = _at_rest(self.state, self.world, some)
+            await self.recorded.append((), found)
+            self.state = put_to_rest(self.state, [run for run, _ in found])
 
     async def submit(self, command: Command) -> tuple[Entry, ...]:
         """Have a command decided; the facts it led to, durable. Raises what it was refused with,
@@ -167,39 +169,40 @@ class Loop:
 
     async def renew(self) -> None:
         """Show that this coordinator leads. Raises FencedError when it does not."""
-        await self._in_thread(lambda: self._journal.renew(self.term))
+        await self.recorded.renew()
         self.renewed_s = time.monotonic()
 
     async def close(self) -> None:
         """Give up the lead and close the journal."""
         if self._deadline is not None:
             self._deadline.cancel()
-        await self._in_thread(lambda: self._journal.release(self.term))
-        await self._in_thread(self._journal.close)
-        self._thread.shutdown()
+        await self.recorded.close()
 
     async def _serve(self) -> None:
         while True:
             asks = self._in_hand = [await self._queue.get()]
             while len(asks) < MAX_BATCH and not self._queue.empty():
                 asks.append(self._queue.get_nowait())
-            batch = _Batch(self.state, dict(self._seqs))
+            batch = _Batch(self.state, self._num_of_cluster)
             for ask in asks:
-                self._decide(batch, ask)
+                await self._decide(batch, ask)
                 if batch.ends_with_deletion:  # what comes next may be of a new run of that name
                     await self._commit(batch)
-                    batch = _Batch(self.state, dict(self._seqs))
+                    batch = _Batch(self.state, self._num_of_cluster)
             await self._commit(batch)
 
-    def _decide(self, batch: _Batch, ask: _Ask) -> None:
+    async def _decide(self, batch: _Batch, ask: _Ask) -> None:
         try:
-            decision = decide(batch.state, ask.command)
+            state = await self.recorded.recalled(batch.state, ask.command)
+            decision = decide(state, ask.command)
         except StratagemError as error:
             batch.answers.append((ask, error))
             return
         if isinstance(decision, Refusal):
             batch.answers.append((ask, _error(decision)))
             return
+        if decision:
+            batch.state = state
         now_s = self.clock.now()
         for entry in decision:
             self._add(batch, entry, now_s)
@@ -212,25 +215,30 @@ class Loop:
         batch.answers.append((ask, decision))
 
     def _add(self, batch: _Batch, entry: Entry, now_s: float) -> None:
+        run = batch.state.find(entry.run_id)
+        index = 0 if run is None else run.num_facts
+        if entry.run_id == CLUSTER:
+            index = batch.num_of_cluster
+            batch.num_of_cluster += 1
         batch.state = apply(batch.state, entry.run_id, entry.fact, now_s)
         self._agenda.note(batch.state, entry.run_id)
-        index = batch.seqs.get(entry.run_id, 0)
-        batch.seqs[entry.run_id] = index + 1
         batch.committed.append(Committed(entry, index, now_s, time.time()))
 
     async def _commit(self, batch: _Batch) -> None:
         if batch.committed:
-            records = [_record(item) for item in batch.committed]
+            found = _at_rest(batch.state, self._agenda.world, batch.walls_s)
             began_s = time.perf_counter()
-            await self._in_thread(lambda: self._journal.append(self.term, records))
+            await self.recorded.append(batch.committed, found)
             self.append_seconds.add(time.perf_counter() - began_s)
-            self.facts.update(record.kind for record in records)
+            self.facts.update(type(item.entry.fact).__name__ for item in batch.committed)
+            batch.state = put_to_rest(batch.state, [run for run, _ in found])
+            for run, _ in found:
+                self._agenda.note(batch.state, run.run_id)
         for item in batch.committed:
             if isinstance(item.entry.fact, RunDeleted):
-                await self._forget(item.entry.run_id)
-                batch.seqs.pop(item.entry.run_id, None)
+                await self.recorded.forget(item.entry.run_id)
         self.state, self.world = batch.state, self._agenda.world
-        self._seqs = batch.seqs
+        self._num_of_cluster = batch.num_of_cluster
         for item in batch.committed:
             fact = item.entry.fact
             log.info(sentence(fact), kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
@@ -239,10 +247,6 @@ class Loop:
         for ask, answer in batch.answers:
             _answer(ask, answer)
         self._arm_deadline()
-
-    async def _forget(self, run_id: RunId) -> None:
-        await self._in_thread(lambda: self._journal.delete_run(self.term, run_id))
-        self._seqs.pop(run_id, None)
 
     def _arm_deadline(self) -> None:
         """Wake the loop when a deadline of some run has passed."""
@@ -259,28 +263,14 @@ class Loop:
         answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Ask(Tick(), answer))
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-
-def _committed(record: Record) -> Committed:
-    fact = decode(record.kind, record.schema_version, record.payload)
-    entry = Entry(record.run_id, fact)
-    return Committed(entry, record.seq, record.time_s, record.wall_s)
-
-
-def _record(item: Committed) -> Record:
-    kind, payload = encode(item.entry.fact)
-    return Record(
-        run_id=item.entry.run_id,
-        seq=item.index,
-        kind=kind,
-        schema_version=SCHEMA_VERSION,
-        payload=payload,
-        time_s=item.time_s,
-        wall_s=item.wall_s,
-        idem_key=item.entry.key,
-    )
+def _at_rest(
+    state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
+) -> list[tuple[EndedRun, RunView]]:
+    """Of these runs, with the time of their newest fact, those that are at rest."""
+    runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
+    found = (at_rest(world, run, at_s) for run, at_s in runs)
+    return [each for each in found if each is not None]
 
 
 def _answer(ask: _Ask, answer: tuple[Entry, ...] | StratagemError) -> None:

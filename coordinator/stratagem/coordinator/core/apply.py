@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from stratagem.common.ids import RunId
 from stratagem.common.job import JobSpec
@@ -43,6 +44,7 @@ from stratagem.coordinator.core.state import (
 from stratagem.coordinator.strategies.table import strategy_of
 
 CLUSTER = RunId("")
+T = TypeVar("T")
 
 MIN_COMMITS = 64
 """Remembered of a run: what is evaluated late may yet turn out to be the best."""
@@ -53,14 +55,18 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     if run_id == CLUSTER:
         return _apply_to_cluster(state, fact)
     if isinstance(fact, RunDeleted):
-        left = {key: run for key, run in state.runs.items() if key != run_id}
-        return replace(state, runs=left)
+        return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
     if isinstance(fact, RunSubmitted):
         record = _submitted(run_id, fact)
     else:
         record = _apply_to_run(state.runs[run_id], fact, time_s)
     record = replace(record, num_facts=record.num_facts + 1, changed_s=time_s)
     return replace(state, runs={**state.runs, run_id: record})
+
+
+def without(runs: Mapping[RunId, T], run_id: RunId) -> Mapping[RunId, T]:
+    """All runs but one; the same mapping where it is not among them."""
+    return {key: run for key, run in runs.items() if key != run_id} if run_id in runs else runs
 
 
 def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
@@ -93,7 +99,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
     try:
         return replace(record, value=strategy_of(job).init(job, ROOT))
     except Exception as error:  # the border to plug-ins; replay meets the same error
-        return replace(record, ended=RunPhase.FAILED, reason=Raised.by(error))
+        return _raised(record, error)
 
 
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
@@ -102,13 +108,18 @@ def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     try:
         record, used = _transition(record, fact, time_s)
     except Exception as error:  # the border to plug-ins; replay meets the same error
-        return replace(record, ended=RunPhase.FAILED, reason=Raised.by(error))
+        return _raised(record, error)
     if record.ended is not None:
         return record
     if not used <= record.touched:
         touched = record.touched | used
         record = replace(record, touched=touched, is_released=False)
     return record
+
+
+def _raised(record: RunRecord, error: Exception) -> RunRecord:
+    reason = Raised.by(error)
+    return replace(record, ended=RunPhase.FAILED, reason=reason, has_raised=True)
 
 
 def _transition(

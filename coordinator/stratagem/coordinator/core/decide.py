@@ -54,14 +54,17 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, World
 
 MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
 
 
 def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Refusal:
-    """The facts that a command leads to by itself, or why it changes nothing."""
+    """The facts that a command leads to by itself, or why it changes nothing.
+
+    What it needs of a run at rest has been recalled (`resting.num_to_recall`).
+    """
     match command:
         case SubmitRun():
             return _submit(state, command)
@@ -148,7 +151,8 @@ def _unknown(run_id: RunId) -> Refusal:
 
 def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | Refusal:
     job = JobSpec.from_json(command.job_json)
-    known = state.runs.get(command.run_id)
+    known = state.find(command.run_id)
+    assert not isinstance(known, EndedRun), "its job has to be recalled first"
     if known is not None:
         if known.job == job:
             return ()
@@ -166,10 +170,10 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
 
 
 def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
-    run = state.runs.get(command.run_id)
+    run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
-    if run.ended is not None:
+    if isinstance(run, EndedRun) or run.ended is not None:
         return ()
     kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
     fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
@@ -177,7 +181,7 @@ def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | 
 
 
 def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | Refusal:
-    run = state.runs.get(command.run_id)
+    run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
     if run.ended not in (RunPhase.CANCELLED, RunPhase.FAILED):
@@ -190,7 +194,7 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | 
 
 
 def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
-    run = state.runs.get(command.run_id)
+    run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
     if run.ended is None:
@@ -248,12 +252,12 @@ def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:
 
 
 def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Refusal:
-    run = state.runs.get(command.run_id)
+    run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
     if isinstance(command.fact, RunReleased):
         return () if run.is_released else (Entry(command.run_id, command.fact),)
-    if run.ended is not None:
+    if isinstance(run, EndedRun) or run.ended is not None:
         return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
     if isinstance(command.fact, RunFailed):
         return (Entry(command.run_id, command.fact),)
@@ -269,11 +273,16 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
 
 
 def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:
-    run = state.runs.get(command.run_id)
+    run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
-    found = parties_of(run).get(command.party)
-    if found is None or found.membership != command.membership or not found.members:
+    found = None if isinstance(run, EndedRun) else parties_of(run).get(command.party)
+    if (
+        isinstance(run, EndedRun)
+        or found is None
+        or found.membership != command.membership
+        or not found.members
+    ):
         return ()
     fact = reform_of(run, command.party, command.reason)
     return () if fact is None else (Entry(command.run_id, fact, key_of(fact)),)

@@ -1,5 +1,7 @@
 """What now needs done, and which blobs are still needed; both read off the state."""
 
+from itertools import chain
+
 from stratagem.common.ids import Digest
 from stratagem.coordinator.core.asking import deadline_of
 from stratagem.coordinator.core.decide import world_of
@@ -30,17 +32,21 @@ def next_deadline(state: CoordinatorState) -> float | None:
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
-    """Blobs that must stay: retained commits, bases of what is due, inline data, given states,
-    predictions."""
-    live: set[Digest] = set()
-    for run in state.runs.values():
-        live |= {commit.digest for commit in retained(run)}
-        live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
-        live |= strategy_of(run.job).blobs(run.value)
-        if run.job.data.inline is not None:
-            live.add(Digest(run.job.data.inline))
-        if run.job.initial is not None and run.job.initial.digest is not None:
-            live.add(run.job.initial.digest)
-        if run.predictions:
-            live.add(run.predictions)
+    """Blobs that must stay."""
+    active = (blobs_of(run) for run in state.runs.values())
+    return frozenset(chain(*active, *(run.blobs for run in state.ended.values())))
+
+
+def blobs_of(run: RunRecord) -> frozenset[Digest]:
+    """Blobs of a run that must stay: retained commits, bases of what is due, inline data, given
+    states, predictions."""
+    live = {commit.digest for commit in retained(run)}
+    live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
+    live |= strategy_of(run.job).blobs(run.value)
+    if run.job.data.inline is not None:
+        live.add(Digest(run.job.data.inline))
+    if run.job.initial is not None and run.job.initial.digest is not None:
+        live.add(run.job.initial.digest)
+    if run.predictions:
+        live.add(run.predictions)
     return frozenset(live)

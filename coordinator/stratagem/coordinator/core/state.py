@@ -80,12 +80,43 @@ class RunRecord:
     is_reproducible: bool = True
     touched: frozenset[Member] = frozenset()
     """Members that were ever given a session and have not been released."""
+    has_raised: bool = False
+    """Its strategy has raised when a fact was folded, which stands in no fact: another version of
+    the strategy may not raise there."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """What stays in memory of a run that has ended and that no worker holds, until it is resumed or
+    deleted. The rest can be read: how it is shown, and its facts."""
+
+    run_id: RunId
+    ended: RunPhase
+    num_facts: int
+    submitted_wall_s: float
+    submitted_by: str
+    blobs: tuple[Digest, ...]
+    """That must stay."""
+
+    @property
+    def is_released(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
     workers: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
+    """The active ones, and of the ended ones those that are not at rest."""
+    ended: Mapping[RunId, EndedRun] = field(default_factory=dict)
+    """Those at rest; no run is in both."""
+
+    def all_runs(self) -> list[RunRecord | EndedRun]:
+        return [*self.runs.values(), *self.ended.values()]
+
+    def find(self, run_id: RunId) -> RunRecord | EndedRun | None:
+        """A run, active or not."""
+        return self.runs.get(run_id) or self.ended.get(run_id)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The durable event log of the coordinator, and the lease that says who may write it.
 
-    journal.py   the log: append, replay
+    journal.py   the log: append, read
+    summaries.py what is kept of a run beside its events, so that they need not be read
     lead.py      how the lead is taken, kept and lost
     holder.py    who holds the lease, and whether that process still lives
     database.py  transactions, and a database that may go away; sqlite.py and postgres.py have each
@@ -17,6 +18,7 @@ from stratagem.coordinator.journal.journal import (
     StoredRecord,
 )
 from stratagem.coordinator.journal.lead import FencedError, Lead, Lease
+from stratagem.coordinator.journal.summaries import Summary
 
 __all__ = [
     "DuplicateKeyError",
@@ -27,4 +29,5 @@ __all__ = [
     "Lease",
     "Record",
     "StoredRecord",
+    "Summary",
 ]

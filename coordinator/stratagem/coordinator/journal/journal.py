@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
@@ -36,9 +36,12 @@ from stratagem.coordinator.journal.lead import (
 from stratagem.coordinator.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.journal.schema import migrate
 from stratagem.coordinator.journal.sqlite import open_sqlite
-from stratagem.coordinator.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta
+from stratagem.coordinator.journal.summaries import Summary, briefs, put, shown
+from stratagem.coordinator.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
 _PAGE_ROWS: Final = 1000
+
+T = TypeVar("T")
 
 
 class DuplicateKeyError(ConflictError):
@@ -148,42 +151,49 @@ class Journal:
 
     # ---- the log ----
 
-    def append(self, term: int, records: Sequence[Record]) -> list[int]:
+    def append(
+        self, term: int, records: Sequence[Record], summaries: Sequence[Summary] = ()
+    ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
+        summaries: of runs that have come to rest with them, or before.
         Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
         used before in its run, UnavailableError when the disk is full, the file stays locked, or
         the database does not come back.
         """
-        if not records:
+        if not records and not summaries:
             return []
-        positions = self._database.persist(lambda again: self._append(term, records, again))
+        positions = self._database.persist(
+            lambda again: self._append(term, records, summaries, again)
+        )
         failpoint("coordinator.journal.after_commit")
         return positions
 
-    def _append(self, term: int, records: Sequence[Record], is_repeat: bool) -> list[int]:
+    def _append(
+        self, term: int, records: Sequence[Record], summaries: Sequence[Summary], is_repeat: bool
+    ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
         place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
         try:
             with leading(self._database, term) as connection:
                 if is_repeat and (found := _committed(connection, term, records)):
                     return found
-                positions = [row.position for row in connection.execute(place, rows)]
+                written = connection.execute(place, rows) if rows else ()
+                positions = [row.position for row in written]
+                put(connection, summaries)
                 failpoint("coordinator.journal.before_commit")
                 return positions
         except ConstraintError as error:
             raise self._conflict(records) from error
 
-    def replay(self) -> Iterator[StoredRecord]:
-        """All events in the order they were appended."""
-        after = 0
-        while True:
-            query = select(event).where(event.c.position > after).order_by(event.c.position)
-            rows = self._page(query.limit(_PAGE_ROWS))
-            yield from rows
-            if len(rows) < _PAGE_ROWS:
-                return
-            after = rows[-1].position
+    def briefs(self, version: str) -> dict[RunId, str | None]:
+        """Every run that has events, in the order of their first ones, with what a summary of this
+        version says up to its newest event; None: they have to be read."""
+        return self._read(lambda connection: briefs(connection, version))
+
+    def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
+        """What the summaries of these runs show; nothing for a run that has none."""
+        return self._read(lambda connection: shown(connection, run_ids))
 
     def read(
         self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
@@ -206,11 +216,15 @@ class Journal:
             floor = str(last_time_s(connection))
             connection.execute(update(meta).where(meta.c.key == CLOCK_FLOOR).values(value=floor))
             connection.execute(delete(event).where(event.c.run_id == run_id))
+            connection.execute(delete(summary).where(summary.c.run_id == run_id))
 
     def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
-        def read(_is_repeat: bool) -> list[StoredRecord]:
+        return self._read(lambda connection: list(map(_stored, connection.execute(query))))
+
+    def _read(self, ask: Callable[[Connection], T]) -> T:
+        def read(_is_repeat: bool) -> T:
             with self._database.read() as connection:
-                return [_stored(row) for row in connection.execute(query)]
+                return ask(connection)
 
         return self._database.persist(read)
 

@@ -22,7 +22,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION: Final = "0002"
+REVISION: Final = "0003"
 
 metadata: Final = MetaData()
 
@@ -46,6 +46,18 @@ event: Final = Table(
     UniqueConstraint("run_id", "idem_key"),
     sqlite_autoincrement=True,  # a position is never used twice, also after delete_run
 )
+
+summary: Final = Table(
+    "summary",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    # Of the newest event that it tells of; where the run has a newer one, or none, it is void.
+    Column("position", Position, nullable=False),
+    Column("version", String(64), nullable=False),
+    Column("brief", Text, nullable=False),
+    Column("shown", Text, nullable=False),
+)
+"""Made of the events of a run, which stay the truth: without it they are read."""
 
 lease: Final = Table(
     "lease",

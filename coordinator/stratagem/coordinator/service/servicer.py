@@ -40,7 +40,7 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
 )
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.core.state import RunRecord
+from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.service import streams, views
 from stratagem.coordinator.service.diagnosis import diagnose
 from stratagem.coordinator.service.limits import (
@@ -51,6 +51,7 @@ from stratagem.coordinator.service.limits import (
     check_note,
     clipped_reason,
 )
+from stratagem.coordinator.service.showing import Runs
 from stratagem.coordinator.service.suspicion import look_into, meet
 from stratagem.coordinator.watching.feed import Event
 from stratagem.coordinator.watching.run_logs import Line
@@ -63,6 +64,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, app: App) -> None:
         self._app = app
+        self._runs = Runs(app)
         self._uploads = streams.Uploads(app)
         self._watchers = Places("max_watchers", app.settings.max_watchers)
         self._diagnosis = asyncio.Lock()
@@ -82,25 +84,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.SubmitRunResponse(run_id=run_id, created=bool(entries))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        return pb.GetRunResponse(run=self._info(self._run(request.run_id)))
+        return pb.GetRunResponse(run=await self._runs.info(request.run_id))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
-        return views.page_of(self._app.loop.state.runs.values(), request.page_token, self._info)
+        return await self._runs.page(request.page_token)
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: Context
     ) -> AsyncIterator[pb.WatchRunResponse]:
-        run_id = self._run(request.run_id).run_id
-        num_events = self._app.feed.num_events(run_id)
-        if request.from_index > num_events:
-            message = f"{request.from_index} lies behind the newest event, {num_events - 1}"
+        run = self._run(request.run_id)
+        run_id = run.run_id
+        if request.from_index > run.num_facts:
+            message = f"{request.from_index} lies behind the newest event, {run.num_facts - 1}"
             raise OutOfRangeError.at("from_index", message)
         with self._watchers.taken():
-            async for item in self._app.feed.watch(run_id, request.from_index):
+            async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):
                 if isinstance(item, Event):
                     yield pb.WatchRunResponse(event=views.event(item))
-                elif (run := self._app.loop.state.runs.get(run_id)) is not None:
-                    progress = views.progress(self._app.loop.world, run, item)
+                elif (active := self._app.loop.state.runs.get(run_id)) is not None:
+                    progress = views.progress(self._app.loop.world, active, item)
                     yield pb.WatchRunResponse(progress=progress)
 
     async def CancelRun(
@@ -124,7 +126,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def DownloadState(
         self, request: pb.DownloadStateRequest, context: Context
     ) -> AsyncIterator[pb.DownloadStateResponse]:
-        digest = streams.which(self._run(request.run_id), request.which)
+        digest = streams.which(await self._runs.view(request.run_id), request.which)
         async for response in streams.download(self._app.blobs, digest, request.offset):
             yield response
 
@@ -235,8 +237,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     # ---- shared ----
 
-    def _run(self, run_id: str) -> RunRecord:
-        run = self._app.loop.state.runs.get(RunId(run_id))
+    def _run(self, run_id: str) -> RunRecord | EndedRun:
+        run = self._app.loop.state.find(RunId(run_id))
         if run is None:
             raise NotFoundError(f"run {run_id!r} is not known")
         return run
@@ -244,7 +246,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _owned(self, run_id: str) -> tuple[RunId, str]:
         """A run that the caller may change, if it is known, and who the caller is."""
         caller = current_caller()
-        run = self._app.loop.state.runs.get(RunId(run_id))
+        run = self._app.loop.state.find(RunId(run_id))
         if run is not None:
             caller.must_own(run_id, run.submitted_by)
         return RunId(run_id), caller.name
@@ -264,14 +266,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             which = "no member" if rank is None else f"not member {rank}"
             raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
 
-    def _info(self, run: RunRecord) -> pb.RunInfo:
-        app = self._app
-        last_wall_s = app.feed.last_wall_s(run.run_id)
-        info = views.run_info(app.loop.world, run, app.path_of, last_wall_s)
-        shown = app.feed.progress(run.run_id)
-        info.reason = info.reason or (shown.reason if shown else "")
-        return info
-
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
         if member.worker_id not in workers and len(workers) >= limit:
@@ -284,7 +278,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if size > settings.max_job_bytes:
             raise LimitError(f"job_json: {size} bytes, the limit is {settings.max_job_bytes}")
         active = sum(run.ended is None for run in self._app.loop.state.runs.values())
-        if active >= settings.max_active_runs and run_id not in self._app.loop.state.runs:
+        is_new = self._app.loop.state.find(run_id) is None
+        if is_new and active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
         await streams.check_job(self._app.blobs, request.job_json, settings.max_graph_nodes)
 

@@ -23,29 +23,28 @@ from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.blobs.durable import NoSpaceError
-from stratagem.coordinator.core.state import RunRecord, best_commit, retained
+from stratagem.coordinator.core.showing import RunView
 from stratagem.coordinator.service.limits import Keys, Places
 from stratagem.coordinator.service.suspicion import look_into
 from stratagem.v1 import coordinator_pb2 as pb
 
 
-def which(run: RunRecord, name: str) -> Digest:
+def which(run: RunView, name: str) -> Digest:
     """The digest of what a client names: final, best, a segment's number; or predictions."""
-    kept = {commit.segment: commit.digest for commit in retained(run)}
     if name in ("", "final"):
         if run.commits:
             return run.commits[-1].digest
         raise NotFoundError(f"run {run.run_id!r} has committed nothing yet")
     if name == "best":
-        best = best_commit(run)
+        best = next((commit.digest for commit in run.commits if commit.is_best), None)
         if best is None:
             raise NotFoundError(f"run {run.run_id!r} has no best state: set evaluation.best")
-        return best.digest
+        return best
     if name == "predictions":
         if run.predictions:
             return run.predictions
         raise NotFoundError(f"run {run.run_id!r} has no predictions: set evaluation.predictions")
-    by_name = {str(segment): digest for segment, digest in kept.items()}
+    by_name = {str(commit.segment): commit.digest for commit in run.commits}
     if name in by_name:
         return by_name[name]
     known = ", ".join(["final", "best", *by_name])

@@ -1,12 +1,9 @@
 """State as protobuf, for answers. Shows what is; decides nothing."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
 
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.ids import Digest, RunId, check_run_id
-from stratagem.common.strategy import describe
+from stratagem.common.ids import Digest, RunId
 from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.facts import (
     Capability,
@@ -18,22 +15,17 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
 )
 from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.showing import CommitView, RunView
 from stratagem.coordinator.core.state import (
-    Commit,
     CoordinatorState,
+    EndedRun,
     RunPhase,
     RunRecord,
     WorkerRecord,
     World,
-    best_commit,
-    retained,
 )
-from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.watching.feed import Event, Progress
 from stratagem.v1 import coordinator_pb2, types_pb2
-
-MAX_PAGE_BYTES: Final = 2 * 2**20
-"""Of a page with several runs; one alone is never larger than a message."""
 
 Paths = Callable[[Digest], str]
 """Where a blob lies, for people; "" when it is not a file here."""
@@ -41,8 +33,10 @@ Paths = Callable[[Digest], str]
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
-def phase_of(world: World, run: RunRecord) -> RunPhase:
+def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
     """The phase of a run: how it ended, else what its strategy says."""
+    if isinstance(run, EndedRun):
+        return run.ended
     return run.ended or outlook_of(run, world).phase
 
 
@@ -59,74 +53,32 @@ def phase_then(fact: Fact) -> RunPhase:
             return RunPhase.RUNNING
 
 
-def run_info(
-    world: World, run: RunRecord, paths: Paths, last_wall_s: float
-) -> coordinator_pb2.RunInfo:
-    """One run; last_wall_s is when its newest event happened."""
-    outlook = outlook_of(run, world)
+def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
+    """One run."""
     return coordinator_pb2.RunInfo(
         run_id=run.run_id,
-        name=run.job.name,
-        phase=_PHASES[run.ended or outlook.phase],
-        reason=run.reason if run.ended else outlook.reason,
-        strategy_phase="" if run.ended else outlook.strategy_phase,
-        strategy=describe(run.job.strategy),
-        step=outlook.step,
-        num_steps=outlook.num_steps,
-        segment=outlook.segment,
-        num_segments=outlook.num_segments,
-        submitted_at_s=run.submitted_wall_s,
-        ended_at_s=last_wall_s if run.ended else 0.0,
-        commits=[_commit_info(run, commit, paths) for commit in retained(run)],
+        name=run.name,
+        phase=_PHASES[run.phase],
+        reason=run.reason,
+        strategy_phase=run.strategy_phase,
+        strategy=run.strategy,
+        step=run.step,
+        num_steps=run.num_steps,
+        segment=run.segment,
+        num_segments=run.num_segments,
+        submitted_at_s=run.submitted_at_s,
+        ended_at_s=run.ended_at_s,
+        commits=[_commit_info(commit, paths) for commit in run.commits],
         metrics=dict(run.metrics),
-        worker_ids=[] if run.ended else [member.worker_id for member in outlook.members],
+        worker_ids=run.worker_ids,
         error=None if run.error is None else _user_error(run.error),
-        job_json=run.job.canonical_json(),
+        job_json=run.job_json,
         event_index=max(run.num_facts - 1, 0),
         engine=run.engine,
         reproducible=run.is_reproducible,
-        data_plane=_data_plane(world, outlook),
+        data_plane=run.data_plane,
         submitted_by=run.submitted_by,
     )
-
-
-def page_of(
-    runs: Iterable[RunRecord],
-    page_token: str,
-    info_of: Callable[[RunRecord], coordinator_pb2.RunInfo],
-) -> coordinator_pb2.ListRunsResponse:
-    """The runs behind the token, newest first, as many as fit into one message.
-
-    The token is the place of the last run of a page, so that one that is deleted does no harm.
-    """
-    ordered = sorted(runs, key=_place)
-    behind = _place_in(page_token) if page_token else None
-    response = coordinator_pb2.ListRunsResponse()
-    num_bytes = 0
-    for run in ordered:
-        if behind is not None and _place(run) <= behind:
-            continue
-        info = info_of(run)
-        num_bytes += info.ByteSize()
-        if response.runs and num_bytes > MAX_PAGE_BYTES:
-            last = response.runs[-1]
-            response.next_page_token = f"{last.submitted_at_s!r} {last.run_id}"
-            return response
-        response.runs.append(info)
-    return response
-
-
-def _place(run: RunRecord) -> tuple[float, str]:
-    return -run.submitted_wall_s, run.run_id
-
-
-def _place_in(page_token: str) -> tuple[float, str]:
-    wall_s, _, run_id = page_token.partition(" ")
-    try:
-        return -float(wall_s), check_run_id(run_id)
-    except ValueError:
-        text = f"{page_token[:80]!r} is not from an earlier answer"
-        raise InvalidInputError.at("page_token", text) from None
 
 
 def event(item: Event) -> coordinator_pb2.RunEvent:
@@ -205,20 +157,13 @@ def capability(proto: types_pb2.Capability) -> Capability:
     )
 
 
-def _data_plane(world: World, outlook: Outlook) -> str:
-    """Of the workers that a run has now: tls only if all of them say so."""
-    workers = [world.workers.get(member.worker_id) for member in outlook.members]
-    said = {"" if worker is None else worker.capability.data_plane for worker in workers}
-    return said.pop() if len(said) == 1 else "trusted" if said else ""
-
-
-def _commit_info(run: RunRecord, commit: Commit, paths: Paths) -> coordinator_pb2.CommitInfo:
+def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo:
     return coordinator_pb2.CommitInfo(
         segment=commit.segment,
         step=commit.step,
         digest=commit.digest,
-        is_best=commit == best_commit(run),
-        is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
+        is_best=commit.is_best,
+        is_final=commit.is_final,
         metrics=dict(commit.metrics),
         path=paths(commit.digest),
     )

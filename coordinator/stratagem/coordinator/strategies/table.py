@@ -42,6 +42,11 @@ def strategy_of(job: JobSpec) -> Strategy:
     return _find(job) or missing
 
 
+def is_installed(job: JobSpec) -> bool:
+    """False where a stand-in speaks for the strategy of a job."""
+    return strategy_of(job) is not missing
+
+
 def require(job: JobSpec) -> Strategy:
     """The strategy that runs a job; raises InvalidInputError when it is not installed."""
     if _is_evaluated_in_shares(job):

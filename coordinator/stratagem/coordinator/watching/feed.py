@@ -2,7 +2,8 @@
 
 Lives on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
 watcher can leave and come back by index; progress is a latest value without one. In memory are the
-newest events of runs that have not ended; all others are asked for when somebody wants them.
+newest events of runs that have not ended; all others are asked for when somebody wants them. Of a
+run at rest nothing is in memory but who still watches it.
 """
 
 import asyncio
@@ -70,7 +71,9 @@ class Feed:
 
     def add_event(self, run_id: RunId, event: Event, *, is_last: bool) -> None:
         """Append an event; indices are consecutive. is_last: the run has ended with it."""
-        run = self._runs.setdefault(run_id, _Run())
+        if run_id not in self._runs:  # it is new, or resumed
+            self._runs[run_id] = _Run(num_events=event.index)
+        run = self._runs[run_id]
         assert event.index == run.num_events
         run.events.append(event)
         run.num_events += 1
@@ -94,11 +97,6 @@ class Feed:
         run = self._runs.get(run_id)
         return run.progress if run else None
 
-    def num_events(self, run_id: RunId) -> int:
-        """The index of the next event."""
-        run = self._runs.get(run_id)
-        return run.num_events if run else 0
-
     def last_wall_s(self, run_id: RunId) -> float:
         """When the newest event happened; 0 before the first."""
         run = self._runs.get(run_id)
@@ -111,15 +109,18 @@ class Feed:
         return next((event.fact for event in events if is_wanted(event.fact)), None)
 
     def forget(self, run_id: RunId) -> None:
-        """Drop a deleted run; its watchers end."""
+        """Drop a run that is at rest or deleted; its watchers end, with its events."""
         run = self._runs.pop(run_id, None)
         if run is not None:
             run.is_closed = True
             self._wake(run)
 
-    async def watch(self, run_id: RunId, from_index: int) -> AsyncIterator[Event | Progress]:
-        """Events from an index on and progress between them, until the run has ended."""
-        run = self._runs[run_id]
+    async def watch(
+        self, run_id: RunId, from_index: int, num_events: int
+    ) -> AsyncIterator[Event | Progress]:
+        """Events from an index on and progress between them, until the run has ended; num_events:
+        how many there are by now."""
+        run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = from_index
         shown: Progress | None = None
         while True:

@@ -224,7 +224,7 @@ def _runs(state: CoordinatorState) -> Values:
     """Every phase is named, also one that no run is in."""
     world = world_of(state)
     phases = (run.ended or outlook_of(run, world).phase for run in state.runs.values())
-    counts = Counter(phases)
+    counts = Counter(phases) + Counter(run.ended for run in state.ended.values())
     return {(each.value,): counts[each] for each in RunPhase}
 
 

@@ -1,0 +1,96 @@
+"""How a run is shown to people, as a value: of an active one read off the state, of an ended one
+written down when it comes to rest."""
+
+from stratagem.common.ids import Digest, RunId
+from stratagem.common.strategy import describe
+from stratagem.coordinator.core.asking import outlook_of
+from stratagem.coordinator.core.facts import ErrorRecord, Metrics, Value
+from stratagem.coordinator.core.state import RunPhase, RunRecord, World, best_commit, retained
+from stratagem.coordinator.strategies.contract import Outlook
+
+
+class CommitView(Value):
+    """A state that is kept."""
+
+    segment: int
+    step: int
+    digest: Digest
+    is_best: bool
+    is_final: bool
+    metrics: Metrics
+
+
+class RunView(Value):
+    """See stratagem.v1.RunInfo."""
+
+    run_id: RunId
+    name: str
+    phase: RunPhase
+    reason: str
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float
+    commits: tuple[CommitView, ...]
+    metrics: Metrics
+    predictions: Digest | None
+    worker_ids: tuple[str, ...]
+    error: ErrorRecord | None
+    job_json: str
+    num_facts: int
+    engine: str
+    is_reproducible: bool
+    data_plane: str
+    submitted_by: str
+
+
+def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
+    """One run; last_wall_s is when its newest event happened."""
+    outlook = outlook_of(run, world)
+    best = best_commit(run)
+    return RunView(
+        run_id=run.run_id,
+        name=run.job.name,
+        phase=run.ended or outlook.phase,
+        reason=run.reason if run.ended else outlook.reason,
+        strategy_phase="" if run.ended else outlook.strategy_phase,
+        strategy=describe(run.job.strategy),
+        step=outlook.step,
+        num_steps=outlook.num_steps,
+        segment=outlook.segment,
+        num_segments=outlook.num_segments,
+        submitted_at_s=run.submitted_wall_s,
+        ended_at_s=last_wall_s if run.ended else 0.0,
+        commits=tuple(
+            CommitView(
+                segment=commit.segment,
+                step=commit.step,
+                digest=commit.digest,
+                is_best=commit == best,
+                is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
+                metrics=commit.metrics,
+            )
+            for commit in retained(run)
+        ),
+        metrics=run.metrics,
+        predictions=run.predictions,
+        worker_ids=() if run.ended else tuple(each.worker_id for each in outlook.members),
+        error=run.error,
+        job_json=run.job.canonical_json(),
+        num_facts=run.num_facts,
+        engine=run.engine,
+        is_reproducible=run.is_reproducible,
+        data_plane=_data_plane(world, outlook),
+        submitted_by=run.submitted_by,
+    )
+
+
+def _data_plane(world: World, outlook: Outlook) -> str:
+    """Of the workers that a run has now: tls only if all of them say so."""
+    workers = [world.workers.get(member.worker_id) for member in outlook.members]
+    said = {"" if worker is None else worker.capability.data_plane for worker in workers}
+    return said.pop() if len(said) == 1 else "trusted" if said else ""
