@@ -6,8 +6,8 @@ The reference is the pure core, which forgets nothing; see tests/core/simulation
 import asyncio
 import sqlite3
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,45 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.errors import StratagemError
-from stratagem.common.ids import RunId
+from stratagem.common.errors import NotFoundError
+from stratagem.common.ids import Digest, RunId
+from stratagem.common.tensors.manifest import Purpose, build_manifest
+from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator import rows
+from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import (
     CancelRun,
     Command,
     DeleteRun,
     LoseWorker,
-    Refusal,
     Report,
     ReportTrouble,
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.facts import ROOT, ErrorRecord, RunFailed, RunReleased
-from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.showing import RunView, view_of
-from stratagem.coordinator.core.state import RunPhase, RunRecord
-from stratagem.coordinator.journal import Holder, Journal
-from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    ErrorRecord,
+    Evaluated,
+    ModelBuilt,
+    RunFailed,
+    RunReleased,
+    RunSubmitted,
+    SegmentCommitted,
+    SegmentFinished,
+    decode,
+)
+from stratagem.coordinator.core.pending import live_blobs
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.service.showing import Runs
+from stratagem.coordinator.service.streams import download, which
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.strategies import table
 from stratagem.coordinator.strategies.local import STRATEGY as local
-from tests.core.simulation import RUN, Simulation, job, member, register
+from tests.coordinator.entrance import entrance
+from tests.coordinator.twins import twins
+from tests.core.simulation import RUN, job, member, register, start
 from tests.core.test_plugins import Raising
 from tests.core.test_population import SECTIONS, population
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
@@ -55,97 +71,6 @@ ERROR = RunFailed(
         type="ValueError", message="no", traceback="...", worker_id="a", activity="step"
     ),
 )
-
-
-class Twins:
-    """A loop over a journal, and a simulation in which no run comes to rest; both are told the
-    same, and have to answer the same."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.simulation = Simulation()
-        self.told: list[Command] = []
-        self.loop: Loop
-        self._running: asyncio.Task[None]
-
-    async def open(self) -> None:
-        journal = Journal.open(self.path)
-        lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
-        self.loop = Loop(journal, lead, lambda facts: None)
-        await self.loop.replay(lambda facts: None)
-        self._running = asyncio.create_task(self.loop.run())
-
-    async def close(self) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-        await self.loop.close()
-
-    async def restart(self) -> None:
-        """Both forget what they have in memory."""
-        await self.close()
-        self.simulation.crash()
-        await self.open()
-
-    async def tell(self, command: Command) -> None:
-        self.told.append(command)
-        assert await _answer(self._submit(command)) == await _answer(self._simulate(command))
-
-    async def work(self, steps: int = 10_000) -> None:
-        """Let happen what is under way."""
-        for _ in range(steps):
-            if self.simulation.queue:
-                await self.tell(self.simulation.queue.popleft())
-
-    async def agree(self) -> None:
-        """Every run is shown as if it had never been at rest, and the same blobs are kept."""
-        state, expected = self.loop.state, self.simulation.state
-        views = await self.loop.recorded.views(state.ended.keys())
-        assert views.keys() == state.ended.keys()
-        views |= {run_id: self._view(self.loop, run_id) for run_id in state.runs}
-        assert views == {run_id: self._view(self.simulation, run_id) for run_id in expected.runs}
-        assert live_blobs(state) == live_blobs(expected)
-        assert pending(state) == pending(expected)
-        assert not any(may_rest(run) for run in state.runs.values())
-        for run_id, run in state.ended.items():
-            record = expected.runs[run_id]
-            assert (run.ended, run.num_facts) == (record.ended, record.num_facts)
-
-    def _view(self, twin: Any, run_id: RunId) -> RunView:
-        world = twin.world if isinstance(twin, Loop) else twin.agenda.world
-        return view_of(world, twin.state.runs[run_id], 0.0)
-
-    async def _submit(self, command: Command) -> Any:
-        return await self.loop.submit(command)
-
-    async def _simulate(self, command: Command) -> Any:
-        decided = self.simulation.tell(command)
-        if isinstance(decided, Refusal):
-            raise StratagemError(decided.reason)
-        return decided
-
-
-def may_rest(run: RunRecord) -> bool:
-    settled = not run.has_raised and table.is_installed(run.job)
-    return run.ended is not None and run.is_released and settled
-
-
-async def _answer(asked: Awaitable[Any]) -> Any:
-    try:
-        return await asked
-    except StratagemError as error:
-        return str(error)
-
-
-@asynccontextmanager
-async def twins(folder: Path, *workers: str) -> AsyncIterator[Twins]:
-    made = Twins(folder / "journal.sqlite")
-    await made.open()
-    for name in workers:
-        await made.tell(register(name))
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +108,51 @@ async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
         await both.agree()
         read = await both.loop.recorded.read(RUN, 0)
         assert [each.index for each in read] == list(range(min(100, of_run(both.path, "event"))))
+
+
+async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_is_deleted(
+    tmp_path: Path,
+) -> None:
+    made = Settings(data_dir=tmp_path, _cli_parse_args=False)  # type: ignore[call-arg]
+    manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
+    blobs = Storage.open(made).blobs(1)
+    simulation = start(job(LOCAL, evaluation=EVALUATION, retention=1), "a")
+    simulation.run()
+    stored: dict[str, Digest] = {}
+    async with twins(tmp_path, "a") as both:
+        for _, kind, payload, _ in simulation.journal:
+            fact = decode(kind, 1, payload)
+            if isinstance(fact, RunSubmitted):
+                await both.loop.submit(SubmitRun(RUN, fact.job_json, 1.0))
+            elif isinstance(fact, ModelBuilt | SegmentCommitted):
+                writer = blobs.writer(len(header_bytes(manifest)) + 4)
+                segment = str(getattr(fact, "segment", 0))
+                writer.write(header_bytes(manifest) + segment.encode().rjust(4, b"#"))
+                digest = stored[segment] = writer.commit()
+                await both.loop.submit(Report(RUN, fact.model_copy(update={"digest": digest})))
+            elif isinstance(fact, SegmentFinished | Evaluated | RunReleased):
+                await both.loop.submit(Report(RUN, fact))
+        assert both.loop.state.ended[RUN].ended is RunPhase.COMPLETED
+    app = await App.lead(made, entrance())
+    final, view = max(stored, key=int), await Runs(app).view(RUN)
+    assert [commit.is_final for commit in view.commits] == [True]
+    for name in ("", "final", "best", final):
+        assert which(view, name) == stored[final]
+    with pytest.raises(NotFoundError, match=f"no state '0'; kept are final, best, {final}"):
+        which(view, "0")
+    app.blobs.collect(live_blobs(app.loop.state), 0.0)
+    received: list[Any] = [part async for part in download(app.blobs, stored[final], 0)]
+    assert f"###{final}".encode() in b"".join(received[1:]), "behind the manifest"
+    with pytest.raises(NotFoundError):
+        await anext(download(app.blobs, stored["0"], 0))
+    running = asyncio.create_task(app.loop.run())
+    await app.loop.submit(DeleteRun(RUN))
+    app.blobs.collect(live_blobs(app.loop.state), 0.0)
+    with pytest.raises(NotFoundError):
+        await anext(download(app.blobs, stored[final], 0))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await app.loop.close()
 
 
 LOST: dict[str, Callable[[Path], None]] = {
