@@ -1,14 +1,15 @@
 """How fast a state of tensors travels, against what is possible underneath.
 
-    python benchmarks/tensor_stream.py [--mb 400] [--repeats 5] [--chunks]
+    python benchmarks/tensor_stream.py [--mb 400] [--repeats 5] [--chunks] [--only ours raw]
 
 Client and server are separate processes on loopback. `ours` is the real transfer code: plain
 protobuf messages, a CRC32C per chunk, received into torch tensors in place. It is compared with the
 same under the default allocator, with the same messages written and read by the generated classes,
 with gRPC that carries raw bytes in chunks of the same size without checksums, and with a bare TCP
-socket. All receive into memory that has been touched before.
-The variants take turns, so that other load on the machine hits all of them alike. --chunks compares
-chunk sizes instead.
+socket. The floor is what a checked stream over gRPC can cost at least: the same raw bytes, and one
+CRC32C at each end. All receive into memory that has been touched before.
+The variants take turns, so that other load on the machine hits all of them alike; ratios are
+medians of those of each turn. --chunks compares chunk sizes instead.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil
 import torch
 
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.options import CLIENT_OPTIONS, SERVER_OPTIONS
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.tensors.chunks import ChunkWriter, Sink, from_buffers, iter_messages
+from stratagem.common.tensors.chunks import (
+    CHUNK_BYTES,
+    ChunkWriter,
+    Sink,
+    from_buffers,
+    iter_messages,
+)
+from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.common.tensors.transfer import pull, push, receive_header, receive_upload, serve_get
@@ -142,7 +150,7 @@ class StockService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _stock(make: Any, state: State) -> Any:
-    return iter_messages(make, (bytes(piece) for piece in state.source(0)))
+    return iter_messages(make, (b"".join(piece) for piece in state.source(0)))
 
 
 async def serve_stock(state: State) -> None:
@@ -170,20 +178,34 @@ def call_stock(state: State, port: int) -> tuple[Operation, Operation]:
     return put, get
 
 
-# ---- raw bytes over gRPC ----
+# ---- raw bytes over gRPC; the floor takes a checksum of them at both ends ----
 
 
-async def serve_raw(state: State) -> None:
+def _pieces(state: State, is_checked: bool) -> Iterator[bytes]:
+    for parts in state.source(0):
+        piece = b"".join(parts)
+        if is_checked:
+            crc32c(piece)
+        yield piece
+
+
+async def _receive_raw(messages: AsyncIterator[bytes], state: State, is_checked: bool) -> None:
+    offset = 0
+    async for data in messages:
+        if is_checked:
+            crc32c(data)
+        state.sink(offset, data)
+        offset += len(data)
+
+
+async def serve_raw(state: State, *, is_checked: bool = False) -> None:
     async def put(requests: AsyncIterator[bytes], context: Any) -> bytes:
-        offset = 0
-        async for data in requests:
-            state.sink(offset, data)
-            offset += len(data)
+        await _receive_raw(requests, state, is_checked)
         return b""
 
     async def get(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        for piece in state.source(0):
-            yield bytes(piece)
+        for piece in _pieces(state, is_checked):
+            yield piece
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     handlers: dict[str, Any] = {
@@ -194,23 +216,20 @@ async def serve_raw(state: State) -> None:
     await _serve(server)
 
 
-def call_raw(state: State, port: int) -> tuple[Operation, Operation]:
+def call_raw(state: State, port: int, *, is_checked: bool = False) -> tuple[Operation, Operation]:
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS)
     put_method: Any = channel.stream_unary(RAW + "put")
     get_method: Any = channel.unary_stream(RAW + "get")
 
     async def put() -> None:
         call = put_method()
-        for piece in state.source(0):
-            await call.write(bytes(piece))
+        for piece in _pieces(state, is_checked):
+            await call.write(piece)
         await call.done_writing()
         await call
 
     async def get() -> None:
-        offset = 0
-        async for data in get_method(b""):
-            state.sink(offset, data)
-            offset += len(data)
+        await _receive_raw(get_method(b""), state, is_checked)
 
     return put, get
 
@@ -275,6 +294,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "ours": (serve_ours, call_ours),
     "stock": (serve_stock, call_stock),
     "raw": (serve_raw, call_raw),
+    "floor": (partial(serve_raw, is_checked=True), partial(call_raw, is_checked=True)),
     "tcp": (serve_tcp, call_tcp),
 }
 
@@ -283,6 +303,12 @@ def _peak_rss_mb(pid: int) -> float:
     # Not ru_maxrss: that remembers the parent process too.
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of all threads so far; psutil's are multiples of 10 ms."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in tasks) / 1e9
 
 
 async def client(kind: str, port: int, state: State) -> None:
@@ -303,7 +329,7 @@ class Pair:
     """One server and one client of a variant."""
 
     def __init__(self, title: str, kind: str, malloc: str, num_mb: int, chunk_bytes: int) -> None:
-        self.title = title
+        self.title, self.kind = title, kind
         self.results: dict[str, list[dict[str, float]]] = {"put": [], "get": []}
         environment = os.environ | {"STRATAGEM_MALLOC": malloc, "GRPC_VERBOSITY": "NONE"}
         base = [sys.executable, __file__, "--mb", str(num_mb), "--chunk-bytes", str(chunk_bytes)]
@@ -323,17 +349,23 @@ class Pair:
     def run(self, command: str, keep: bool) -> None:
         assert self.client.stdin
         assert self.client.stdout
-        before = psutil.Process(self.server.pid).cpu_times()
+        before = _cpu_s(self.server.pid)
         self.client.stdin.write(command + "\n")
         self.client.stdin.flush()
         result = json.loads(self.client.stdout.readline())
-        after = psutil.Process(self.server.pid).cpu_times()
-        result["server_cpu"] = after.user + after.system - before.user - before.system
+        result["server_cpu"] = _cpu_s(self.server.pid) - before
         if keep:
             self.results[command].append(result)
 
     def median(self, command: str, key: str) -> float:
         return statistics.median(each[key] for each in self.results[command])
+
+    def ratio(self, command: str, other: Pair, *keys: str) -> float:
+        """The median over turns of what `other` took in terms of what this one took."""
+        turns = zip(self.results[command], other.results[command], strict=True)
+        return statistics.median(
+            sum(b[k] for k in keys) / sum(a[k] for k in keys) for a, b in turns
+        )
 
     def stop(self) -> None:
         for process in (self.client, self.server):
@@ -357,25 +389,24 @@ def measure(pairs: list[Pair], repeats: int) -> None:
 
 
 def table(pairs: list[Pair], num_bytes: int) -> None:
-    print(
-        f"{'':34} {'MB/s':>13} {'ours is x times':>16} {'CPU s/GB put':>14} "
-        f"{'CPU s/GB get':>14} {'peak RSS MB':>11}"
-    )
-    print(
-        f"{'':34} {'put':>6} {'get':>6} {'put':>8} {'get':>7} {'client':>7} {'server':>6} "
-        f"{'client':>7} {'server':>6} {'cl':>5} {'srv':>5}"
-    )
-    ours = pairs[0]
+    groups = ("MB/s", "raw / this", "CPU s/GB", "raw / this", "RSS MB")
+    print(" " * 35, *(f"{each:>12}" for each in groups))
+    columns = (*(("put", "get"),) * 4, ("cl", "srv"))
+    print(" " * 35, *(f"{a:>6} {b:>5}" for a, b in columns))
+    base = next((each for each in pairs if each.kind == "raw"), pairs[0])
     for pair in pairs:
-        cells = [f"{pair.title:34}"]
+        cells = [f"{pair.title:35}"]
         for command in ("put", "get"):
             cells.append(f"{num_bytes / pair.median(command, 'seconds') / 1e6:6.0f}")
-        for command, width in (("put", 8), ("get", 7)):
-            ratio = pair.median(command, "seconds") / ours.median(command, "seconds")
-            cells.append(f"{ratio:{width}.2f}")
+        cells += [f"{pair.ratio(command, base, 'seconds'):6.2f}" for command in ("put", "get")]
         for command in ("put", "get"):
-            for key, width in (("cpu", 7), ("server_cpu", 6)):
-                cells.append(f"{pair.median(command, key) / num_bytes * 1e9:{width}.2f}")
+            used = statistics.median(
+                each["cpu"] + each["server_cpu"] for each in pair.results[command]
+            )
+            cells.append(f"{used / num_bytes * 1e9:6.3f}")
+        cells += [
+            f"{pair.ratio(command, base, 'cpu', 'server_cpu'):6.2f}" for command in ("put", "get")
+        ]
         cells += [f"{pair.median('rss', who):5.0f}" for who in ("client", "server")]
         print(" ".join(cells))
 
@@ -385,7 +416,8 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunks", action="store_true", help="compare chunk sizes")
-    parser.add_argument("--chunk-bytes", type=int, default=2**20, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=list(KINDS), nargs="+", help="only these kinds")
+    parser.add_argument("--chunk-bytes", type=int, default=CHUNK_BYTES, help=argparse.SUPPRESS)
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--call", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -397,20 +429,28 @@ def main() -> None:
         role = KINDS[options.serve][0](state) if options.serve else None
         asyncio.run(role or client(options.call, options.port, state))
         return
-    num_bytes = State(options.mb, 2**20).total_bytes
+    num_bytes = State(options.mb, CHUNK_BYTES).total_bytes
+    kib = CHUNK_BYTES // 1024
     print(
-        f"{num_bytes / 1e6:.0f} MB, median of {options.repeats}, loopback, 1 MiB chunks unless said"
+        f"{num_bytes / 1e6:.0f} MB, median of {options.repeats}, loopback, "
+        f"chunks of {kib} KiB unless said"
     )
     variants: list[tuple[str, str, str, int]] = [
-        ("ours", "ours", "on", 2**20),
-        ("(a) ours, default malloc", "ours", "off", 2**20),
-        ("(d) generated classes, default", "stock", "off", 2**20),
-        ("(e) generated classes, tuned", "stock", "on", 2**20),
-        ("(b) gRPC, raw bytes, tuned malloc", "raw", "on", 2**20),
-        ("(c) TCP socket", "tcp", "on", 2**20),
+        ("ours", "ours", "on", CHUNK_BYTES),
+        ("(a) ours, default malloc", "ours", "off", CHUNK_BYTES),
+        ("(d) generated classes, default", "stock", "off", CHUNK_BYTES),
+        ("(e) generated classes, tuned", "stock", "on", CHUNK_BYTES),
+        ("(b) gRPC, raw bytes, tuned malloc", "raw", "on", CHUNK_BYTES),
+        ("(b) the same, chunks of 1024 KiB", "raw", "on", 2**20),
+        ("(f) floor: (b) and two checksums", "floor", "on", CHUNK_BYTES),
+        ("(c) TCP socket", "tcp", "on", CHUNK_BYTES),
     ]
     if options.chunks:
-        variants = [(f"{kib} KiB", "ours", "on", kib * 1024) for kib in (1024, 256, 512, 2048)]
+        sizes = (2048, 1024, 512)
+        variants = [(f"{kib} KiB", "ours", "on", kib * 1024) for kib in sizes]
+        variants += [(f"{kib} KiB, raw", "raw", "on", kib * 1024) for kib in sizes]
+    if options.only:
+        variants = [each for each in variants if each[1] in options.only]
     pairs = [
         Pair(title, kind, malloc, options.mb, chunk) for title, kind, malloc, chunk in variants
     ]

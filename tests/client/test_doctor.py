@@ -31,7 +31,7 @@ def environment(**changes: Any) -> types_pb2.Environment:
     well: dict[str, Any] = {
         "packages": {"stratagem": "1.0", "grpcio": "1.84", "torch": "2.6"},
         "open_files_limit": 4096,
-        "malloc": "malloc: tuned for 1 MiB chunks",
+        "malloc": "malloc: tuned for chunks of a tensor stream",
         "shared_memory_bytes": 2**30,
         "data_dir": "/data",
         "data_free_bytes": 50 * 2**30,

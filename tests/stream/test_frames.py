@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import google_crc32c
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 from stratagem.common.tensors.frames import (
     ChunkFrame,
     crc32c,
-    filled,
     frame,
+    iter_frames,
     joined,
+    patched,
     reading_frames,
 )
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
@@ -50,10 +53,19 @@ def test_a_frame_is_what_protobuf_writes_and_reads(offset: int, size: int, carri
     assert not any(received.HasField(name) for name in others)
 
 
-@given(OFFSETS, st.sampled_from([1, 7, 2**16, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 1_500_007]))
-def test_a_frame_that_is_filled_in_is_the_joined_one(offset: int, size: int) -> None:
+@given(
+    OFFSETS,
+    st.sampled_from([1, 7, 2**16 - 1, 2**16, 2**20, 1_500_007]),
+    st.lists(st.integers(0, 1_500_007), max_size=4),
+)
+def test_a_frame_whose_checksum_is_put_in_is_the_joined_one(
+    offset: int, size: int, cuts: list[int]
+) -> None:
     data = (b"%d" % size * size)[:size]
-    assert filled(offset, memoryview(data)) == filled(offset, data) == joined(offset, data)
+    at = [0, *sorted(min(cut, size) for cut in cuts), size]
+    parts = [memoryview(data)[start:end] for start, end in pairwise(at)]
+    assert patched(offset, *parts) == patched(offset, data) == joined(offset, *parts)
+    assert joined(offset, *parts) == frame(offset, data) == next(iter_frames([parts], offset))
 
 
 def test_a_frame_leaves_out_a_checksum_of_zero() -> None:
@@ -61,7 +73,7 @@ def test_a_frame_leaves_out_a_checksum_of_zero() -> None:
     assert crc32c(data) == 0
     message = worker_pb2.SetStateRequest()
     message.chunk.data = data
-    assert filled(0, data) == joined(0, data) == message.SerializeToString()
+    assert patched(0, data) == joined(0, data) == message.SerializeToString()
 
 
 PADDING = worker_pb2.SetStateRequest()

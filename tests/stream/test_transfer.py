@@ -278,7 +278,7 @@ def now_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 
 async def main():
-    size = 96 * CHUNK_BYTES
+    size = 48 * CHUNK_BYTES
     await pulled(filled(Store(), {"x": torch.zeros(3 * CHUNK_BYTES)}))
     store = filled(Store(), {"x": torch.zeros(size // 4)})
     before = now_bytes()

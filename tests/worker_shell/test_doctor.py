@@ -19,7 +19,7 @@ from stratagem.worker.settings import WorkerSettings
 
 OWN = types_pb2.Environment(
     open_files_limit=4096,
-    malloc="malloc: tuned for 1 MiB chunks",
+    malloc="malloc: tuned for chunks of a tensor stream",
     shared_memory_bytes=2**30,
     backends=["gloo"],
 )

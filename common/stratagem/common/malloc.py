@@ -1,6 +1,6 @@
 """Tuning of glibc's allocator for processes that move tensors.
 
-By default every 1 MiB chunk is mapped, faulted in and given back once per copy, and these page
+By default every chunk is mapped, faulted in and given back once per copy, and these page
 faults bound the speed of a Python gRPC stream: with the four values below it is 2 to 4 times as
 fast (benchmarks/tensor_stream.py). Only all four together help. Must be called before
 the first big allocation, so at the start of a process, and knows nothing of the rest.
@@ -60,4 +60,4 @@ def _tuned() -> str:
     refused = [name for name, parameter, value in _VALUES if mallopt(parameter, value) != 1]
     if refused:
         return f"malloc: {', '.join(refused)} refused by the C library"
-    return "malloc: tuned for 1 MiB chunks"
+    return "malloc: tuned for chunks of a tensor stream"

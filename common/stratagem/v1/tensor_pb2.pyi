@@ -258,7 +258,7 @@ class Chunk(_message.Message):
     offset: _builtins.int
     """First byte of this chunk in the stream."""
     data: _builtins.bytes
-    """1 byte to 2 MiB; senders of this project use 1 MiB."""
+    """1 byte to 2 MiB; senders of this project use 2 MiB, and less at the end."""
     crc32c: _builtins.int
     """CRC32C (Castagnoli) of data."""
     def __init__(

@@ -9,23 +9,24 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
-from stratagem.common.tensors.chunks import CHUNK_BYTES, Source
+from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import frame
+from stratagem.common.tensors.safefile import FileSource
 
-NUM_KEPT: Final = 8
+NUM_KEPT: Final = 4
 
 
 class SharedFrames:
     """Frames of the range that `source` reads, which is total_bytes long."""
 
-    def __init__(self, source: Source, total_bytes: int) -> None:
+    def __init__(self, source: FileSource, total_bytes: int) -> None:
         self._source = source
         self._total_bytes = total_bytes
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def __call__(self, offset: int) -> Iterator[bytes]:
         """The frames from an offset on."""
-        pieces: Iterator[bytes | memoryview] | None = None  # stands at the offset, or is not open
+        pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
             made = self._kept.get(offset)
             if made is None:

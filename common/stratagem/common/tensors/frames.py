@@ -11,70 +11,74 @@ Knows only the layout of `Chunk` and that its field is number 2.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.v1 import tensor_pb2
 
 Data = bytes | memoryview
+Piece = Data | Sequence[Data]
+"""The bytes of one chunk, as they lie in one place or in several."""
 
 _CHUNK_TAG: Final = 0x12  # field 2 of the carrier, length-delimited
 _OFFSET_TAG: Final = 0x08  # fields of Chunk: 1, varint
 _DATA_TAG: Final = 0x12  # 2, length-delimited
 _CRC_TAG: Final = 0x1D  # 3, fixed32
 _MIN_BYTES: Final = 4096  # below, protobuf is as good
-_MIN_FILLED_BYTES: Final = 2**16  # below, joining is as good
-_BLOCK_BYTES: Final = 2**18  # is in the cache of a core after it was copied
+_MIN_PATCHED_BYTES: Final = 2**16  # below, joining is as good
+_ROOM: Final = bytes((_CRC_TAG, 0, 0, 0, 0))
 
 
 def crc32c(data: Data) -> int:
     """CRC32C of bytes in memory, without a copy of them."""
+    return extended(0, data)
+
+
+def extended(crc: int, data: Data) -> int:
+    """The CRC32C of what has the one given, with `data` behind it."""
     # The C function takes no memoryview, but it takes an array.
-    value: int = google_crc32c.value(
-        data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
+    value: int = google_crc32c.extend(
+        crc, data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)
     )
     return value
 
 
-def iter_frames(pieces: Iterable[Data], offset: int = 0) -> Iterator[bytes]:
+def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
     """Each piece as a serialized message whose field `chunk` carries it."""
     for piece in pieces:
-        yield frame(offset, piece)
-        offset += len(piece)
+        parts = (piece,) if isinstance(piece, bytes | memoryview) else piece
+        yield frame(offset, *parts)
+        offset += sum(map(len, parts))
 
 
-def frame(offset: int, data: Data) -> bytes:
-    """One serialized message whose field `chunk` carries `data`, which must not be empty."""
-    return (filled if len(data) >= _MIN_FILLED_BYTES else joined)(offset, data)
+def frame(offset: int, *parts: Data) -> bytes:
+    """One serialized message whose field `chunk` carries `parts`, which must not all be empty."""
+    size = sum(map(len, parts))
+    return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
 
-def joined(offset: int, data: Data) -> bytes:
-    """The frame in plain Python: a pass over `data` for the checksum, and one that copies."""
-    crc = crc32c(data)
-    tail = bytes((_CRC_TAG,)) + crc.to_bytes(4, "little") if crc else b""
-    return b"".join((_head(offset, len(data), len(tail)), data, tail))
-
-
-def filled(offset: int, data: Data) -> bytes:
-    """The frame, written into its place block by block, each block's checksum taken of the copy."""
-    head = _head(offset, len(data), 5)
-    end = len(head) + len(data)
-    raw, message = _new_bytes(end + 5)
-    message[: len(head)] = np.frombuffer(head, np.uint8)
-    source, copy = np.frombuffer(data, np.uint8), message[len(head) : end]
+def joined(offset: int, *parts: Data) -> bytes:
+    """The frame in plain Python: a pass over the data for the checksum, and one that copies."""
     crc = 0
-    for start in range(0, len(data), _BLOCK_BYTES):
-        block = copy[start : start + _BLOCK_BYTES]
-        block[:] = source[start : start + _BLOCK_BYTES]
-        crc = google_crc32c.extend(crc, block)
+    for part in parts:
+        crc = extended(crc, part)
+    tail = bytes((_CRC_TAG,)) + crc.to_bytes(4, "little") if crc else b""
+    return b"".join((_head(offset, sum(map(len, parts)), len(tail)), *parts, tail))
+
+
+def patched(offset: int, *parts: Data) -> bytes:
+    """The frame, copied first; the checksum is taken of the copy and put into its place."""
+    size = sum(map(len, parts))
+    head = _head(offset, size, 5)
+    raw = b"".join((head, *parts, _ROOM))
+    crc: int = google_crc32c.value(np.frombuffer(raw, np.uint8, size, len(head)))
     if crc == 0:  # is left out of the message
-        return joined(offset, data)
-    message[end] = _CRC_TAG
-    message[end + 1 :] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
+        return joined(offset, *parts)
+    # Nobody else has seen these bytes yet.
+    ctypes.memmove(_address_of(raw) + len(raw) - 4, crc.to_bytes(4, "little"), 4)
     return raw
 
 
@@ -85,21 +89,8 @@ def _head(offset: int, size: int, tail_size: int) -> bytes:
     return bytes((_CHUNK_TAG,)) + _varint(len(inner) + size + tail_size) + inner
 
 
-# The C interface of Python makes bytes to be filled in by whoever has just made them.
-_bytes_of_size: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
-_bytes_of_size.argtypes, _bytes_of_size.restype = (
-    (ctypes.c_void_p, ctypes.c_ssize_t),
-    ctypes.py_object,
-)
 _address_of: Final = ctypes.pythonapi.PyBytes_AsString
 _address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
-
-
-def _new_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
-    """New bytes, and their memory to be written before anybody else sees them."""
-    raw: bytes = _bytes_of_size(None, size)
-    memory = (ctypes.c_ubyte * size).from_address(_address_of(raw))
-    return raw, np.frombuffer(memoryview(memory), np.uint8)
 
 
 class ChunkFrame:

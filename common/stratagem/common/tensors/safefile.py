@@ -13,13 +13,13 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError
 from stratagem.common.ids import Digest
-from stratagem.common.tensors.chunks import CHUNK_BYTES, Source
+from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.dtypes import dtype_in_safetensors, dtype_named
 from stratagem.common.tensors.manifest import (
     ALIAS_PREFIX,
@@ -34,6 +34,9 @@ from stratagem.common.tensors.manifest import (
 
 MAX_HEADER_BYTES: Final = 32 * 2**20
 _PREFIX_BYTES: Final = 8
+
+FileSource = Callable[[int], Iterator[bytes]]
+"""A source (see `chunks`) whose pieces lie in one place each."""
 
 
 def header_bytes(manifest: Manifest) -> bytes:
@@ -69,7 +72,7 @@ def file_digest(path: Path) -> Digest:
         return Digest(hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def from_file(path: Path, data_start: int, total_bytes: int) -> Source:
+def from_file(path: Path, data_start: int, total_bytes: int) -> FileSource:
     """A source that reads the data of a file; raises IntegrityError when the file is too short."""
 
     def pieces(offset: int) -> Iterator[bytes]:
@@ -79,7 +82,7 @@ def from_file(path: Path, data_start: int, total_bytes: int) -> Source:
     return pieces
 
 
-def from_open(file: BinaryIO, name: str, data_start: int, total_bytes: int) -> Source:
+def from_open(file: BinaryIO, name: str, data_start: int, total_bytes: int) -> FileSource:
     """The same of an open file, which may be closed meanwhile, and be deleted."""
     held = _Held(file.fileno())
 
