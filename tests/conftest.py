@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -23,6 +23,19 @@ def pytest_runtest_setup() -> None:
     """One thread: bits depend on how many there are, and the last test may have changed it."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test keeps what it has opened until its traceback goes: nobody else is to blame."""
+    report = yield
+    if report.failed:
+        for kind in ("Unraisable", "UnhandledThread"):
+            line = f"ignore::pytest.Pytest{kind}ExceptionWarning"
+            item.config.addinivalue_line("filterwarnings", line)
+    return report
 
 
 @pytest.fixture(scope="session")

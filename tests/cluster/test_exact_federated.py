@@ -166,7 +166,7 @@ def test_deadline_closes_a_round_with_a_quorum(
         rounds=1,
         batch_size=64,
         data=user("gated_clients", folder=str(gates.folder)),
-        options={"quorum": 0.75, "round_deadline_s": 2.0},
+        options={"quorum": 0.75, "round_deadline_s": 4.0},
     )
     train(client, federated(rounds=1))  # the first step of a process takes torch a while
     gates.close("client2-1")

@@ -77,14 +77,14 @@ def test_coordinator_and_worker_killed_together(rig: Rig, strategy: Job) -> None
 
 @pytest.mark.sweep
 def test_no_deadline_runs_while_the_coordinator_is_frozen(rig: Rig) -> None:
-    deadline = {**federated(rounds=1), "options": {"quorum": 1, "round_deadline_s": 4.0}}
+    deadline = {**federated(rounds=1), "options": {"quorum": 1, "round_deadline_s": 6.0}}
     expected = rig.outcome(paced(deadline, 0.0))
     pid = rig.cluster.processes["coordinator"].pid
     assert pid is not None
     with rig.running(paced(deadline, 0.3)) as run:
         await_event(run, "ClientsAssigned")
         os.kill(pid, signal.SIGSTOP)
-        threading.Event().wait(4.5)  # longer than the deadline, and than most leases
+        threading.Event().wait(6.5)  # longer than the deadline, and than most leases
         os.kill(pid, signal.SIGCONT)
         assert outcome_of(run).digests == expected.digests
         assert run.status().reproducible, "the round was closed by its deadline"

@@ -18,6 +18,7 @@ from tests.crash.jobs import ALL_REDUCE, PARAMETER_SERVER, Job, federated
 from tests.crash.rig import Outcome, await_event, await_step, events_of, outcome_of
 from tests.crash.test_coordinator_faults import paced
 from tests.endurance.wall_clocks import WallClocks
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
 
@@ -100,8 +101,9 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize(("who", "job"), CASES.values(), ids=CASES)
 def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], job: str) -> None:
     starts = {each.worker_id: each.incarnation for each in site.client.workers()}
-    run = site.client.submit(slow(job))
     began_s = time.time()
+    run = site.client.submit(slow(job))
+    submitted_s = time.time()
     try:
         for number, seconds in enumerate(JUMPS_S, 1):
             if job == "Federated":
@@ -116,10 +118,10 @@ def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], j
         assert status.reproducible, "a deadline has passed early"
         assert kinds_of(run) == site.facts[job], "something more has happened than usually does"
         assert {each.worker_id: each.incarnation for each in site.client.workers()} == starts
-        assert all(each.silent_s < 3 for each in site.client.workers())
+        assert all(each.silent_s < PATIENCE_S for each in site.client.workers())
         # What is shown is what the coordinator's clock said.
         ahead_s = DAY_S if "coordinator" in who else 0.0
-        assert began_s - 1 < status.submitted_at_s < began_s + 1
+        assert began_s - 0.1 < status.submitted_at_s < submitted_s + 0.1
         assert status.ended_at_s is not None
         assert began_s <= status.ended_at_s - ahead_s <= ended_s
     finally:

@@ -128,7 +128,7 @@ async def test_a_member_that_compiles_is_waited_for(
     exchange; where code is compiled that pass is part of it."""
     gate, coordinator = Gate(own_rig.directory), own_rig.coordinator
     run_id, spec = "compiling", job("gated", gate.kwargs, execution={"mode": mode})
-    patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "1", "TORCHDYNAMO_DISABLE": "1"}
+    patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "2", "TORCHDYNAMO_DISABLE": "1"}
     a, b = await asyncio.gather(
         own_rig.start("a", **patience, STRATAGEM_TEST_NO_GATE="1"), own_rig.start("b", **patience)
     )
@@ -141,7 +141,7 @@ async def test_a_member_that_compiles_is_waited_for(
     ]
     await gate.arrived()
     suspicion = asyncio.create_task(coordinator.wait(lambda: coordinator.suspects))
-    done, _ = await asyncio.wait([suspicion], timeout=None if is_suspected else 3.0)
+    done, _ = await asyncio.wait([suspicion], timeout=None if is_suspected else 4.0)
     assert bool(done) is is_suspected
     gate.open()
     await gate.leave()
