@@ -11,6 +11,7 @@ from typing import Final
 import grpc
 
 from tests.hostile.wire import End, RawCall, message, raw_call
+from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
 Act = Callable[[RawCall, str, list[bytes]], Awaitable[None]]
@@ -85,7 +86,7 @@ async def end_of(address: str, act: Act, path: str, frames: list[bytes]) -> tupl
         began = loop.time()
         acting = asyncio.create_task(act(call, path, frames))
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 return await call.end(), loop.time() - began
         finally:
             acting.cancel()

@@ -79,7 +79,7 @@ def test_all_ranks_come_to_the_slowest_hop_and_the_mean_of_what_they_compute() -
     assert found[0].hop_s >= HOP_S
 
 
-@pytest.mark.parametrize(("compute_s", "schedule"), [(0.0, "eager"), (10.0, "1f1b")])
+@pytest.mark.parametrize(("compute_s", "schedule"), [(HOP_S / 10, "eager"), (1e4, "1f1b")])
 def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
     compute_s: float, schedule: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
     for runner in party.runners:
         assert runner._meter is not None
         for kind, seconds in runner._meter.seconds.items():
-            runner._meter.seconds[kind] = [each + compute_s for each in seconds]
+            runner._meter.seconds[kind] = [compute_s for _ in seconds]  # whatever it was
     losses += party.train(2)
     assert {runner.order_text for runner in party.runners} == {f"{schedule} (auto)"}
     expected = sharded_loop(job(), ALLOWED, 1, 3, micro_batch_size=2)
