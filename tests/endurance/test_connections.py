@@ -11,6 +11,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.crash.hands import hands
 from tests.crash.rig import until
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
 
@@ -32,7 +33,7 @@ async def test_idle_connections_cost_little_and_are_given_back(tmp_path: Path) -
             channels = [open_channel(address, own_connection=True) for _ in range(NUM_CONNECTIONS)]
             await asyncio.gather(*(channel.channel_ready() for channel in channels))
             assert num_fds(pid) >= fds + NUM_CONNECTIONS
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await stub.ListRuns(pb.ListRunsRequest())
             each_kb = (status_of(pid)["RssAnon"] - before_kb) / NUM_CONNECTIONS
             print(f"{each_kb:.0f} KB per connection")

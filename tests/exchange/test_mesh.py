@@ -230,7 +230,7 @@ def test_survivors_of_a_killed_peer_redo_the_step_with_the_same_bits(engine: str
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_frozen_peer_is_given_up_at_the_deadline(engine: str) -> None:
     with party(follow_orders, 3, CASE) as members:
-        order(engine, members, 1, ["sum", "sum", "linger"], deadline_s=1.5)
+        order(engine, members, 1, ["sum", "sum", "linger"], deadline_s=1.0)
         assert members[2].receive() == "inside"
         members[2].freeze()
         told = answers(members[:2])

@@ -16,15 +16,24 @@ from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tls_probe import explain
 from tests.identity.rig import serving
+from tests.patience import AT_ONCE_S, PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that waiting for one would be seen."""
+    monkeypatch.setattr("stratagem.client.calls.STARTING_S", 2 * AT_ONCE_S)
 
 
 async def problem(address: str, proof: Proof) -> str:
     """What a client is told, at once."""
     began_s = time.monotonic()
     with pytest.raises(UnauthenticatedError) as caught:
-        async with AsyncClient(address, tls=proof.tls, token_file=proof.token_file) as client:
+        async with AsyncClient(
+            address, tls=proof.tls, token_file=proof.token_file, patience_s=2 * AT_ONCE_S
+        ) as client:
             await client.runs()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < AT_ONCE_S
     return str(caught.value)
 
 
@@ -112,5 +121,5 @@ async def test_a_client_waits_for_a_restart_but_not_for_a_certificate(
     waiting = asyncio.create_task(client.runs())
     async with serving(files, port=int(at.rpartition(":")[2])):
         with pytest.raises(UnauthenticatedError, match="has expired"):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, PATIENCE_S)
     await client.close()

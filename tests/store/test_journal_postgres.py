@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from stratagem.common.errors import InvalidInputError, StratagemError, UnavailableError
-from stratagem.coordinator.journal import FencedError, Journal, postgres
+from stratagem.coordinator.journal import FencedError, Journal, postgres, schema
 from stratagem.coordinator.journal.lead import Lease, Silence, leading, look
 from tests.postgres import GUARDED, SOCKET, Postgres
 from tests.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
 
 Server = Postgres
+QUICK_S = 0.3
+QUICK = [each.replace("'3s'", f"'{QUICK_S}s'") for each in postgres._SESSION]
+"""A server that loses patience soon."""
 
 
 @pytest.fixture
@@ -125,8 +128,7 @@ def test_a_leader_that_is_frozen_inside_a_transaction_holds_nobody_up(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Journal.open(url).close()  # with its tables, which take long on a busy machine
-    quick = [each.replace("'3s'", "'300ms'") for each in postgres._SESSION]
-    monkeypatch.setattr(postgres, "_SESSION", quick)
+    monkeypatch.setattr(postgres, "_SESSION", QUICK)
     log, other = Journal.open(url), Journal.open(url)
     old = lead(log, ELSEWHERE)
     frozen = leading(log._database, old)
@@ -138,6 +140,27 @@ def test_a_leader_that_is_frozen_inside_a_transaction_holds_nobody_up(
     other.append(new.term, [record(A, 0)])
     log.close()
     other.close()
+
+
+def test_tables_are_made_again_when_the_server_has_lost_patience(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may stand still inside the transaction that makes them."""
+    upgrade, num_begun = schema._upgrade, 0
+
+    def slowly(connection: Any, found: str) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 1:
+            threading.Event().wait(2 * QUICK_S)
+        upgrade(connection, found)
+
+    monkeypatch.setattr(postgres, "_SESSION", QUICK)
+    monkeypatch.setattr(schema, "_upgrade", slowly)
+    log = Journal.open(url)
+    assert num_begun > 1
+    assert lead(log) == 1
+    log.close()
 
 
 def test_two_that_open_a_new_journal_at_once_make_it_once(url: str) -> None:

@@ -20,6 +20,7 @@ from stratagem.coordinator.blobs import credentials, objects, s3
 from stratagem.coordinator.blobs.cache import BlobCache
 from stratagem.coordinator.blobs.credentials import credentials_from_file
 from stratagem.coordinator.blobs.s3 import check_url, open_s3
+from tests.patience import PATIENCE_S
 from tests.store.places import CONTENT, MIB, Bucket, digest_of, put, read
 from tests.store.programs import run
 from tests.store.troubled import FORBIDDEN, HALF, UNAVAILABLE, troubled
@@ -308,7 +309,7 @@ def test_changed_keys_are_taken_without_a_restart(
         store = open_s3(bucket.url, os.environ)
 
         def list_until_keys_are(key: str) -> None:  # the library asks anew after 0.1 s
-            until_s = time.monotonic() + 10
+            until_s = time.monotonic() + PATIENCE_S
             while f"Credential={key}/" not in server.last_authorization:
                 assert time.monotonic() < until_s
                 store.list("blobs")

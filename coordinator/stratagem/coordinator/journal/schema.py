@@ -26,6 +26,11 @@ def migrate(database: Database) -> None:
     with database.read() as connection:
         if _revision(connection) == REVISION:
             return
+    # A server ends a transaction that stands still, as it may while this machine is busy importing.
+    database.persist(lambda _is_repeat: _bring_up_to_date(database))
+
+
+def _bring_up_to_date(database: Database) -> None:
     with database.write() as connection:
         if database.migration_lock:
             connection.execute(text(database.migration_lock))
