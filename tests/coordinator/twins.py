@@ -67,6 +67,7 @@ class Twins:
         assert live_blobs(state) == live_blobs(expected)
         assert pending(state) == pending(expected)
         assert not any(may_rest(run) for run in state.runs.values())
+        assert self.loop._agenda._numbers.keys() == state.runs.keys(), "no others are thought of"
         for run_id, run in state.ended.items():
             record = expected.runs[run_id]
             assert (run.ended, run.num_facts) == (record.ended, record.num_facts)
