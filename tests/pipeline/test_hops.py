@@ -85,13 +85,13 @@ def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
 ) -> None:
     party = slow_party()
     losses = party.train(1)
-    assert {runner.order_text for runner in party.runners} == {"1f1b (auto)"}
+    assert {runner.schedule_text for runner in party.runners} == {"1f1b (auto)"}
     for runner in party.runners:
-        assert runner._meter is not None
-        for kind, seconds in runner._meter.seconds.items():
-            runner._meter.seconds[kind] = [compute_s for _ in seconds]  # whatever it was
+        assert runner.schedules.meter is not None
+        for kind, seconds in runner.schedules.meter.seconds.items():
+            runner.schedules.meter.seconds[kind] = [compute_s for _ in seconds]  # whatever it was
     losses += party.train(2)
-    assert {runner.order_text for runner in party.runners} == {f"{schedule} (auto)"}
+    assert {runner.schedule_text for runner in party.runners} == {f"{schedule} (auto)"}
     expected = sharded_loop(job(), ALLOWED, 1, 3, micro_batch_size=2)
     assert losses == expected.losses
     model = party.model()
@@ -102,7 +102,7 @@ def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
 def test_a_schedule_that_was_asked_for_is_kept(schedule: str) -> None:
     party = slow_party(Placement(THREE.partitions, THREE.ranks, 2, schedule))
     party.train(2)
-    assert {runner.order_text for runner in party.runners} == {schedule}
+    assert {runner.schedule_text for runner in party.runners} == {schedule}
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_neighbours_by_skips_and_branches_are_measured_too(
     party = Party(spec, Placement(partitions, (0, 1, 2), 2))
     expected = sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=2)
     assert party.train(3) == expected.losses
-    assert len({runner.order_text for runner in party.runners}) == 1
+    assert len({runner.schedule_text for runner in party.runners}) == 1

@@ -29,7 +29,8 @@ from stratagem.worker.models.nodes import (
     without_storage,
 )
 from stratagem.worker.pipeline.rank_pass import Lane
-from stratagem.worker.pipeline.runner import RunnerSetup, StageRunner
+from stratagem.worker.pipeline.runner import StageRunner
+from stratagem.worker.pipeline.setup import RunnerSetup
 from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.pipeline.transport import Transport
 

@@ -65,7 +65,8 @@ class HeldStages:
     @property
     def engine(self) -> str:
         """For people: what carries what, and in which order stages work."""
-        order = f" {self.runner.order_text}" if self.runner.order_text else ""
+        text = self.runner.schedule_text
+        order = f" {text}" if text else ""
         return f"{self.carrier}{order}{self.columns}"
 
     @property

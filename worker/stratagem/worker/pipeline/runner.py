@@ -1,4 +1,4 @@
-"""The training step of one rank of a pipeline, its evaluation, and its part of the state.
+"""The training step of one rank of a pipeline, and its part of the state; forward.py evaluates.
 
 A rank computes its stages of every micro-batch, adds gradients up in order of micro-batch, and
 steps its own optimizer after the last backward. What all ranks must agree on (weight, loss, norm of
@@ -11,35 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.job import JobSpec
-from stratagem.common.pipeline.names import AUTO
-from stratagem.common.pipeline.schedules import (
-    Schedule,
-    choose,
-    forward_only,
-    has_eager,
-    suited,
-)
-from stratagem.common.pipeline.simulation import check
 from stratagem.common.shards import split_rows
-from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
-from stratagem.worker.engine.evaluate import Evaluator, Part
-from stratagem.worker.engine.execution import Execution
+from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import not_finite, what_is_wrong
 from stratagem.worker.engine.trainer import StepReport
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.models.nodes import Trained
 from stratagem.worker.optimizers import (
     clip,
     learning_rate,
@@ -48,16 +34,14 @@ from stratagem.worker.optimizers import (
     update,
 )
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
-from stratagem.worker.pipeline.hops import Meter, measure_hops
-from stratagem.worker.pipeline.rank_pass import Lane, RankPass, Work
-from stratagem.worker.pipeline.stage import StagePart
+from stratagem.worker.pipeline.forward import Begins, evaluate, predict
+from stratagem.worker.pipeline.rank_pass import RankPass, Work
+from stratagem.worker.pipeline.scheduling import Schedules
+from stratagem.worker.pipeline.setup import RunnerSetup
 
 # Places of the extras, as in the data-parallel trainer: [weight, sum of the loss, wish to stop,
 # one per parameter, buffers].
 WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
-_WINDOW_PER_STAGE: Final = 2
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +61,6 @@ Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
 """Adds up over all shards of this rank, in their tree. It is given how many shards have rows, and
 what the shards of this replica come to, in order: each is computed when it is asked for, and all
 must be. Called before the division by the weight."""
-
-
-Begins = Callable[[int, int], None]
-"""(batch, how many are left with it)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSetup:
-    """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
-
-    job: JobSpec
-    model: nn.Module
-    trained: list[Trained]
-    """All trainable parameters of the whole model, in its order, with all their copies."""
-    parts: Mapping[int, StagePart]
-    lane: Lane
-    data: Mapping[str, Dataset]
-    evaluator: Evaluator
-    micro_batch_size: int | None
-    schedule: str
-    execution: Execution
 
 
 class StageRunner:
@@ -122,13 +85,8 @@ class StageRunner:
         num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
         self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
-        self.order = "1f1b" if setup.schedule == AUTO else setup.schedule
-        """The name of the schedule that is in use."""
-        is_pipelined = setup.micro_batch_size is not None and has_eager(lane.rank_of)
-        is_open = setup.schedule == AUTO and is_pipelined
-        self._meter = Meter(gather.device) if is_open else None
-        """While it is not decided what "auto" stands for."""
-        self._schedules: dict[int, Schedule] = {}
+        is_pipelined = setup.micro_batch_size is not None
+        self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
         self._num_passes = 0
         self.step = 0
 
@@ -143,20 +101,9 @@ class StageRunner:
         return {split: len(dataset) for split, dataset in self._setup.data.items()}
 
     @property
-    def order_text(self) -> str:
+    def schedule_text(self) -> str:
         """The schedule in use, for people; empty where a batch passes the stages as a whole."""
-        if self._setup.micro_batch_size is None:
-            return ""
-        return f"{self.order} (auto)" if self._setup.schedule == AUTO else self.order
-
-    def schedule(self, num_micro_batches: int) -> Schedule:
-        """The action lists of all ranks for a step of so many micro-batches, proven to end."""
-        if num_micro_batches not in self._schedules:
-            lane = self._lane
-            made = choose(self.order, lane.rank_of, num_micro_batches)
-            check(made, lane.rank_of, num_micro_batches, lane.plan.dependencies())
-            self._schedules[num_micro_batches] = made
-        return self._schedules[num_micro_batches]
+        return "" if self._setup.micro_batch_size is None else str(self.schedules)
 
     def train_step(
         self,
@@ -180,7 +127,8 @@ class StageRunner:
         self._buffers.snapshot()
         self._setup.execution.begin_batch(len(indices))
         try:
-            self._settle_order()
+            if self.schedules.can_settle:
+                self.schedules.settle(self._next_pass())
             computed = self._compute_all(
                 range(shards.start, min(shards.stop, len(live))), live, stop
             )
@@ -216,22 +164,12 @@ class StageRunner:
         )
 
     def evaluate(self, split: str, begins: Begins | None = None) -> list[Part]:
-        """Sums per batch on the rank of the last stage; nothing on the others. begins: hears of
-        each batch here, and how many are left with it."""
-        parts: list[Part] = []
-        evaluator = self._setup.evaluator
-
-        def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
-            parts.append(evaluator.measure(split, batch, output, y, num_rows))
-
-        self._forward_only(split, measure, begins)
-        return parts
+        """Sums per batch on the rank of the last stage; nothing on the others."""
+        return evaluate(self._setup, self._next_pass(), split, begins)
 
     def predict(self, split: str) -> list[Any]:
         """The model's output per batch of the evaluation on the rank of the last stage."""
-        outputs: list[Any] = []
-        self._forward_only(split, lambda output, *_: outputs.append(output))
-        return outputs
+        return predict(self._setup, self._next_pass(), split)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(live tensors, metadata) of this rank's nodes; the union over ranks is the whole state.
@@ -275,6 +213,11 @@ class StageRunner:
         """Of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
+    def _next_pass(self) -> int:
+        """The number of a pass: all ranks count them alike."""
+        self._num_passes += 1
+        return self._num_passes - 1
+
     def _compute_all(
         self, shards: range, live: list[Tensor], stop: bool
     ) -> Iterator[StageGradients]:
@@ -315,15 +258,14 @@ class StageRunner:
             totals[LOSS] += float(value.mean.detach()) * value.weight
             return self._setup.execution.scale.up(value.mean * value.weight)
 
-        lane, count = self._lane, len(micro_batches)
-        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count, self._meter)
-        self._agreement.begin(self._num_passes, count)
-        self._num_passes += 1
+        lane, count, number = self._lane, len(micro_batches), self._next_pass()
+        one_pass = RankPass(lane, self._setup.parts, number, count, self.schedules.meter)
+        self._agreement.begin(number, count)
         lane.transport.begin(
             self._agreement.step, [*one_pass.awaited(), *self._agreement.awaited()]
         )
         if count:
-            actions = self.schedule(count)[lane.rank]
+            actions = self.schedules.of(count)[lane.rank]
             one_pass.train(actions, Work(activity, begin, load, lose))
         self._randomness.end()
         totals = self._agreement.share_totals(totals)
@@ -338,22 +280,6 @@ class StageRunner:
             for name, param in self.params
         }
         return StageGradients(gradients, extras)
-
-    def _settle_order(self) -> None:
-        """What "auto" stands for, once a step of more than one micro-batch was measured."""
-        meter = self._meter
-        if meter is None or meter.num_micro_batches < 2:
-            return
-        hops = measure_hops(self._lane, self._num_passes, meter)
-        self._num_passes += 1
-        self._meter, self.order = None, suited(hops.hop_s, hops.compute_s)
-        self._schedules.clear()
-        log.info(
-            "schedule chosen",
-            schedule=self.order,
-            hop_ms=round(1e3 * hops.hop_s, 3),
-            compute_ms=round(1e3 * hops.compute_s, 3),
-        )
 
     def _take(self, total: StageGradients) -> Tensor:
         """Makes the sum the gradient of each parameter that any shard reached; its extras."""
@@ -391,50 +317,6 @@ class StageRunner:
         self._buffers.restore()
         for each in self._setup.trained:
             each.forget()
-
-    def _forward_only(
-        self,
-        split: str,
-        use: Callable[[Any, Any, int, int], None],
-        begins: Begins | None = None,
-    ) -> None:
-        if split not in self._setup.data:
-            known = ", ".join(self._setup.data)
-            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
-        evaluator, lane = self._setup.evaluator, self._lane
-        dataset = self._setup.data[split]
-        count = -(-len(dataset) // evaluator.batch_size)
-        self.model.eval()
-        num_begun = 0
-
-        def begin(batch: int) -> None:
-            nonlocal num_begun
-            if begins is not None and batch >= num_begun:  # not again for further stages here
-                begins(batch, count - batch)
-                num_begun = batch + 1
-            if self._job.only_evaluates:
-                num_rows = min(evaluator.batch_size, len(dataset) - batch * evaluator.batch_size)
-                self._setup.execution.begin_batch(num_rows)
-            self._randomness.begin("evaluate", split, batch)
-
-        work = Work(
-            f"evaluating {split}",
-            begin,
-            lambda batch: evaluator.begin_batch(split, dataset, batch),
-            use,
-        )
-        one_pass = RankPass(lane, self._setup.parts, self._num_passes, count)
-        self._num_passes += 1
-        try:
-            lane.transport.begin(self._num_passes - 1, one_pass.awaited())
-            actions = forward_only(lane.rank_of, count)[lane.rank] if count else ()
-            one_pass.forward_only(actions, work, _WINDOW_PER_STAGE * len(lane.rank_of))
-            lane.transport.end(lane.timeout_s)
-        except BaseException:
-            lane.transport.cut()
-            raise
-        finally:
-            self._randomness.end()
 
 
 def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:

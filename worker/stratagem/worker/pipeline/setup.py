@@ -1,0 +1,33 @@
+"""What a rank of a pipeline is made of: handed to its training step and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.engine.evaluate import Evaluator
+from stratagem.worker.engine.execution import Execution
+from stratagem.worker.models.nodes import Trained
+from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.stage import StagePart
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSetup:
+    """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
+
+    job: JobSpec
+    model: nn.Module
+    trained: list[Trained]
+    """All trainable parameters of the whole model, in its order, with all their copies."""
+    parts: Mapping[int, StagePart]
+    lane: Lane
+    data: Mapping[str, Dataset]
+    evaluator: Evaluator
+    micro_batch_size: int | None
+    schedule: str
+    execution: Execution
