@@ -12,7 +12,7 @@ from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
 from stratagem.common.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.worker.doctor import examine as examine_worker
+from stratagem.worker.doctor.__main__ import examine as examine_worker
 from stratagem.worker.settings import WorkerSettings
 from tests.cluster.jobs import data_parallel, federated, job
 from tests.metrics.scrape import labelled

@@ -30,7 +30,7 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/service/servicer.py": f"when a run was submitted; {RECORDINGS}",
     "worker/agent.py": RECORDINGS,
     "worker/executing/execution.py": LOG_LINES,
-    "worker/doctor.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
+    "worker/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
     "worker/server.py": "compares clocks, and says which one is wrong",
     "worker/work.py": LOG_LINES,
 }

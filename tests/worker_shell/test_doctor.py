@@ -13,8 +13,8 @@ from stratagem.common.certificates import make_authority
 from stratagem.common.findings import Finding, Level
 from stratagem.common.rpc.tls import Role
 from stratagem.v1 import types_pb2
-from stratagem.worker.doctor import _advertising, examine
-from stratagem.worker.local_findings import local_findings
+from stratagem.worker.doctor.__main__ import _advertising, examine
+from stratagem.worker.doctor.local_findings import local_findings
 from stratagem.worker.settings import WorkerSettings
 
 OWN = types_pb2.Environment(

@@ -32,7 +32,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
 from stratagem.worker.blobs import Upload
-from stratagem.worker.diagnosis import diagnosis
+from stratagem.worker.doctor.diagnosis import diagnosis
 from stratagem.worker.plan_checks import check_plan
 from stratagem.worker.sessions import Session, Sessions
 from stratagem.worker.state_store import Frozen

@@ -34,8 +34,8 @@ from stratagem.common.settings_rules import told
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from stratagem.worker.diagnosis import probe, surroundings
-from stratagem.worker.local_findings import local_findings
+from stratagem.worker.doctor.diagnosis import probe, surroundings
+from stratagem.worker.doctor.local_findings import local_findings
 from stratagem.worker.security import Security
 from stratagem.worker.settings import WorkerSettings, advertised, from_command_line
 
