@@ -1,10 +1,11 @@
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from stratagem.common.failpoints import FAILPOINTS, failpoint
+from stratagem.common.failpoints import FAILPOINTS, directory_of_this_process, failpoint
 from tests.store.programs import run
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +15,13 @@ for count in range(int(sys.argv[1])):
     failpoint("coordinator.journal.before_commit")
     print(count, flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def _reads_anew() -> Iterator[None]:
+    directory_of_this_process.cache_clear()
+    yield
+    directory_of_this_process.cache_clear()
 
 
 def test_every_declared_failpoint_is_placed_once_and_no_other() -> None:

@@ -3,12 +3,14 @@
 Owns the list of names and the kill. A failpoint is armed by a file `<directory>/<name>`, the
 directory being named by STRATAGEM_FAILPOINTS. The file holds how many hits to let pass (empty: 0),
 counted over all processes that share the directory; the next hit removes the file and ends the
-process like `kill -9` would. Without the variable a failpoint does nothing.
+process like `kill -9` would. Without the variable a failpoint does nothing. A process reads the
+variable once, because a training step passes several failpoints.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sys
 from pathlib import Path
@@ -71,9 +73,18 @@ FAILPOINTS: Final = (
 """Every name that is placed somewhere in the source; a test compares the two."""
 
 
+@functools.cache
+def directory_of_this_process() -> str | None:
+    """What the variable says, as it was when first asked for."""
+    return os.environ.get(DIRECTORY_VARIABLE)
+
+
+os.register_at_fork(after_in_child=directory_of_this_process.cache_clear)
+
+
 def failpoint(name: str) -> None:
     """Die here if a test has armed `name`."""
-    directory = os.environ.get(DIRECTORY_VARIABLE)
+    directory = directory_of_this_process()
     if not directory:
         return
     assert name in FAILPOINTS, f"failpoint {name} is not declared"
