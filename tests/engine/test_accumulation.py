@@ -14,7 +14,7 @@ from torch import nn
 from stratagem.common.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec
 from stratagem.worker.engine import Trainer
-from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.plan import Party
 from stratagem.worker.exchange.transport import SoloTransport
 from stratagem.worker.reference.gossip import gossip_loop
@@ -218,7 +218,7 @@ def test_buckets_leave_during_the_last_backward_of_several() -> None:
     assert recorder.launched == [0, 1]
     with pytest.raises(RuntimeError, match="no further micro-batch"):
         exchange.next_micro_batch()
-    exchange.end_shard(0, torch.zeros(1, dtype=torch.float64))
+    exchange.end_shard(0, Extras([], torch.zeros(1, dtype=torch.float64)))
     assert recorder.launched == list(range(5))
     exchange.finish()
     assert [param.grad is not None for _, param in params] == [True] * 4
@@ -232,7 +232,7 @@ def test_a_shard_with_micro_batches_to_come_cannot_end() -> None:
     exchange.begin_step(1, range(1), 1)
     exchange.begin_shard(0, num_micro_batches=2)
     with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
-        exchange.end_shard(0, torch.zeros(trainer.num_extras, dtype=torch.float64))
+        exchange.end_shard(0, Extras([], torch.zeros(trainer.num_extras, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,7 +246,7 @@ def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
         if number:
             exchange.next_micro_batch()
         (param * torch.tensor(grad, dtype=dtype)).sum().backward()
-    exchange.end_shard(0, torch.zeros(0, dtype=torch.float64))
+    exchange.end_shard(0, Extras([], torch.zeros(0, dtype=torch.float64)))
     exchange.finish()
     assert exchange.buckets.tensors(0)[0][:5].tolist() == [sum(grads)] * 5
 

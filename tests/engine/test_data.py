@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.common.errors import InvalidInputError, NotFoundError
 from stratagem.worker.data import sources
 from stratagem.worker.data.datasets import Gather, as_dataset
-from stratagem.worker.data.order import BatchOrder
+from stratagem.worker.data.order import BatchOrder, epoch_order
 from stratagem.worker.data.partition import by_label, contiguous, dirichlet
 from stratagem.worker.data.sources import (
     Client,
@@ -52,6 +52,8 @@ def test_position_follows_from_the_step_alone() -> None:
     for step in range(7):
         walked.batch(step)
     assert torch.equal(walked.batch(7)[1], jumped.batch(7)[1])
+    # An order of several blocks.
+    assert torch.equal(BatchOrder(600, 1, 3).batch(1_199)[1], epoch_order(600, 4)[599:])
     with pytest.raises(InvalidInputError, match="no rows"):
         BatchOrder(0, 4, 0)
 

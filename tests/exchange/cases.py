@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.shards import Node, tree_sum
-from stratagem.worker.exchange import Exchange, GradientBuckets, schedule
+from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, schedule
 
 torch.set_num_threads(1)  # in the processes of a party, too
 
@@ -87,12 +87,12 @@ def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: in
             grads = [case.gradient(shard, i, step).to(case.device) for i in range(len(params))]
             terms = [(p * grad).sum() for p, grad in zip(params, grads, strict=True)]
             torch.stack(terms).sum().backward()
-            exchange.end_shard(shard, case.extras(shard, step))
+            exchange.end_shard(shard, Extras([], case.extras(shard, step)))
 
 
 def one_step(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> list[bytes]:
     compute(exchange, params, case, step)
-    extras = exchange.finish()
+    extras = exchange.finish().rest
     grads = []
     for p in params:
         assert p.grad is not None

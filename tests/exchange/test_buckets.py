@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_layout
 from stratagem.worker.exchange.plan import Party, Step, plan_step
 from stratagem.worker.exchange.transport import SoloTransport
@@ -72,7 +72,7 @@ def solo_step(buckets: GradientBuckets) -> None:
     exchange = solo_exchange(buckets, 1)
     exchange.begin_step(0, range(1), 1)
     exchange.begin_shard(0)
-    exchange.end_shard(0, torch.zeros(buckets.num_extras, dtype=torch.float64))
+    exchange.end_shard(0, Extras([], torch.zeros(buckets.num_extras, dtype=torch.float64)))
     exchange.finish()
 
 
@@ -96,7 +96,7 @@ def test_parameters_without_gradient_count_as_zero() -> None:
             exchange.begin_shard(shard)
             if shard == step:
                 (params[0][1].sum() * 2).backward()
-            exchange.end_shard(shard, torch.zeros(0, dtype=torch.float64))
+            exchange.end_shard(shard, Extras([], torch.zeros(0, dtype=torch.float64)))
         exchange.finish()
         assert params[0][1].grad is not None
         assert params[1][1].grad is not None
@@ -150,7 +150,7 @@ def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
         forward().backward()
         if shard == 0:
             assert recorder.notes == []
-        exchange.end_shard(shard, extras)
+        exchange.end_shard(shard, Extras([], extras))
     launches = [note for note in recorder.notes if note.startswith("launch")]
     assert launches == [f"launch {bucket}" for bucket in range(5)]
     # Bucket 1 (p2) and bucket 2 (p1): p1 is done first but waits for p2.

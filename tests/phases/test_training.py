@@ -8,6 +8,7 @@ import torch
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import StepReport, Trainer, build_trainer
+from stratagem.worker.exchange import Extras
 from stratagem.worker.phases import PhaseError
 from stratagem.worker.reference.loops import sharded_loop
 from stratagem.worker.reference.phases import phases_loop
@@ -224,9 +225,9 @@ def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
     exchange = solo(trainer, 2)
     finish = exchange.finish
 
-    def broken() -> torch.Tensor:
-        totals = finish()
-        totals[1] = torch.inf  # the sum of the loss
+    def broken(num_head: int = 0) -> Extras:
+        totals = finish(num_head)
+        totals.head[1] = torch.inf  # the sum of the loss
         return totals
 
     exchange.finish = broken  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ come out. Pure arithmetic on integers: knows neither torch nor the network.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ class Node(NamedTuple):
     stop: int
 
 
+@lru_cache(maxsize=64)  # asked for in each step
 def split_rows(num_rows: int, num_shards: int) -> tuple[range, ...]:
     """Cut rows 0..num_rows into contiguous pieces whose sizes differ by at most one.
 

@@ -52,9 +52,9 @@ class AccumulationSpec(Section):
 
     def cut(self, num_rows: int) -> tuple[range, ...]:
         """The micro-batches of a share of `num_rows` rows, in order; none is empty."""
-        if self.steps is not None:
-            return tuple(rows for rows in split_rows(num_rows, self.steps) if rows)
-        size = self.micro_batch_size or max(1, num_rows)
+        size = self.micro_batch_size
+        if size is None:
+            return split_rows(num_rows, min(self.steps or 1, num_rows)) if num_rows else ()
         return tuple(
             range(first, min(first + size, num_rows)) for first in range(0, num_rows, size)
         )

@@ -44,7 +44,7 @@ class TensorDataset:
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
         def rows(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, indices.to(tensor.device))
+            return tensor.index_select(0, indices if tensor.is_cpu else indices.to(tensor.device))
 
         return map_tensors(self.x, rows), map_tensors(self.y, rows)
 
@@ -181,5 +181,8 @@ class Gather:
         dtype = self._dtype_of(tensor)
         if self.pool is not None:
             return self.pool.place(tensor, dtype, self.device)
-        placed = tensor.detach().to(self.device, dtype).contiguous()
+        placed = tensor.detach() if tensor.requires_grad else tensor
+        if placed.dtype != dtype or placed.device != self.device:
+            placed = placed.to(self.device, dtype)
+        placed = placed.contiguous()
         return placed.clone() if placed.data_ptr() % _ALIGNMENT_BYTES else placed

@@ -76,9 +76,10 @@ class Buffers:
         return torch.cat([floats, integers.to(torch.float64)]).cpu()
 
     def apply(self, total: Tensor, num_live: int) -> None:
-        """Sets the buffers after the step from the sum of all contributions."""
+        """Sets the buffers after the step from the sum of all contributions, which total begins
+        with."""
         if self._slots:
-            self._set(total, num_live)
+            self._set(total[: self.num_elements], num_live)
 
     @torch.no_grad()
     def _set(self, total: Tensor, num_live: int) -> None:

@@ -8,7 +8,7 @@ that lies in a flat bucket, they add up there. Must not know shards, exchange an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -58,6 +58,33 @@ class Window:
     before_backward: Callable[[float], None] = lambda _: None
 
 
+def part(rows: Tensor, cut: range) -> Tensor:
+    """rows[cut], which is often all of them: to look is quicker than to slice."""
+    return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
+
+
+@dataclass(slots=True)
+class Start:
+    """The gradient that backward begins with: a weight, which is mostly that of the step before."""
+
+    latest: Tensor | None = None
+    weight: float = 0.0
+
+    def of(self, mean: Tensor, weight: float) -> Tensor:
+        """0-d, like the mean loss."""
+        latest = self.latest
+        if (
+            latest is None
+            or weight != self.weight
+            or latest._version  # the user's backward wrote into it
+            or latest.dtype != mean.dtype
+            or latest.device != mean.device
+        ):
+            latest = self.latest = mean.new_full((), weight)
+            self.weight = weight
+        return latest
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
     """A model with what it takes to compute its gradients. Used by one thread.
@@ -71,6 +98,7 @@ class Passes:
     gather: Gather
     randomness: KeyedRandomness
     execution: Execution
+    start: Start = field(default_factory=Start)
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:
         """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
@@ -101,8 +129,8 @@ class Passes:
         for number, cut in enumerate(window.cuts):
             window.before(number)
             self.randomness.begin(*window.key(number))
-            part = Rows(rows.dataset, rows.indices[cut.start : cut.stop], rows.activity)
-            found.append(self._run_one(part, weigh, is_weighted=is_weighted))
+            own = Rows(rows.dataset, part(rows.indices, cut), rows.activity)
+            found.append(self._run_one(own, weigh, is_weighted=is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
         for mean, counted in found:
@@ -120,6 +148,6 @@ class Passes:
         with user_code(rows.activity):
             root, mean = self.execution.scale.up(loss.mean), loss.mean
             # The bits of the gradient of mean · weight, without the two products.
-            begin = mean.new_full((), loss.weight) if is_weighted else None
+            begin = self.start.of(mean, loss.weight) if is_weighted else None
             root.backward(begin)  # type: ignore[no-untyped-call]
         return loss.mean.detach(), float(loss.weight)

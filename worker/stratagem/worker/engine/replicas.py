@@ -38,10 +38,11 @@ class ReplicaCheck:
             return extras
         return torch.cat([extras, torch.tensor([float(self._checksum)], dtype=torch.float64)])
 
-    def compare(self, totals: Tensor, num_live: int, step: int) -> None:
+    def compare(self, extras: Tensor, num_live: int, step: int) -> None:
         """Raises unless all members began the step with the same state: where not all are equal
-        some member differs from the mean. Sums are exact: 32 bits each, as float64."""
-        if self._phases is None or totals[-1].item() == float(self._checksum) * num_live:
+        some member differs from the mean. Sums are exact: 32 bits each, as float64, last of the
+        summed extras."""
+        if self._phases is None or extras[-1].item() == float(self._checksum) * num_live:
             return
         message = (
             f"the replicas differ before step {step}, after predicted steps: the members' "

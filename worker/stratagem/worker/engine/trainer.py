@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
@@ -27,13 +26,14 @@ from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Evaluator, Part
 from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.finite import Finding, inspect, norms_of, not_finite, total_norm
-from stratagem.worker.engine.passes import Counted, Passes, Rows, Window
+from stratagem.worker.engine.passes import Counted, Passes, Rows, Window, part
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.replicas import ReplicaCheck
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
+from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.losses import LossFunction, counts_rows
 from stratagem.worker.optimizers import (
     clip,
@@ -45,7 +45,8 @@ from stratagem.worker.optimizers import (
 from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
 
 _FIXED: Final = 3
-"""How many extras come before those of the parameters; see `_extras`."""
+"""How many extras come before those of the parameters: [weight, sum of the loss, wish to stop, one
+per parameter that says whether it was reached; buffers, and with phases the state's checksum]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Trainer:
         self.phases: PhaseTraining | None = None
         if job.phases is not None:
             self.phases = PhaseTraining(job.phases, self.params)
-        self._timer = PassTimer(setup.gather.device, must_measure=job.phases is not None)
+        self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
         self._replicas = ReplicaCheck(self.phases)
         num_extras = _FIXED + len(self.params) + self._buffers.num_elements
         self.num_extras = num_extras + self._replicas.num_extras
@@ -130,8 +131,6 @@ class Trainer:
         )
         self.step = 0
         self._window, self._counts_rows = job.window, counts_rows(job.loss)
-        first_buffer = _FIXED + len(self.params)
-        self._buffer_places = slice(first_buffer, first_buffer + self._buffers.num_elements)
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
 
@@ -153,7 +152,7 @@ class Trainer:
         self._replicas.begin_step(self.state)
         _, indices = self._order.batch(self.step)
         num_rows = indices.shape[0]
-        live = [rows for rows in split_rows(num_rows, num_shards) if rows]
+        live = split_rows(num_rows, min(num_shards, num_rows))
         if not self._is_training:  # walks all modules
             self.model.train()
             self._is_training = True
@@ -161,18 +160,20 @@ class Trainer:
         self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
         divisor = self._divisor(num_rows)
+        must_weigh = divisor is None and self._window.must_divide
         try:
             exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
-                rows = indices[live[shard].start : live[shard].stop]
-                counted = self._run_shard(exchange, shard, rows)
+                rows = part(indices, live[shard])
+                counted = self._run_shard(exchange, shard, rows, must_weigh=must_weigh)
                 changes = self._buffers.contribution(shard, len(live))
                 changes = self._replicas.with_checksum(changes)
-                exchange.end_shard(shard, _extras(counted, stop, exchange.reached(), changes))
+                head = [counted.weight, counted.loss_sum, float(stop), *exchange.reached()]
+                exchange.end_shard(shard, Extras(head, changes))
             waits_since_s = time.perf_counter()
-            totals = exchange.finish()
+            totals = exchange.finish(_FIXED + len(self.params))
             self._wait_s = time.perf_counter() - waits_since_s
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
@@ -182,7 +183,7 @@ class Trainer:
         finally:
             self._passes.randomness.end()
         failpoint("worker.step.before_apply")
-        report = self._apply(exchange, totals, len(live), num_rows)
+        report = self._apply(exchange, totals, len(live), num_rows, must_divide=must_weigh)
         if self._execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
@@ -248,15 +249,17 @@ class Trainer:
             return scale.value if scale.is_dynamic else None
         return num_rows * scale.value if self._counts_rows else None
 
-    def _run_shard(self, exchange: Exchange | AloneExchange, shard: int, rows: Tensor) -> Counted:
-        """Forward and backward of one shard."""
+    def _run_shard(
+        self, exchange: Exchange | AloneExchange, shard: int, rows: Tensor, *, must_weigh: bool
+    ) -> Counted:
+        """Forward and backward of one shard. must_weigh: the divisor is not known before."""
         cuts = self._window.cut(rows.shape[0])
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
 
         def before_backward(weight: float) -> None:
             self._timer.begin_backward()
             failpoint("worker.step.before_backward")
-            if self._window.must_divide:
+            if must_weigh:
                 exchange.weigh(weight * self._execution.scale.value)
 
         window = Window(
@@ -276,18 +279,24 @@ class Trainer:
         exchange.next_micro_batch()
 
     def _apply(
-        self, exchange: Exchange | AloneExchange, totals: Tensor, num_live: int, num_rows: int
+        self,
+        exchange: Exchange | AloneExchange,
+        totals: Extras,
+        num_live: int,
+        num_rows: int,
+        *,
+        must_divide: bool,
     ) -> StepReport:
         """Turns the sums into one update, or leaves everything as it is and says so."""
-        weight, loss_sum, wishes, *reached = totals[: self._buffer_places.start].tolist()
+        weight, loss_sum, wishes, *reached = totals.head
         loss = loss_sum / weight if weight else math.nan
         try:
-            self._replicas.compare(totals, num_live, self.step + 1)
+            self._replicas.compare(totals.rest, num_live, self.step + 1)
         except UserCodeError:
             exchange.discard()
             self._buffers.restore()
             raise
-        if self._window.must_divide and self._divisor(num_rows) is None:
+        if must_divide:
             exchange.divide(weight * self._execution.scale.value)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
@@ -307,7 +316,7 @@ class Trainer:
                 raise self._not_finite(found)
         else:
             self._execution.scale.keep()
-            self._buffers.apply(totals[self._buffer_places], num_live)
+            self._buffers.apply(totals.rest, num_live)
             norm = found.norm if self.phases is None else self._take(self.phases, loss, found.norm)
             self._update(norm)
             if self.compressor is not None:
@@ -379,11 +388,3 @@ class Trainer:
             num_skipped=int(bool(found.what)),
             phase=phase,
         )
-
-
-def _extras(counted: Counted, stop: bool, reached: list[bool], changes: Tensor) -> Tensor:
-    """[weight, sum of the loss, wish to stop, one per parameter, buffers, and with phases the
-    state's checksum], float64."""
-    first = [counted.weight, counted.loss_sum, float(stop), *reached]
-    values = torch.tensor(first, dtype=torch.float64)
-    return torch.cat([values, changes]) if changes.shape[0] else values

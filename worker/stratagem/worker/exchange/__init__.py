@@ -13,6 +13,7 @@ from stratagem.worker.exchange.exchange import (
     server_exchange,
     solo_exchange,
 )
+from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.exchange.server import ServerTransport
 from stratagem.worker.mesh.link import ExchangeError
@@ -21,6 +22,7 @@ __all__ = [
     "AloneExchange",
     "Exchange",
     "ExchangeError",
+    "Extras",
     "GossipExchange",
     "GradientBuckets",
     "ServerTransport",

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.mesh.link import ExchangeError
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
@@ -33,7 +34,7 @@ class AloneExchange:
         self._num_to_come = 0
         self._is_last = self._is_divided = self._is_cut = False
         self._norms: list[Tensor | None] = []
-        self._extras: Tensor | None = None
+        self._extras: Extras | None = None
         is_cpu = all(param.device.type == "cpu" for param in self._params)
         self._is_small = is_cpu and sum(param.nbytes for param in self._params) <= SMALL_BYTES
         self._hooks = (
@@ -81,14 +82,14 @@ class AloneExchange:
         """By parameter: whether backward has reached it in this shard."""
         return [param.grad is not None for param in self._params]
 
-    def end_shard(self, shard: int, extras: Tensor) -> None:
-        """The gradients are complete; extras (float64) go with them."""
+    def end_shard(self, shard: int, extras: Extras) -> None:
+        """The gradients are complete; extras go with them."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         self._is_last, self._extras = False, extras
 
-    def finish(self) -> Tensor:
-        """The extras. Raises ExchangeError after cut."""
+    def finish(self, num_head: int = 0) -> Extras:
+        """The extras as they came. Raises ExchangeError after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")
         if self._extras is None:

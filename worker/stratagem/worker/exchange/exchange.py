@@ -14,6 +14,7 @@ from torch import Tensor
 from stratagem.worker.exchange.buckets import GradientBuckets
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.direct import DirectMethod
+from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.exchange.freight import CodedFreight
 from stratagem.worker.exchange.mesh import MeshTransport, Method
 from stratagem.worker.exchange.payloads import PayloadMethod, pays_off
@@ -117,18 +118,18 @@ class Exchange:
         self._step = None
         self.buckets.discard()
 
-    def end_shard(self, shard: int, extras: Tensor) -> None:
-        """The shard's gradients are complete; extras (num_extras, float64) go with them."""
+    def end_shard(self, shard: int, extras: Extras) -> None:
+        """The shard's gradients are complete; extras (num_extras in all) go with them."""
         plan = self._current()
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
-        own_set = plan.sets[self._num_done]
-        self.buckets.end(own_set, extras)
+        own_set, flat = plan.sets[self._num_done], extras.flat()
+        self.buckets.end(own_set, flat)
         if self._compressor is not None:
             while self._num_coded < len(self._portions):
                 self._code_next(self._compressor)
-            self._compressor.end(shard, extras)
-            self.buckets.tensors(own_set)[-1].copy_(extras)
+            self._compressor.end(shard, flat)
+            self.buckets.tensors(own_set)[-1].copy_(flat)
         self._num_done += 1
         if self._num_done < len(plan.live):
             for bucket in range(len(self._full)):
@@ -137,15 +138,16 @@ class Exchange:
         self._full = [True] * len(self._full)
         self._launch()
 
-    def finish(self) -> Tensor:
+    def finish(self, num_head: int = 0) -> Extras:
         """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
-        summed extras. Raises ExchangeError when a peer is lost or silent, or after cut."""
+        summed extras, so many of them in their head. Raises ExchangeError when a peer is lost or
+        silent, or after cut."""
         plan = self._current()
         if self._num_done < len(plan.live):
             raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
         self.transport.finish()
         self._step = None
-        return self.buckets.expose()
+        return Extras.of(self.buckets.expose(), num_head)
 
     def free_gradients(self) -> None:
         """Gives the storage of gradients back, after the update; a lone member can."""

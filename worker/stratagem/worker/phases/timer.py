@@ -13,9 +13,10 @@ from stratagem.worker.phases.training import PhaseTraining
 class PassTimer:
     """Seconds of one step after the other; hands them to the phases when a step has ended."""
 
-    def __init__(self, device: torch.device, *, must_measure: bool) -> None:
-        """must_measure: wait for the device where that is needed to tell the passes apart."""
-        self._device, self._must_measure = device, must_measure
+    def __init__(self, device: torch.device, *, is_idle: bool) -> None:
+        """Waits for the device where that is needed to tell the passes apart, unless is_idle: then
+        nobody asks."""
+        self._device, self._is_idle = device, is_idle
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0
         self._forward_s = self._backward_s = 0.0
@@ -31,7 +32,7 @@ class PassTimer:
 
     def begin_backward(self) -> None:
         """A forward pass has ended."""
-        if self._device.type == "cuda" and self._must_measure:
+        if not self._is_idle and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._pass(is_backward=True)
 
@@ -43,6 +44,8 @@ class PassTimer:
         self._pass(is_backward=False)
 
     def _pass(self, *, is_backward: bool) -> None:
+        if self._is_idle:
+            return
         now_s = time.perf_counter()
         if self._is_backward:
             self._backward_s += now_s - self._mark_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratagem.worker.exchange import Exchange
+from stratagem.worker.exchange import Exchange, Extras
 from stratagem.worker.pipeline.runner import StageGradients, StageRunner
 
 
@@ -26,7 +26,7 @@ class SumOverReplicas:
         for shard, found in enumerate(shards, owned.start):
             exchange.begin_shard(shard)
             exchange.buckets.fill(list(found.gradients.values()))
-            exchange.end_shard(shard, found.extras)
-        extras = exchange.finish()
+            exchange.end_shard(shard, Extras([], found.extras))
+        extras = exchange.finish().rest
         sums = {name: param.grad for name, param in self._runner.params if param.grad is not None}
         return StageGradients(sums, extras)
