@@ -32,6 +32,18 @@ LossFunction = Callable[[Any, Any, int], LossValue]
 """(output, target, num_rows) -> LossValue."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss of the table below with its settings; none of it is code of the user's."""
+
+    function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
+        """A `LossFunction`."""
+        return self.function(output, target, num_rows, self.kwargs)
+
+
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     """The loss that a job names."""
     if spec.entrypoint is not None:
@@ -43,8 +55,7 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     for key in spec.kwargs:
         if key not in allowed:
             raise InvalidInputError.at(f"loss.{key}", unknown_key(key, sorted(allowed)))
-    kwargs = dict(spec.kwargs)
-    return lambda output, target, num_rows: function(output, target, num_rows, kwargs)
+    return NamedLoss(function, dict(spec.kwargs))
 
 
 def counts_rows(spec: LossSpec) -> bool:

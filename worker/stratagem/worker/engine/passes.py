@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
 from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.losses import LossFunction
+from stratagem.worker.losses import LossFunction, NamedLoss
 
 Key = tuple[int | str, ...]
 
@@ -118,6 +118,9 @@ class Passes:
         return counted
 
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
+        is_users = not (
+            isinstance(rows.dataset, TensorDataset) and isinstance(self.loss, NamedLoss)
+        )
         found: list[tuple[Tensor, float]] = []
         weight = 0.0
 
@@ -128,7 +131,7 @@ class Passes:
 
         for number, cut in enumerate(window.cuts):
             window.before(number)
-            self.randomness.begin(*window.key(number))
+            self.randomness.begin(*window.key(number), is_users=is_users)
             own = Rows(rows.dataset, part(rows.indices, cut), rows.activity)
             found.append(self._run_one(own, weigh, is_weighted=is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
