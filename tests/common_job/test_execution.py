@@ -62,12 +62,11 @@ def test_changes_make_a_checked_copy_and_go_both_ways() -> None:
 def test_what_a_section_says_about_itself() -> None:
     plain = ExecutionSpec()
     assert plain.computes_gradients
-    assert not plain.uses_checkpointing
     assert (plain.checkpoint_interval, plain.accumulation_steps, plain.num_workers) == (
         *(None, None, 1),
     )
     spec = ExecutionSpec(gradient=Checkpointed(5), parallelism=PipelineParallel(3))
-    assert (spec.uses_checkpointing, spec.checkpoint_interval, spec.num_workers) == (True, 5, 3)
+    assert (spec.checkpoint_interval, spec.num_workers) == (5, 3)
     assert ExecutionSpec(gradient=Accumulated(7)).accumulation_steps == 7
     assert not ExecutionSpec(gradient="None").computes_gradients
     automatic = ExecutionSpec(parallelism="Automatic")

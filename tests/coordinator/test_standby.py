@@ -15,7 +15,6 @@ from stratagem.common.errors import StandbyError, UnavailableError
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.coordinators import Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
-from stratagem.common.rpc.status import rpc_errors
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import Holder, Lease
 from stratagem.coordinator.settings import Settings
@@ -24,6 +23,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
+from tests.stream.rig import rpc_errors
 
 LEADER = Holder("the first", "another host", 1, 1, "first.example:7070")
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -1,7 +1,7 @@
 """Jobs, graphs, and parties of ranks that the pipeline's tests share."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.runner import StageRunner
-from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, TakingTurns, Transport
+from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
 from tests.patience import PATIENCE_S
 
 ALLOWED = EntryPoints(["tests.pipeline.userland:*"])
@@ -100,6 +101,37 @@ NESTED: dict[str, Any] = {
     "edges": edges("start>enc", "enc>pick", "pick>join", "start>join:1", "join>end"),
 }
 NESTED["nodes"].append({"id": "pick", "module": "Select", "kwargs": {"index": 0}})
+
+
+class TakingTurns:
+    """Any transport, for ranks that are threads of one process: they share torch's generators, so
+    only the one that holds `turn` computes, and it gives `turn` away while it waits."""
+
+    def __init__(self, inner: Transport, turn: threading.Lock) -> None:
+        self._inner, self._turn = inner, turn
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._inner.begin(step, awaited)
+
+    def send(self, address: Address, message: Message) -> None:
+        self._inner.send(address, message)
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        self._turn.release()
+        try:
+            return self._inner.recv(address, timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def end(self, timeout_s: float) -> None:
+        self._turn.release()
+        try:
+            self._inner.end(timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def cut(self) -> None:
+        self._inner.cut()
 
 
 class Party:

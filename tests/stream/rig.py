@@ -4,19 +4,29 @@ test can cut."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc.aio
 
 from stratagem.common.errors import IntegrityError, UnavailableError
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.status import from_rpc_error
 from stratagem.common.tensors.chunks import ChunkWriter, into
 from stratagem.common.tensors.manifest import Manifest, from_proto
 from stratagem.common.tensors.safefile import blob_digest
 from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
+
+
+@contextmanager
+def rpc_errors() -> Iterator[None]:
+    """Turn the RPC errors of the calls inside into errors of our tree."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
 
 
 class Store(worker_pb2_grpc.WorkerServiceServicer):

@@ -19,10 +19,10 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, bind, make_server
-from stratagem.common.rpc.status import TABLE, from_rpc_error, rpc_errors
+from stratagem.common.rpc.status import TABLE, from_rpc_error
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.patience import PATIENCE_S
-from tests.stream.rig import serving, stub_of
+from tests.stream.rig import rpc_errors, serving, stub_of
 
 SERVICE = "/stratagem.v1.WorkerService/"
 

@@ -220,10 +220,6 @@ class ExecutionSpec(Section):
         return self.gradient != "None"
 
     @property
-    def uses_checkpointing(self) -> bool:
-        return self.checkpoint_interval is not None
-
-    @property
     def checkpoint_interval(self) -> int | None:
         """Blocks between two whose activations are kept; None without checkpointing."""
         return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None

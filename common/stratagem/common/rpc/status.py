@@ -8,8 +8,6 @@ wrong come as BadRequest violations. Knows no service.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -160,15 +158,6 @@ def name_of(error: grpc.RpcError) -> str:
     """Which error of ours the other side raised; "" when it was gRPC itself, or a proxy."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
-
-
-@contextmanager
-def rpc_errors() -> Iterator[None]:
-    """Turn the RPC errors of the calls inside into errors of our tree."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,34 +98,3 @@ class LocalTransport:
 
     def cut(self) -> None:
         self._post.cut()
-
-
-class TakingTurns:
-    """Any transport, for ranks that are threads of one process: they share torch's generators, so
-    only the one that holds `turn` computes, and it gives `turn` away while it waits."""
-
-    def __init__(self, inner: Transport, turn: threading.Lock) -> None:
-        self._inner, self._turn = inner, turn
-
-    def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        self._inner.begin(step, awaited)
-
-    def send(self, address: Address, message: Message) -> None:
-        self._inner.send(address, message)
-
-    def recv(self, address: Address, timeout_s: float) -> Message:
-        self._turn.release()
-        try:
-            return self._inner.recv(address, timeout_s)
-        finally:
-            self._turn.acquire()
-
-    def end(self, timeout_s: float) -> None:
-        self._turn.release()
-        try:
-            self._inner.end(timeout_s)
-        finally:
-            self._turn.acquire()
-
-    def cut(self) -> None:
-        self._inner.cut()

@@ -127,7 +127,7 @@ def sharded_loop(
                 for old, new in zip(before, buffers, strict=True)
             ]
             parts.append([weight, loss, *grads, *changes])
-        sums = [_tree([part[i] for part in parts]) for i in range(len(parts[0]))]
+        sums = [add_in_tree([part[i] for part in parts]) for i in range(len(parts[0]))]
         total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
         divisor = total.item() if job.window.must_divide else 1.0
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -363,6 +363,7 @@ def _change(old: Tensor, new: Tensor, shard: int, num_shards: int) -> Tensor:
     return after - before if shard == 0 else torch.zeros_like(before)
 
 
-def _tree(values: list[Tensor]) -> Tensor:
+def add_in_tree(values: list[Tensor]) -> Tensor:
+    """The sum in the order that all engines add in; the values stay as they are."""
     partials = {Node(i, i + 1): value.clone() for i, value in enumerate(values)}
     return tree_sum(partials, len(values), torch.add)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec, PhasesSpec
-from stratagem.common.shards import Node, split_rows, tree_sum
+from stratagem.common.shards import split_rows
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.sources import DataSources, load_data
@@ -25,7 +25,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
-from stratagem.worker.reference.loops import Result, cut_rows, is_skipped
+from stratagem.worker.reference.loops import Result, add_in_tree, cut_rows, is_skipped
 
 _CPU = torch.device("cpu")
 
@@ -264,7 +264,7 @@ class _Loop:
             parts.append([weight, loss, *map(_gradient_of, self._params)])
             for index, param in enumerate(self._params):
                 self._reached[index] |= param.grad is not None
-        sums = [_tree([part[index] for part in parts]) for index in range(len(parts[0]))]
+        sums = [add_in_tree([part[index] for part in parts]) for index in range(len(parts[0]))]
         divisor = self._scale.value
         if self._job.window.must_divide:
             divisor *= sums[0].item()
@@ -299,8 +299,3 @@ def _gradient_of(param: nn.Parameter) -> Tensor:
 
 def _norm(flat: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-
-
-def _tree(values: list[Tensor]) -> Tensor:
-    partials = {Node(index, index + 1): value.clone() for index, value in enumerate(values)}
-    return tree_sum(partials, len(values), torch.add)
