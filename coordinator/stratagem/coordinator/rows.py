@@ -1,5 +1,7 @@
 """Facts and summaries as rows of the journal, and back."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -12,10 +14,17 @@ from stratagem.coordinator.core.showing import RunView
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.journal import Record, Summary
 
-VERSION: Final = version("stratagem")
-"""Of the summaries that are read; those of other versions are made anew."""
-
 _brief: Final = TypeAdapter(EndedRun)
+
+
+def _version() -> str:
+    """Of the program, and of what a summary holds: that changes between versions, too."""
+    shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
+    return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+
+
+VERSION: Final = _version()
+"""Of the summaries that are read; all others are made anew."""
 
 
 @dataclass(frozen=True, slots=True)
