@@ -49,6 +49,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
             local_epochs=effect.local_epochs,
         ),
     )
+    looked = _look(env, effect)
     try:
         result = await attend(env, effect.member, request, base=effect.base.digest)
     except asyncio.CancelledError:
@@ -61,9 +62,24 @@ async def train_client(env: Env, effect: TrainClient) -> None:
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "client_round":
             env.yield_slots(effect)
-            await _collect(env, effect, session_ref, result.client_round)
+            await _collect(env, effect, session_ref, result.client_round, looked)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
+"""The update, where a crash has left it in the spool complete; and from where to ask for it."""
+
+
+def _look(env: Env, effect: TrainClient) -> Looked:
+    """Look into the spool, and make the round's folder, while the client trains."""
+    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(_key(effect))))
+    looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
+    return looked
+
+
+def _key(effect: TrainClient) -> SpoolKey:
+    return SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
 
 
 async def _collect(
@@ -71,10 +87,11 @@ async def _collect(
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
+    looked: Looked,
 ) -> None:
     try:
         async with env.pulls:
-            entry, traffic = await _pull(env, effect, session_ref, result)
+            entry, traffic = await _pull(env, effect, session_ref, result, looked)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
@@ -121,11 +138,11 @@ async def _pull(
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
+    looked: Looked,
 ) -> tuple[SpoolEntry, dict[str, int]]:
     """The update in the spool, and what a codec has saved; one that a crash left there complete is
     taken as it is."""
-    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
-    done, offset = await env.in_thread(lambda: env.spool.look(key))
+    done, offset = await looked
     if done is not None:
         return done, {}
     expected, _ = await env.header(effect.base.digest)
@@ -144,8 +161,7 @@ async def _pull_coded(
 ) -> tuple[SpoolEntry, dict[str, int]]:
     """Into memory, and from there decoded into the spool."""
     job = env.job_of(effect.run_id, effect.party)
-    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
-    upload = CodedUpload(job, key, effect.base.digest, expected)
+    upload = CodedUpload(job, _key(effect), effect.base.digest, expected)
     manifest = await pull(
         _opener(env, effect, session_ref),
         upload.accept,
@@ -187,14 +203,13 @@ async def _pull_plain(
     expected: Manifest,
     offset: int,
 ) -> SpoolEntry:
-    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
     manifests: list[Manifest] = []
     writers: list[SpoolWriter] = []
 
     def writer() -> SpoolWriter:  # opened in the thread that writes
         if not writers:
             source = effect.member.incarnation
-            writers.append(env.spool.open(key, manifests[0], source=source))
+            writers.append(env.spool.open(_key(effect), manifests[0], source=source))
         return writers[0]
 
     loop = asyncio.get_running_loop()
@@ -225,5 +240,6 @@ async def _pull_plain(
         return await env.in_thread(lambda: writer().commit(expected, num_samples, when_checked))
     finally:
         await offload.close()
-        for opened in writers:  # which waits for the disk, where the update is not whole
-            await env.in_thread(opened.close)
+        for opened in writers:
+            if opened.is_open:  # the update is not whole, and what is here is made durable
+                await env.in_thread(opened.close)

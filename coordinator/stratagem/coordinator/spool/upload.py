@@ -121,6 +121,11 @@ class SpoolWriter:
         return self._check.num_bytes
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was neither committed, discarded nor closed."""
+        return self._file.descriptor >= 0
+
+    @property
     def digest(self) -> Digest:
         """Of the data so far."""
         return update_digest(self._check.crc32c)
@@ -200,7 +205,7 @@ class SpoolWriter:
 
     def close(self) -> None:
         """Stop for now, and keep what is here; no error after an end of any kind."""
-        if self._file.descriptor >= 0:
+        if self.is_open:
             with suppress(StratagemError):  # what cannot be noted is sent again
                 self._note_progress()
             self._file.close()
