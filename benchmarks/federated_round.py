@@ -6,13 +6,15 @@ The model is one frozen parameter of the size asked for beside a trained one of 
 round is its transport: broadcast, two model-sized transfers per client, checks, fold, commits. The
 whole system runs: coordinator and two worker processes over loopback, durable journal and store.
 Medians over rounds after the first two. CPU is that of all three processes, per round: on a busy
-machine it says more than the seconds. Memory is the peak resident size of the coordinator above
-what it had before the run, in units of the model.
+machine it says more than the seconds. The floor is `benchmarks/federated_floor.py`: transport and
+disk of such a round with two clients, written by hand. Memory is the peak resident size of the
+coordinator above what it had before the run, in units of the model.
 """
 
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -120,6 +122,15 @@ def watched(run: Any, pids: list[int]) -> list[tuple[float, float]]:
     ]
 
 
+def floor(mb: int, rounds: int) -> str:
+    """The row of `federated_floor.py`, which tunes malloc for its own process."""
+    script = Path(__file__).with_name("federated_floor.py")
+    command = [sys.executable, str(script), "--mb", str(mb), "--rounds", str(rounds)]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.splitlines()[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, nargs="+", default=[4, 40])
@@ -129,6 +140,7 @@ def main() -> None:
     columns = ("s/round", "min", "max", "CPU s")
     print(f"{'model':>8} {'clients':>8}", *(f"{each:>8}" for each in columns), f"{'peak':>14}")
     for mb in args.mb:
+        print(floor(mb, args.rounds), flush=True)
         for num_clients in args.clients:
             median, least, most, cpu, models = measure(mb, num_clients, args.rounds)
             print(
