@@ -6,8 +6,9 @@ One process, one thread, solo exchange, so what is left is what the engine itsel
 randomness, gathering rows, hooks and buckets, the check for finite numbers, buffers, extras. The
 variants take turns inside one run; "x4" computes each batch as four micro-batches. Printed are
 median wall and CPU time per step, and the medians of the per-round ratios to the plain loop of the
-same kind. The loop reads no loss and checks nothing; "checked" also does what every real one does:
-read the loss, and stop at a gradient that is not finite.
+same kind. The loop reads no loss and checks nothing, and its optimizer is torch's default; "fused"
+updates in one pass, as the engine does; "checked" also does what every real one does: read the
+loss, and stop at a gradient that is not finite.
 """
 
 import argparse
@@ -58,10 +59,12 @@ def make_data(name: str) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 32, generator=generator), torch.randint(10, (rows,))
 
 
-def plain(name: str, *, num_parts: int, is_checked: bool) -> Callable[[], None]:
+def plain(
+    name: str, *, num_parts: int, is_checked: bool = False, fused: bool | None = None
+) -> Callable[[], None]:
     """The loop that everybody writes."""
     model, (x, y) = make_model(name), make_data(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=fused)
     loss_of, rows = nn.CrossEntropyLoss(), ROWS[name]
     order: list[Tensor] = []
 
@@ -71,7 +74,10 @@ def plain(name: str, *, num_parts: int, is_checked: bool) -> Callable[[], None]:
         optimizer.zero_grad()
         total = 0.0
         for part in order.pop().split(rows // num_parts):
-            loss = loss_of(model(x[part]), y[part].flatten()) / num_parts
+            target = y[part].flatten() if y.dim() > 1 else y[part]
+            loss = loss_of(model(x[part]), target)
+            if num_parts > 1:
+                loss = loss / num_parts
             loss.backward()
             if is_checked:
                 total += loss.item()
@@ -127,10 +133,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Times]:
     """By variant."""
     parts = NUM_MICRO_BATCHES
     steps = {
-        "torch": plain(name, num_parts=1, is_checked=False),
+        "torch": plain(name, num_parts=1),
+        "fused": plain(name, num_parts=1, fused=True),
         "checked": plain(name, num_parts=1, is_checked=True),
         "engine": engine(name, num_parts=1),
-        f"torch x{parts}": plain(name, num_parts=parts, is_checked=False),
+        f"torch x{parts}": plain(name, num_parts=parts),
+        f"fused x{parts}": plain(name, num_parts=parts, fused=True),
         f"checked x{parts}": plain(name, num_parts=parts, is_checked=True),
         f"engine x{parts}": engine(name, num_parts=parts),
     }
@@ -164,13 +172,13 @@ def main() -> None:
     tune_malloc()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; ms per step")
-    print(f"{'model':<12} {'':<10} {'wall':>8} {'CPU':>8}  / torch (CPU)  / checked (CPU)")
+    print(f"{'model':<12} {'':<10} {'wall':>8} {'CPU':>8}  / torch, / fused, / checked (each CPU)")
     for name in args.models:
         times = measure(name, args)
         for variant, own in times.items():
             _, _, suffix = variant.partition(" ")
             cells = []
-            for base in ("torch", "checked"):
+            for base in ("torch", "fused", "checked"):
                 other = times[f"{base} {suffix}".strip()]
                 wall, cpu = ratio(own.wall_s, other.wall_s), ratio(own.cpu_s, other.cpu_s)
                 cells.append(f"{wall:6.3f} ({cpu:.3f})")
