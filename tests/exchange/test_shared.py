@@ -121,6 +121,26 @@ def test_strangers_are_turned_away() -> None:
         group.close()
 
 
+def test_a_caller_that_says_nothing_yet_holds_nobody_up() -> None:
+    """A stranger that never speaks, and a member that stands still before it does."""
+    listening = [SharedListener() for _ in range(3)]
+    addresses = [each.address for each in listening]
+    name = addresses[0].decode().partition(":")[0]
+    with ThreadPoolExecutor(3) as pool, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{name}")
+        first = pool.submit(form_shared, listening[0], 0, 3, addresses, PATIENCE_S)
+        with socket.socket(socket.AF_UNIX) as slow:  # in place of member 2
+            slow.connect(f"\0{name}")
+            second = pool.submit(form_shared, listening[1], 1, 3, addresses, PATIENCE_S)
+            slow.sendall(bytes.fromhex(addresses[0].decode().partition(":")[2]) + b"\0\0\0\2")
+            slow.settimeout(PATIENCE_S)
+            assert slow.recv(16) == bytes.fromhex(addresses[2].decode().partition(":")[2])
+            first.result().close()  # it is formed
+        with pytest.raises(ExchangeError, match="member 0 has left while the group was formed"):
+            second.result()  # which member 2 has not called
+    listening[2].close()
+
+
 def test_an_absent_member_is_told_from_a_silent_one() -> None:
     gone = SharedListener()
     gone.close()

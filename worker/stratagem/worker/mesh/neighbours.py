@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from stratagem.worker.mesh.link import ExchangeError
@@ -20,7 +21,7 @@ from stratagem.worker.mesh.segments import UnshareableError
 
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f">{_SECRET_BYTES}sI")  # the listener's secret, the caller's rank
-HELLO_TIMEOUT_S: Final = 1.0
+_MAX_CALLERS: Final = 128
 
 
 class SharedListener:
@@ -67,13 +68,19 @@ def connect(
     """
     deadline_s = time.monotonic() + timeout_s
     found: dict[int, socket.socket] = {}
+    door = _Door(listener)
     try:
         for peer in range(rank):
             found[peer] = _call(addresses[peer], rank, peer, deadline_s)
         while len(found) < size - 1:
-            peer, sock = _accept(listener, found, rank, size, deadline_s)
-            sock.sendall(_secret_of(addresses[peer]))
-            found[peer] = sock
+            missing = next(p for p in range(rank + 1, size) if p not in found)
+            _await_input(door.sockets, found, missing, deadline_s)
+            for peer, sock in door.admit():
+                if peer in found or not rank < peer < size:
+                    sock.close()
+                    continue
+                found[peer] = sock
+                _send(sock, _secret_of(addresses[peer]), peer, deadline_s)
         for peer in range(rank):
             answer = _receive(found[peer], _SECRET_BYTES, peer, deadline_s)
             if answer != listener.secret:
@@ -83,7 +90,7 @@ def connect(
             sock.close()
         raise
     finally:
-        listener.close()
+        door.close()
     return found
 
 
@@ -111,38 +118,60 @@ def _call(address: bytes, rank: int, peer: int, deadline_s: float) -> socket.soc
     return sock
 
 
-def _accept(
-    listener: SharedListener,
-    found: Mapping[int, socket.socket],
-    rank: int,
-    size: int,
-    deadline_s: float,
-) -> tuple[int, socket.socket]:
-    """The next member that calls; strangers are turned away."""
-    missing = next(p for p in range(rank + 1, size) if p not in found)
-    while True:
-        _await_input(listener.socket, found, missing, deadline_s)
-        sock, _ = listener.socket.accept()
-        sock.settimeout(HELLO_TIMEOUT_S)
-        try:
-            secret, peer = _HELLO.unpack(sock.recv(_HELLO.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            sock.close()
-            continue
-        if secrets.compare_digest(secret, listener.secret) and rank < peer < size:
-            return peer, sock
-        sock.close()
+class _Door:
+    """A listener, and who has called and not said a word yet: a member of a busy host may stand
+    still there, and nobody waits for it. Strangers are turned away."""
+
+    def __init__(self, listener: SharedListener) -> None:
+        self._listener = listener
+        self._listener.socket.setblocking(False)
+        self._callers: list[socket.socket] = []
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """Input of one of them is a reason to `admit`."""
+        return [self._listener.socket, *self._callers]
+
+    def admit(self) -> list[tuple[int, socket.socket]]:
+        """Who has said the secret by now, with the rank it gives. Does not wait."""
+        with suppress(BlockingIOError):
+            caller, _ = self._listener.socket.accept()
+            caller.setblocking(False)
+            self._callers.append(caller)
+        if len(self._callers) > _MAX_CALLERS:
+            self._callers.pop(0).close()
+        admitted = []
+        for caller in list(self._callers):
+            try:
+                hello = caller.recv(_HELLO.size)
+            except BlockingIOError:
+                continue
+            except OSError:
+                hello = b""
+            self._callers.remove(caller)
+            secret, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+            if secrets.compare_digest(secret, self._listener.secret):
+                admitted.append((rank, caller))
+            else:
+                caller.close()
+        return admitted
+
+    def close(self) -> None:
+        self._listener.close()
+        for caller in self._callers:
+            caller.close()
 
 
 def _await_input(
-    listening: socket.socket,
+    callers: Sequence[socket.socket],
     found: Mapping[int, socket.socket],
     missing: int,
     deadline_s: float,
 ) -> None:
-    """Until somebody calls; a connected member that goes meanwhile ends the waiting."""
+    """Until one of them has something; a connected member that goes meanwhile ends the waiting."""
     poll = select.poll()
-    poll.register(listening, select.POLLIN)
+    for sock in callers:
+        poll.register(sock, select.POLLIN)
     peers = {sock.fileno(): peer for peer, sock in found.items()}
     for fd in peers:
         poll.register(fd, select.POLLRDHUP)
@@ -152,6 +181,14 @@ def _await_input(
     gone = sorted(peers[fd] for fd in ready if fd in peers)
     if gone:
         raise ExchangeError(f"member {gone[0]} has left while the group was formed")
+
+
+def _send(sock: socket.socket, words: bytes, peer: int, deadline_s: float) -> None:
+    sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+    try:
+        sock.sendall(words)
+    except OSError as error:
+        raise ExchangeError(f"member {peer} has left while the group was formed") from error
 
 
 def _receive(sock: socket.socket, num_bytes: int, peer: int, deadline_s: float) -> bytes:
