@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
 
-from docs import callers, error_catalogue, processes, tables, training_phases
+from docs import callers, code_map, error_catalogue, processes, tables, training_phases
 from docs.diagrams import (
     STRATEGIES,
     diagram,
@@ -35,6 +35,7 @@ def parts() -> Mapping[str, str]:
         **processes.RENDERED,
         **callers.RENDERED,
         **error_catalogue.RENDERED,
+        **code_map.RENDERED,
     }
     made = {name: make() for name, make in rendered.items()}
     runs = observe(STRATEGIES, run_phase)
