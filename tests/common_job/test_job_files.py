@@ -126,6 +126,7 @@ def test_wrong_overrides_are_named(job_file: Path, override: str, expected: str)
         ("a.toml", "a = 1\na = 2", "not valid TOML: "),
         ("a.toml", "a = 2024-01-01", "a: datetime.date(2024, 1, 1) (date) has no JSON form"),
         ("a.json", '{"a": 1, "a": 2}', "a: duplicate key"),
+        ("a.json", '{"a": 1,}', "not valid JSON: "),
         ("a.ini", "a=1", "'.ini' is not one of .yaml, .yml, .toml, .json"),
         ("a", "a=1", "'no suffix' is not one of"),
     ],
@@ -135,6 +136,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, text: str, expe
     with pytest.raises(InvalidInputError) as caught:
         load_job(path)
     assert str(caught.value).startswith(f"{path}: {expected}")
+    assert not caught.value.violations  # of which each would be told without the file
 
 
 def test_a_missing_file_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

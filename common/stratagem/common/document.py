@@ -161,7 +161,14 @@ def _violations(details: ErrorDetails, root: type[BaseModel]) -> tuple[Violation
     if details["type"] == "extra_forbidden":
         key = str(details["loc"][-1])
         return (Violation(path, unknown_key(key, _known_keys(root, details["loc"][:-1]))),)
+    if details["type"] in _NOT_A_SECTION:
+        keys = ", ".join(_known_keys(root, details["loc"]))
+        said = f"{_short(details['input'])} is not a mapping{keys and ' of '}{keys}"
+        return (Violation(path, said),)
     return (Violation(path, _sentence(details)),)
+
+
+_NOT_A_SECTION: Final = ("model_type", "model_attributes_type")
 
 
 _NOT_A: Final[Mapping[str, str]] = {
@@ -173,8 +180,6 @@ _NOT_A: Final[Mapping[str, str]] = {
     "bool_type": "true or false",
     "list_type": "a list",
     "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
 }
 _BOUNDS: Final[Mapping[str, tuple[str, str]]] = {
     "greater_than": (">", "gt"),

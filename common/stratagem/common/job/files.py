@@ -33,8 +33,7 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     try:
         document = check_json(_parse(path.suffix.lower(), text))
     except InvalidInputError as error:
-        message = f"{path}: {error}"
-        raise InvalidInputError(message, violations=error.violations) from None
+        raise InvalidInputError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise InvalidInputError(f"{path}: not a mapping of name, model, data, ...")
     for override in overrides:
