@@ -24,6 +24,7 @@ from stratagem.common.errors import (
     UserCodeError,
 )
 from stratagem.common.job import JobSpec
+from stratagem.common.tensors.chunks import CHUNK_BYTES
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
 
 
@@ -227,10 +228,9 @@ def test_logs_are_not_repeated_after_a_cut(client: Client, fake: FakeCoordinator
 def test_a_download_resumes_where_it_was_cut(
     client: Client, fake: FakeCoordinator, tmp_path: Path
 ) -> None:
-    mib = 2**20
-    fake.download_cuts = [0, 3 * mib]
+    fake.download_cuts = [0, 2 * CHUNK_BYTES]
     path = client.submit(JOB).download(tmp_path / "model.safetensors")
-    assert fake.downloaded_from == [0, mib, 4 * mib]
+    assert fake.downloaded_from == [0, CHUNK_BYTES, 3 * CHUNK_BYTES]
     tensors = load_file(path)
     assert torch.equal(tensors["model/weight"], torch.arange(1_000_000, dtype=torch.float32))
     assert list(tmp_path.iterdir()) == [path]
