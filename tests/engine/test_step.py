@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stratagem.common.errors import UserCodeError
+from stratagem.worker.exchange import Extras
 from stratagem.worker.reference.loops import plain_loop, sharded_loop
 from tests.engine.support import (
     ALLOWED,
@@ -191,7 +192,7 @@ def test_failed_step_leaves_no_trace() -> None:
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
 
-    def fail() -> torch.Tensor:
+    def fail(num_head: int) -> Extras:
         raise LostPeerError
 
     exchange.finish = fail  # type: ignore[method-assign]

@@ -193,7 +193,7 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
 
-    def fail() -> torch.Tensor:
+    def fail(num_head: int) -> Extras:
         raise LostPeerError
 
     exchange.finish = fail  # type: ignore[method-assign]
