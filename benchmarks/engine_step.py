@@ -29,7 +29,8 @@ from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.evaluate import Evaluator
 from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.engine.trainer import Setup, Trainer
+from stratagem.worker.engine.setup import Setup
+from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import AloneExchange
 from stratagem.worker.losses import make_loss

@@ -8,7 +8,8 @@ from stratagem.worker.engine.client_round import ClientRound, ClientRunner, run_
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.gossip import GossipTrainer, Summary
 from stratagem.worker.engine.inference import Inference
-from stratagem.worker.engine.trainer import StepReport, Trainer
+from stratagem.worker.engine.report import StepReport
+from stratagem.worker.engine.trainer import Trainer
 
 __all__ = [
     "ClientRound",

@@ -18,7 +18,8 @@ from stratagem.worker.engine.execution import make_gather, prepare
 from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.inference import Inference
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.engine.trainer import Setup, Trainer
+from stratagem.worker.engine.setup import Setup
+from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics

@@ -29,7 +29,8 @@ from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.engine.trainer import Setup, StepReport
+from stratagem.worker.engine.report import StepReport
+from stratagem.worker.engine.setup import Setup
 from stratagem.worker.exchange.distances import neighbour_distance
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange

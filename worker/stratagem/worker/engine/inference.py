@@ -16,7 +16,7 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.engine import state
 from stratagem.worker.engine.evaluate import Part
-from stratagem.worker.engine.trainer import Setup
+from stratagem.worker.engine.setup import Setup
 
 
 class Inference:

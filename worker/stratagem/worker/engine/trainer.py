@@ -1,4 +1,4 @@
-"""The synchronous training step of one member, and its state.
+"""The synchronous training step of one member.
 
 Computes the shards that this member owns, hands their gradients to an exchange, and applies the
 sum; parameters change only after the exchange is complete, so a step that failed leaves no trace.
@@ -10,31 +10,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.job import JobSpec
 from stratagem.common.shards import split_rows
-from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
-from stratagem.worker.engine.evaluate import Evaluator, Part
-from stratagem.worker.engine.execution import Execution
+from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import Finding, inspect, norms_of, not_finite, total_norm
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window, part
-from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.replicas import ReplicaCheck
+from stratagem.worker.engine.report import StepReport
+from stratagem.worker.engine.saved import Saved, State
+from stratagem.worker.engine.setup import Setup
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.extras import Extras
-from stratagem.worker.losses import LossFunction, counts_rows
+from stratagem.worker.losses import counts_rows
 from stratagem.worker.optimizers import (
     clip,
     learning_rate,
@@ -47,52 +46,6 @@ from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
 _FIXED: Final = 3
 """How many extras come before those of the parameters: [weight, sum of the loss, wish to stop, one
 per parameter that says whether it was reached; buffers, and with phases the state's checksum]."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One step that is done. `step` counts them, this one included."""
-
-    step: int
-    loss: float
-    weight: float
-    """Rows or tokens that the step learned from; none when it was skipped."""
-    num_rows: int
-    stop: bool
-    grad_norm: float
-    """2-norm of the whole gradient before clipping; of several nodes, the largest."""
-    num_skipped: int = 0
-    """1 when loss or gradient was not finite and the step changed nothing; of nodes, how many."""
-    phase: str = ""
-    """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else there is to say of the step, beside the loss."""
-    exchange_wait_s: float = field(default=0.0, compare=False)
-    """From the end of this member's own passes until the sums of all were here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a trainer is made of."""
-
-    job: JobSpec
-    model: nn.Module
-    data: Mapping[str, Dataset]
-    loss: LossFunction
-    gather: Gather
-    evaluator: Evaluator
-    randomness: KeyedRandomness
-    execution: Execution
-
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Rows per split."""
-        return {split: len(dataset) for split, dataset in self.data.items()}
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about settings that are carried out in another way than they say."""
-        return self.execution.notes
 
 
 class Trainer:
@@ -128,6 +81,14 @@ class Trainer:
             self.num_extras,
             mark=_FIXED,
             absorbs=self._execution.scale.is_dynamic,
+        )
+        self._saved = Saved(
+            self.model,
+            self.optimizer,
+            self.params,
+            self._execution.scale,
+            self.phases,
+            self.compressor,
         )
         self.step = 0
         self._window, self._counts_rows = job.window, counts_rows(job.loss)
@@ -198,27 +159,17 @@ class Trainer:
         self._is_training = False
         return self._evaluator.parts(split, self._data[split], rank, size)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def state(self) -> State:
         """(live tensors by name, metadata). Valid until the next step."""
-        tensors, numbers = state.optimizer_state(self.optimizer, self.params)
-        numbers |= self._execution.scale.metadata()
-        if self.phases is not None:
-            saved, texts = self.phases.state()
-            tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
-        metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
-        return {**state.model_state(self.model), **tensors}, metadata
+        return self._saved.live(self.step)
 
-    def copy_state(self, *, is_first: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def copy_state(self, *, is_first: bool = True) -> State:
         """`state`, copied to the CPU: stays as it is while training goes on.
 
         Also what this member alone holds; and of a party of which each member holds something
         alone, only the first gives what all of them have.
         """
-        tensors, metadata = self.state()
-        if self.compressor is not None:
-            shared = tensors if is_first or not self.is_sole_copy else {}
-            tensors = {**shared, **self.compressor.state()}
-        return state.copied(tensors), metadata
+        return self._saved.copied(self.step, with_shared=is_first or not self.is_sole_copy)
 
     @property
     def is_sole_copy(self) -> bool:
@@ -227,16 +178,7 @@ class Trainer:
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state that `state` gave, of this or another process."""
-        if metadata.get("format") != state.FORMAT:
-            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
-        state.load_model_state(self.model, tensors)
-        state.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
-        if self.compressor is not None:
-            self.compressor.load_state(tensors)
-        if self.phases is not None:
-            self.phases.load(tensors, metadata)
-        self._execution.scale.load(metadata)
-        self.step = int(metadata["step"])
+        self.step = self._saved.load(tensors, metadata)
 
     def fingerprint(self) -> str:
         """Equal on all members that hold the same state."""

@@ -24,7 +24,7 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import not_finite, what_is_wrong
-from stratagem.worker.engine.trainer import StepReport
+from stratagem.worker.engine.report import StepReport
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.optimizers import (
     clip,

@@ -1,0 +1,28 @@
+"""What a training step of any kind says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step that is done. `step` counts them, this one included."""
+
+    step: int
+    loss: float
+    weight: float
+    """Rows or tokens that the step learned from; none when it was skipped."""
+    num_rows: int
+    stop: bool
+    grad_norm: float
+    """2-norm of the whole gradient before clipping; of several nodes, the largest."""
+    num_skipped: int = 0
+    """1 when loss or gradient was not finite and the step changed nothing; of nodes, how many."""
+    phase: str = ""
+    """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else there is to say of the step, beside the loss."""
+    exchange_wait_s: float = field(default=0.0, compare=False)
+    """From the end of this member's own passes until the sums of all were here."""
