@@ -1,6 +1,7 @@
 """What `stratagem doctor --worker-settings` says of settings that do not fit this machine."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ OWN = types_pb2.Environment(
     shared_memory_bytes=2**30,
     backends=["gloo"],
 )
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of settings are put on the path as in a worker, but not for other tests."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def settings(**changes: Any) -> WorkerSettings:
