@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import numpy as np
 
 from stratagem.client.sync import LoopThread
@@ -116,6 +117,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.runs: dict[str, FakeRun] = {}
         self.ending = "completed"
         self.cuts: set[int] = set()
+        self.says_why = True
+        """When it cuts; a process that ends by a defect does not."""
         self.watched_from: list[int] = []
         self.downloaded_from: list[int] = []
         self.download_cuts: list[int] = []
@@ -192,10 +195,15 @@ class FakeCoordinator(CoordinatorServiceServicer):
                 yield pb.WatchRunResponse(progress=progress)
                 if event.index in run.cuts:
                     run.cuts.remove(event.index)
-                    raise UnavailableError("restarting")
+                    await self._cut(context)
             if run.phase in FINAL:
                 return
             await run.changed.wait()
+
+    async def _cut(self, context: Any) -> None:
+        if self.says_why:
+            raise UnavailableError("restarting")
+        await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")  # as gRPC says it for us
 
     async def CancelRun(self, request: pb.CancelRunRequest, context: Any) -> pb.CancelRunResponse:
         run = self._run(request.run_id)

@@ -127,10 +127,11 @@ def test_workers_are_listed(client: Client) -> None:
 # ---- watching ----
 
 
+@pytest.mark.parametrize("says_why", [True, False])
 def test_watch_gives_each_event_once_although_it_is_cut(
-    client: Client, fake: FakeCoordinator
+    client: Client, fake: FakeCoordinator, says_why: bool
 ) -> None:
-    fake.cuts = {0, 2}
+    fake.cuts, fake.says_why = {0, 2}, says_why
     items = list(client.submit(JOB).watch())
     assert events_of(items) == [0, 1, 2, 3]
     progress = [item for item in items if isinstance(item, Progress)]

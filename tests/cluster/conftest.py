@@ -58,6 +58,17 @@ def exact_cluster(
         },
     ) as cluster:
         yield cluster
+        for name in cluster.processes:
+            assert not crashes_of(cluster.folder / "logs" / f"{name}.log"), name
+
+
+def crashes_of(log: Path) -> list[str]:
+    """What Python said last in a process that ended by a defect. All else in the log is JSON.
+
+    Runs survive that, so nobody else would notice.
+    """
+    lines = log.read_text().splitlines()
+    return [each for each in lines if "Error" in each and not each.startswith("{")]
 
 
 @pytest.fixture(scope="session")

@@ -170,7 +170,8 @@ class Connection:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
             self._coordinators.move_on(asked)  # it is frozen
             return True
-        if code is not grpc.StatusCode.UNAVAILABLE:
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            # The latter is the last word of a process that ends; our own cancelling is no error.
             return False
         if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
             self._has_answered = True  # there is a cluster, and soon a leader

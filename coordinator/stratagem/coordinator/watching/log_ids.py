@@ -4,18 +4,21 @@ from typing import Any
 
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.facts import Member
 
 _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 
 
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
-    """run_id, party, segment or round, worker_id: those that it has."""
+    """run_id, party, segment or round, worker_id, member of a population: those that it has."""
     found: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)
         if value is not None:
             found[key] = value
     member = getattr(thing, "member", None)
-    if member is not None:
+    if isinstance(member, Member):
         found["worker_id"] = member.worker_id
+    elif member is not None:
+        found["member"] = member
     return found
