@@ -4,7 +4,7 @@ import multiprocessing as mp
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,8 +29,10 @@ class Member:
         return self.pipe.recv()
 
     def kill(self) -> None:
+        """One that has ended by itself, as when it lost a member, has ended, too."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
 
     def freeze(self) -> None:
         assert self.process.pid is not None
