@@ -38,7 +38,7 @@ from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.v1 import peer_pb2_grpc
-from stratagem.worker.exchange import GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
 from stratagem.worker.mesh.grpc import form_grpc
 from stratagem.worker.mesh.neighbours import SharedListener
@@ -47,6 +47,7 @@ from stratagem.worker.peer import Group, PeerHub, PeerServicer
 
 ENGINES = ("shm", "gloo", "grpc", "tls")
 UNORDERED = ("ring", "native")
+NO_MORE = torch.zeros(0, dtype=torch.float64)
 VARIANTS = (*ENGINES, *UNORDERED, "ddp", "none")
 GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
 
@@ -89,7 +90,7 @@ class Setup:
     rank: int
     size: int
     pipe: Connection
-    certificate: TlsFiles
+    certificate: TlsFiles | None = None
 
 
 def make_step(variant: str, setup: Setup) -> Callable[[], None]:
@@ -132,8 +133,7 @@ def make_our_step(
         exchange.begin_shard(rank)
         loss = loss_of() * weight
         loss.backward()
-        values = [weight, loss.item(), 0.0]
-        exchange.end_shard(rank, torch.tensor(values, dtype=torch.float64))
+        exchange.end_shard(rank, Extras([weight, loss.item(), 0.0], NO_MORE))
         exchange.finish()
         optimizer.step()
 

@@ -19,7 +19,7 @@ from data_parallel import Setup, form  # beside this script
 from torch import nn
 
 from stratagem.common.malloc import tune_malloc
-from stratagem.worker.exchange import GradientBuckets, mesh_exchange, schedule
+from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange, schedule
 
 NEVER, ALWAYS = 0, 2**60
 WAYS = {"gather": (ALWAYS, ALWAYS), "tree": (ALWAYS, 1), "direct": (NEVER, 1)}
@@ -40,7 +40,7 @@ def run_member(pipe: Connection, engine: str, rank: int, size: int, num_steps: i
                 begun = time.perf_counter()
                 exchange.begin_step(step, range(rank, rank + 1), size)
                 exchange.begin_shard(rank)
-                exchange.end_shard(rank, torch.zeros(0, dtype=torch.float64))
+                exchange.end_shard(rank, Extras([], torch.zeros(0, dtype=torch.float64)))
                 exchange.finish()
                 if step >= num_steps // 4:
                     pipe.send(time.perf_counter() - begun)
