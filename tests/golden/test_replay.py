@@ -6,6 +6,7 @@ import pytest
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.ids import RunId
+from stratagem.common.numerics import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import decide
 from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunSubmitted, encode
@@ -82,3 +83,9 @@ async def test_what_was_accepted_before_there_was_a_limit_replays_and_is_refused
     assert state.runs[RunId("old")].ended is None
     with pytest.raises(InvalidInputError):  # also right after the old one has been read
         decide(state, SubmitRun(RunId("new"), BEYOND[what], 2.0))
+
+
+async def test_runs_of_before_there_were_numbers_go_on_by_the_first_rules(tmp_path: Path) -> None:
+    runs = (await replay(load(JOURNALS[0], tmp_path / "journal.sqlite"))).state.runs
+    assert runs
+    assert {run.numerics for run in runs.values()} == {FIRST}

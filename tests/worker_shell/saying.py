@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import assign_shards
 from stratagem.common.tensors.manifest import Manifest, Purpose, to_proto
 from stratagem.common.tensors.safefile import blob_digest
@@ -52,6 +53,7 @@ def build_request(run_id: str, spec: JobSpec) -> pb.ExecuteRequest:
         session=session(run_id, "build"),
         segment=0,
         job_json=spec.canonical_json(),
+        numerics=CURRENT,
         build=pb.BuildPlan(),
     )
 
@@ -80,6 +82,7 @@ class Plan:
     base_step: int = 0
     to_step: int = 10
     exchange: int = pb.EXCHANGE_METHOD_ALL_REDUCE
+    numerics: int = CURRENT
 
     def request(self, workers: list[Worker], rank: int, membership: int = 1) -> pb.ExecuteRequest:
         shards = assign_shards(self.num_shards, len(workers))
@@ -98,6 +101,7 @@ class Plan:
             session=session(self.run_id),
             segment=self.segment,
             job_json=self.spec.canonical_json(),
+            numerics=self.numerics,
             train=pb.TrainPlan(
                 view=pb.View(members=members, rank=rank),
                 base=pb.StateRef(

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import to_proto
 from stratagem.v1 import worker_pb2 as pb
@@ -232,6 +233,11 @@ async def test_wrong_requests_are_named(w0: Worker) -> None:
     bad = build_request("wrong", spec)
     bad.job_json = json.dumps({"name": "x"})
     assert (await refusal(w0.stub.Execute(bad))).code() is grpc.StatusCode.INVALID_ARGUMENT
+    beyond = build_request("wrong", spec)
+    beyond.numerics = CURRENT + 1
+    error = await refusal(w0.stub.Execute(beyond))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"numerics: {CURRENT + 1} is not known here" in str(error.details())
     escape = build_request("../wrong", spec)
     assert (await refusal(w0.stub.Execute(escape))).code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -245,6 +251,7 @@ async def test_one_client_round(w0: Worker) -> None:
         session=session(run_id, "client1"),
         segment=1,
         job_json=spec.canonical_json(),
+        numerics=CURRENT,
         client_round=pb.ClientRoundPlan(
             base=pb.StateRef(digest=base.digest), client=1, num_clients=2, local_epochs=1
         ),

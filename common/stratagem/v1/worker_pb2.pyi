@@ -75,6 +75,7 @@ class ExecuteRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     JOB_JSON_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     TRAIN_FIELD_NUMBER: _builtins.int
     CLIENT_ROUND_FIELD_NUMBER: _builtins.int
@@ -83,6 +84,10 @@ class ExecuteRequest(_message.Message):
     """With session, the idempotency key: the number of the segment, round or generation."""
     job_json: _builtins.str
     """The job as canonical JSON; the worker validates it like the coordinator did."""
+    numerics: _builtins.int
+    """Which rules decide the bits of the run; 0 is 1. INVALID_ARGUMENT for a number that the worker
+    does not know.
+    """
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -102,6 +107,7 @@ class ExecuteRequest(_message.Message):
         session: _types_pb2.SessionRef | None = ...,
         segment: _builtins.int = ...,
         job_json: _builtins.str = ...,
+        numerics: _builtins.int = ...,
         build: Global___BuildPlan | None = ...,
         train: Global___TrainPlan | None = ...,
         client_round: Global___ClientRoundPlan | None = ...,
@@ -109,7 +115,7 @@ class ExecuteRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "plan", b"plan", "session", b"session", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "plan", b"plan", "segment", b"segment", "session", b"session", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015

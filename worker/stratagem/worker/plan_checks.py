@@ -10,6 +10,7 @@ from typing import Final
 
 from stratagem.common.document import MAX_COUNT
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.numerics import check_numerics
 from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_REPLICAS
 from stratagem.v1 import worker_pb2 as pb
 
@@ -20,6 +21,7 @@ MAX_SPLITS: Final = 64
 def check_plan(request: pb.ExecuteRequest) -> None:
     """Raises InvalidInputError at the first field that is out of its range."""
     _within("segment", request.segment, 0, MAX_COUNT)
+    check_numerics(request.numerics)
     match request.WhichOneof("plan"):
         case "train":
             _check_train(request.train)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import check_numerics
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.blobs import Blob, BlobCache
 from stratagem.worker.clock import CoordinatorClock
@@ -206,6 +207,11 @@ class Work:
         compiles = self.job.execution.mode != "Eager"
         return self.host.exchange_timeout_s + (self.host.compile_timeout_s if compiles else 0.0)
 
+    @property
+    def numerics(self) -> int:
+        """Which rules decide the bits; see stratagem.common.numerics."""
+        return check_numerics(self.request.numerics)
+
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have the event loop make a call, after all that were posted before it."""
         self.host.loop.call_soon_threadsafe(call, *arguments)
@@ -249,6 +255,7 @@ class Work:
             device=self.host.device,
             fresh=fresh,
             sources=self.sources(),
+            numerics=self.numerics,
         )
         self.tell(trainer.setup.notes)
         return trainer

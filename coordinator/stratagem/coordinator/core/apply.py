@@ -95,6 +95,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
         traceparent=fact.traceparent,
+        numerics=fact.numerics,
     )
     try:
         return replace(record, value=strategy_of(job).init(job, ROOT))

@@ -7,6 +7,7 @@ how things stand now, one fact at a time, until nobody has anything to add. Both
 from collections import Counter
 from collections.abc import Iterator
 
+from stratagem.common import numerics
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
@@ -165,6 +166,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         wall_s=command.wall_s,
         by=command.by,
         traceparent=command.traceparent,
+        numerics=numerics.CURRENT,
     )
     return (Entry(command.run_id, fact, key_of(fact)),)
 

@@ -98,6 +98,8 @@ class RunSubmitted(Value):
     """Who asked, as "client alice" or "token ci"; empty where nobody has to say who they are."""
     traceparent: str = ""
     """Where the run belongs in a trace (W3C), if somebody traces it."""
+    numerics: int = 1
+    """Which rules decide the bits of the run, to its end; see stratagem.common.numerics."""
 
 
 class RunCancelled(Value):

@@ -71,6 +71,8 @@ class RunRecord:
     """Who may stop, resume and delete it without the scope admin; empty: it is not known."""
     traceparent: str = ""
     """See RunSubmitted."""
+    numerics: int = 1
+    """See RunSubmitted."""
     changed_s: float = 0.0
     """Leader-clock time of the newest fact."""
     num_facts: int = 0

@@ -22,6 +22,7 @@ async def build(env: Env, effect: Build) -> None:
         session=session_ref,
         segment=0,
         job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
         build=worker_pb2.BuildPlan(),
     )
     result = await attend(env, effect.member, request)

@@ -42,6 +42,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
         session=session_ref,
         segment=effect.round_num,
         job_json=env.job_json(effect.run_id, effect.party),
+        numerics=env.numerics_of(effect.run_id),
         client_round=worker_pb2.ClientRoundPlan(
             base=state_ref(effect.base),
             client=effect.client,

@@ -117,6 +117,10 @@ class Env:
             known = self.job_texts[run_id, party] = (job, job.canonical_json())
         return known[1]
 
+    def numerics_of(self, run_id: RunId) -> int:
+        """Which rules decide the bits of a run; see stratagem.common.numerics."""
+        return self.state.runs[run_id].numerics
+
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
         """The metrics that the party's job asks for."""
         evaluation = self.job_of(run_id, party).evaluation

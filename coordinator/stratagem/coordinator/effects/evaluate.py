@@ -19,6 +19,7 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
         session=session(effect.run_id, child_party(effect.party, "evaluate")),
         segment=effect.base.segment,
         job_json=env.job_of(effect.run_id, effect.party).canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
         evaluate=worker_pb2.EvaluatePlan(
             base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
         ),

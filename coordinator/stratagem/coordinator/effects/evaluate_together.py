@@ -103,6 +103,7 @@ def _request(
         session=_session(effect),
         segment=effect.base.segment,
         job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
         evaluate=worker_pb2.EvaluatePlan(
             base=state_ref(effect.base),
             splits=effect.splits,

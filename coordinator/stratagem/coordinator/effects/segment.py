@@ -80,6 +80,7 @@ def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb
         session=session(effect.run_id, effect.party),
         segment=effect.segment,
         job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
         train=worker_pb2.TrainPlan(
             view=worker_pb2.View(members=_members(env, effect), rank=rank),
             base=state_ref(effect.base),

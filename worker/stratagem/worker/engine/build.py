@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
@@ -35,9 +36,10 @@ def build_trainer(
     device: torch.device,
     fresh: bool,
     sources: DataSources | None = None,
+    numerics: int = CURRENT,
 ) -> Trainer:
     """fresh: the model is initialised from the seed; otherwise load_state must come first."""
-    return Trainer(_setup(job, entrypoints, device, fresh, sources))
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics))
 
 
 def build_inference(
@@ -49,7 +51,7 @@ def build_inference(
     sources: DataSources | None = None,
 ) -> Inference:
     """The same for a job that only evaluates."""
-    return Inference(_setup(job, entrypoints, device, fresh, sources))
+    return Inference(_setup(job, entrypoints, device, fresh, sources, CURRENT))
 
 
 def build_gossip_trainer(
@@ -60,12 +62,13 @@ def build_gossip_trainer(
     device: torch.device,
     sources: DataSources | None = None,
     weights: Sequence[Mapping[int, float]] = (),
+    numerics: int = CURRENT,
 ) -> GossipTrainer:
     """A trainer of these nodes, each with a model of its own; load_state must come first.
 
     weights: of each node's neighbours; needed where the job has a codec.
     """
-    setup = _setup(job, entrypoints, device, False, sources)
+    setup = _setup(job, entrypoints, device, False, sources, numerics)
     models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
     return GossipTrainer(setup, models, weights)
 
@@ -76,10 +79,11 @@ def _setup(
     device: torch.device,
     fresh: bool,
     sources: DataSources | None,
+    numerics: int,
 ) -> Setup:
     data = load_data(job, entrypoints, sources or DataSources())
     model = build_model(job, entrypoints, device=device, fresh=fresh)
-    return make_setup(job, entrypoints, model, data, make_gather(job, device))
+    return make_setup(job, entrypoints, model, data, make_gather(job, device), numerics)
 
 
 def make_setup(
@@ -88,6 +92,7 @@ def make_setup(
     model: nn.Module,
     data: Mapping[str, Dataset],
     gather: Gather,
+    numerics: int = CURRENT,
 ) -> Setup:
     """What a trainer of this model is made of; the model is changed as the job's execution says."""
     loss = make_loss(job.loss, entrypoints)
@@ -102,4 +107,4 @@ def make_setup(
         metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
         batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
     )
-    return Setup(job, model, data, loss, gather, evaluator, randomness, execution)
+    return Setup(job, model, data, loss, gather, evaluator, randomness, execution, numerics)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.order import epoch_order
@@ -66,6 +67,7 @@ class ClientRunner:
         entrypoints: EntryPoints,
         device: torch.device,
         sources: DataSources | None = None,
+        numerics: int = CURRENT,
     ) -> None:
         if not isinstance(job.strategy, Federated):
             raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
@@ -78,7 +80,8 @@ class ClientRunner:
         self._execution = prepare(self._model, job, device, randomness)
         passes = Passes(self._model, loss, gather, randomness, self._execution)
         self._randomness = randomness
-        self._local_step = LocalStep(job, self._params, passes, Buffers(self._model, device))
+        buffers = Buffers(self._model, device)
+        self._local_step = LocalStep(job, self._params, passes, buffers, numerics)
         live = self._model.state_dict(keep_vars=True).items()
         trained = (name for name, tensor in live if tensor.requires_grad)
         self._trained = frozenset(f"{state.MODEL}{name}" for name in trained)

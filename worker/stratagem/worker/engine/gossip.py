@@ -318,7 +318,9 @@ def _node(setup: Setup, model: nn.Module) -> _Node:
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.loss, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
-    local_step = LocalStep(setup.job, [param for _, param in params], passes, buffers)
+    local_step = LocalStep(
+        setup.job, [param for _, param in params], passes, buffers, setup.numerics
+    )
     return _Node(model, params, optimizer, local_step)
 
 

@@ -37,6 +37,8 @@ class LocalStep:
     params: Sequence[nn.Parameter]
     passes: Passes
     buffers: Buffers
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics."""
 
     def run(
         self,

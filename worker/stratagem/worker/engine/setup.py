@@ -27,6 +27,8 @@ class Setup:
     evaluator: Evaluator
     randomness: KeyedRandomness
     execution: Execution
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics."""
 
     @property
     def num_rows(self) -> dict[str, int]:

@@ -115,7 +115,7 @@ def _runner(work: Work) -> ClientRunner:
         if len(runners) == MAX_RUNNERS:
             runners.popitem(last=False)
         runners[text] = ClientRunner(
-            work.job, work.host.entrypoints, work.host.device, work.sources()
+            work.job, work.host.entrypoints, work.host.device, work.sources(), work.numerics
         )
         work.tell(runners[text].notes)
     runners.move_to_end(text)

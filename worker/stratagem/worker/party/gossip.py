@@ -69,6 +69,7 @@ def _load_base(
         device=work.host.device,
         sources=work.sources(),
         weights=weights,
+        numerics=work.numerics,
     )
     work.tell(trainer.notes)
     # Aggregated states (federated) carry no step of their own.

@@ -202,6 +202,7 @@ def _runner(
             communication.micro_batch_size if isinstance(communication, Pipeline) else None
         ),
         schedule=spec.options.schedule,
+        numerics=work.numerics,
     )
     runner = build_stage_runner(
         work.job,

@@ -8,6 +8,7 @@ import torch
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
 from stratagem.common.pipeline.tiling import plan_stages
 from stratagem.worker.data.sources import DataSources, load_data
@@ -50,6 +51,8 @@ class Placement:
     ranks: tuple[int, ...]
     micro_batch_size: int | None = None
     schedule: str = AUTO
+    numerics: int = CURRENT
+    """Which rules decide the bits; see stratagem.common.numerics."""
 
     def __post_init__(self) -> None:
         size = len(set(self.ranks))
@@ -130,5 +133,6 @@ def build_stage_runner(
             placement.micro_batch_size,
             placement.schedule,
             execution,
+            placement.numerics,
         )
     )

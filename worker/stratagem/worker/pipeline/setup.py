@@ -31,3 +31,5 @@ class RunnerSetup:
     micro_batch_size: int | None
     schedule: str
     execution: Execution
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics."""
