@@ -154,10 +154,10 @@ def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
         return "mapping", "see [Search space](#search-space)"
     if annotation is Every:
         return "how often", "`1 epoch`, `100 steps`, `2 rounds`"
-    if get_origin(annotation) is list:
+    if get_origin(annotation) is tuple:
         kind, allowed = _words(get_args(annotation)[0])
         return f"list of {kind}", allowed
-    if get_origin(annotation) is dict:
+    if get_origin(annotation) is Mapping:
         return "mapping", "keyword arguments"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping", f"see [{annotation.__name__}](#{annotation.__name__.lower()})"
@@ -176,7 +176,7 @@ def default_text(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
     value = info.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel) or value in ([], {}):
+    if isinstance(value, BaseModel) or value in ((), [], {}):
         return "empty"
     return value_text(value)
 

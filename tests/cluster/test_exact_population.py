@@ -184,6 +184,33 @@ def test_bits_of_the_population_loop(client: Client, case: str) -> None:
     assert outcome.status.reproducible
 
 
+CONDITIONAL = {
+    "optimizer.lr": SPACE["optimizer.lr"],
+    "optimizer.nesterov": {"choices": [True, False]},
+    "optimizer.momentum": {"low": 0.1, "high": 0.9, "when": {"optimizer.nesterov": [True]}},
+}
+
+
+def test_a_conditional_parameter_is_that_of_its_own_member(client: Client) -> None:
+    """A member without the parameter has the job's own value, and a run leaves nothing behind that
+    another one of the same coordinator would see."""
+    spec = population(
+        search_space=CONDITIONAL,
+        explore={"method": "Perturbation", "factor": 0.2},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.05},
+    )
+    state, history = population_loop(spec)
+    first, second = train(client, spec), train(client, spec)
+    formed = [outcome.of("PopulationFormed")[0].payload["params"] for outcome in (first, second)]
+    assert formed[0] == formed[1]
+    assert {"optimizer.momentum" in params for params in formed[0]} == {True, False}
+    for outcome in (first, second):
+        assert copies_of(outcome) == history
+        assert_same_bits(outcome.state, state)
+        assert outcome.status.job == spec.document()
+        assert client.submit(spec, outcome.run.run_id).run_id == outcome.run.run_id
+
+
 def test_members_that_are_data_parallel(client: Client) -> None:
     """Two replicas each: other sums than one replica, but the same on any number of workers."""
     inner = data_parallel(2)

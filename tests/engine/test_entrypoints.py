@@ -1,11 +1,13 @@
 """The allow list, and how errors of the user's code look."""
 
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 
 from stratagem.common.errors import ConflictError, InvalidInputError, UserCodeError
+from stratagem.common.frozen import frozen
 from stratagem.worker.entrypoints import EntryPoints, user_code
 
 HERE = "tests.engine.userland"
@@ -73,3 +75,15 @@ def test_user_code_translates_exactly_once() -> None:
     assert caught.value.activity == "inner"
     with pytest.raises(ConflictError), user_code("ours passes"):
         raise ConflictError("ours")
+
+
+def test_what_a_call_does_to_its_arguments_is_its_own() -> None:
+    """The user's function gets plain lists and mappings, and fresh ones in every call."""
+    kwargs = frozen({"log": [1, {"deep": []}], "options": {"a": 1}})
+    bound = EntryPoints([f"{HERE}:*"]).bind(f"{HERE}:spoiling", kwargs, "model")
+    assert list(inspect.signature(bound).parameters) == ["extra", "log", "options"]
+    for _ in range(2):
+        log, options = bound(extra=3)
+        assert (log, options) == ([1, {"deep": [3]}, 3], {})
+        assert (type(log), type(log[1]), type(options)) == (list, dict, dict)
+    assert kwargs == {"log": [1, {"deep": []}], "options": {"a": 1}}

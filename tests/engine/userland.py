@@ -302,3 +302,11 @@ def broken_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def confidence(output: Tensor, target: Tensor) -> float:
     return output.softmax(1).amax(1).mean().item()
+
+
+def spoiling(extra: int, log: list[Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Changes all that it was given."""
+    log.append(extra)
+    log[1]["deep"].append(extra)
+    options.clear()
+    return log, options

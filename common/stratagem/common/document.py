@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetPydanticSchema,
@@ -21,8 +22,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 
 from stratagem.common.errors import MAX_VIOLATIONS, InvalidInputError, Violation
+from stratagem.common.frozen import FrozenDict, frozen
 from stratagem.common.json_text import (
-    JSON,
     check_json,
     join,
     not_one_of,
@@ -63,20 +64,27 @@ class Section(BaseModel):
             raise to_invalid_input(error, cls) from None
 
 
-def _read_mapping(value: object) -> dict[str, JSON]:
+def _read_mapping(value: object) -> FrozenDict:
     read = sort_keys(check_json(value))
     if not isinstance(read, dict):
         raise InvalidInputError(f"{value!r} is not a mapping")
-    return read
+    return FrozenDict(frozen(read))
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 # Keyword arguments of the user's own code: any JSON. In key order: equal jobs have equal text.
 Kwargs: TypeAlias = Annotated[
-    dict[str, Any],
+    Mapping[str, Any],
     GetPydanticSchema(
         lambda _source, _handler: core_schema.no_info_plain_validator_function(_read_mapping)
     ),
 ]
+_Item = TypeVar("_Item")
+# A list of the document.
+Items: TypeAlias = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
@@ -178,7 +186,7 @@ _NOT_A: Final[Mapping[str, str]] = {
     "finite_number": "a finite number",
     "string_type": "text",
     "bool_type": "true or false",
-    "list_type": "a list",
+    "tuple_type": "a list",
     "dict_type": "a mapping",
 }
 _BOUNDS: Final[Mapping[str, tuple[str, str]]] = {

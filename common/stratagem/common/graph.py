@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Annotated, Final, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
-from stratagem.common.document import Kwargs, Section, StrategyField, Whole, refuse
+from stratagem.common.document import Items, Kwargs, Section, StrategyField, Whole, refuse
 from stratagem.common.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
+from stratagem.common.frozen import FrozenDict
 from stratagem.common.json_text import suggest
 from stratagem.common.strategy import Local, Strategy
 
@@ -47,7 +48,7 @@ class NodeSpec(Section):
 
     id: NodeId
     module: Annotated[str, AfterValidator(_check_module)]
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: Kwargs = FrozenDict()
     trainable: bool = True
 
 
@@ -69,11 +70,11 @@ class SubgraphSpec(Section):
 class GraphSpec(Section):
     """A whole graph. Without `inputs` or `outputs`, they are the nodes without edges in or out."""
 
-    nodes: list[NodeSpec] = Field(default_factory=list)
-    edges: list[EdgeSpec] = Field(default_factory=list)
-    subgraphs: list[SubgraphSpec] = Field(default_factory=list)
-    inputs: list[NodeId] = Field(default_factory=list)
-    outputs: list[NodeId] = Field(default_factory=list)
+    nodes: Items[NodeSpec] = ()
+    edges: Items[EdgeSpec] = ()
+    subgraphs: Items[SubgraphSpec] = ()
+    inputs: Items[NodeId] = ()
+    outputs: Items[NodeId] = ()
     training_strategy: StrategyField | None = None
 
     @model_validator(mode="after")
@@ -88,12 +89,12 @@ class GraphSpec(Section):
     def input_ids(self) -> list[str]:
         """The nodes that receive the input of the graph."""
         targets = {edge.target for edge in self.edges}
-        return self.inputs or [each for each in self.node_ids() if each not in targets]
+        return list(self.inputs) or [each for each in self.node_ids() if each not in targets]
 
     def output_ids(self) -> list[str]:
         """The nodes whose outputs are the output of the graph."""
         sources = {edge.source for edge in self.edges}
-        return self.outputs or [each for each in self.node_ids() if each not in sources]
+        return list(self.outputs) or [each for each in self.node_ids() if each not in sources]
 
     def num_nodes(self) -> int:
         """Of all levels."""

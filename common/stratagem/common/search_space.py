@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from stratagem.common.errors import InvalidInputError, Violation
 from stratagem.common.field_rules import NOT_EMPTY, check_fields, must
+from stratagem.common.frozen import FrozenDict, frozen
 from stratagem.common.json_forms import (
     ANY_JSON,
     REAL,
@@ -77,6 +78,7 @@ class Categorical:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "choices", tuple(map(frozen, self.choices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Ordinal:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "choices", tuple(map(frozen, self.choices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class Conditional:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "parent_values", tuple(map(frozen, self.parent_values)))
 
 
 Dimension: TypeAlias = Float | Int | Categorical | Ordinal | Conditional
@@ -111,9 +115,10 @@ class SearchSpace:
     """The dimensions that are searched, and hyperparameters that are frozen to a value."""
 
     dimensions: tuple[Dimension, ...]
-    frozen: Mapping[str, JSON] = field(default_factory=dict)
+    frozen: Mapping[str, JSON] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", frozen(self.frozen))
         violations, seen = [], set(self.frozen)
         names = {each.name for each in self.dimensions}
         for i, each in enumerate(self.dimensions):

@@ -8,6 +8,7 @@ things are for, nor anything of gRPC.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 import traceback
@@ -22,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from stratagem.common.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.frozen import thawed
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OURS: Final = str(Path(__file__).parent)
@@ -60,6 +62,8 @@ class EntryPoints:
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
         """`resolve`, with keyword arguments that are given with every call."""
         target = self.resolve(name, f"{field}.entrypoint")
+        if any(isinstance(value, Mapping | list) for value in kwargs.values()):
+            return _Bound(target, kwargs)
         return partial(target, **kwargs) if kwargs else target
 
     def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
@@ -93,6 +97,22 @@ class EntryPoints:
         if not self._allows(own_name):
             raise _refusal(field, name, f"is really {own_name}, which this worker does not allow")
         return target
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A partial call whose lists and mappings are fresh ones in every call, for the callee to keep
+    and to change."""
+
+    target: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(partial(self.target, **self.kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.target(*args, **{**thawed(self.kwargs), **kwargs})
 
 
 def _refusal(field: str, name: str, reason: str) -> InvalidInputError:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.frozen import thawed
 from stratagem.common.job import LossSpec
 from stratagem.common.json_text import not_one_of, unknown_key
 from stratagem.worker.entrypoints import EntryPoints
@@ -55,7 +56,7 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     for key in spec.kwargs:
         if key not in allowed:
             raise InvalidInputError.at(f"loss.{key}", unknown_key(key, sorted(allowed)))
-    return NamedLoss(function, dict(spec.kwargs))
+    return NamedLoss(function, thawed(spec.kwargs))
 
 
 def counts_rows(spec: LossSpec) -> bool:

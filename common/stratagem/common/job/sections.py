@@ -16,6 +16,7 @@ from stratagem.common import limits
 from stratagem.common.document import (
     Count,
     EntrypointName,
+    Items,
     Kwargs,
     MetricName,
     Name,
@@ -26,6 +27,7 @@ from stratagem.common.document import (
     refuse,
 )
 from stratagem.common.errors import InvalidInputError, Violation
+from stratagem.common.frozen import FrozenDict
 from stratagem.common.graph import GraphSpec
 from stratagem.common.ids import Digest
 from stratagem.common.job.every import Every, EveryField
@@ -39,7 +41,7 @@ class ModelSpec(Section):
     """The model: an entry point that builds it, or a graph."""
 
     entrypoint: EntrypointName | None = None
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: Kwargs = FrozenDict()
     graph: GraphSpec | None = None
 
     @model_validator(mode="after")
@@ -67,7 +69,7 @@ class DataSpec(Section):
     """The data: an entry point, a file, an uploaded blob, or a name that each worker knows."""
 
     entrypoint: EntrypointName | None = None
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: Kwargs = FrozenDict()
     path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None
@@ -84,7 +86,7 @@ class LossSpec(Section):
 
     name: Name | None = None
     entrypoint: EntrypointName | None = None
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: Kwargs = FrozenDict()
 
     @model_validator(mode="before")
     @classmethod
@@ -130,7 +132,7 @@ class OptimizerSpec(Section):
 
     name: Name
     lr: Annotated[float, Field(gt=0)]
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: Kwargs = FrozenDict()
     schedule: ScheduleSpec | None = None
     clip_norm: Annotated[float, Field(gt=0)] | None = None
 
@@ -174,9 +176,7 @@ class EvaluationSpec(Section):
 
     split: Name = "test"
     every: EveryField = Every(1, "epoch")
-    metrics: Annotated[list[MetricName], BeforeValidator(_not_too_many)] = Field(
-        default_factory=list
-    )
+    metrics: Annotated[Items[MetricName], BeforeValidator(_not_too_many)] = ()
     best: str | None = None
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 from stratagem.common import limits
 from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
 from stratagem.common.errors import Violation
+from stratagem.common.frozen import thawed
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression import CompressionSpec, why_not_compressed
 from stratagem.common.job.evaluating import check_evaluating
@@ -59,6 +60,8 @@ _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"
 
 class JobSpec(Section):
     """A validated job. `batch_size` is the global batch of one step.
+
+    Nothing in it can be changed, at any depth: it is shared by all that read the same text.
 
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
     optimizer, and its batches are those of the evaluation. placement_timeout_s: how long the run
@@ -297,7 +300,7 @@ def _plain(value: object) -> JSON:
     if isinstance(value, BaseModel):
         items = {name: getattr(value, name) for name in type(value).model_fields}
         return {name: _plain(each) for name, each in items.items() if each is not None}
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Every):
         return str(value)
@@ -309,5 +312,5 @@ def _plain(value: object) -> JSON:
     if isinstance(value, get_args(Strategy)):
         strategy: Strategy = value
         return dump_strategy(strategy)
-    plain: JSON = value  # type: ignore[assignment]  # scalars and kwargs
+    plain: JSON = thawed(value)  # type: ignore[assignment]  # scalars and kwargs
     return plain

@@ -21,6 +21,7 @@ from stratagem.common.field_rules import (
     count_up_to,
     must,
 )
+from stratagem.common.frozen import frozen
 from stratagem.common.json_text import JSON, check_json
 from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
 from stratagem.common.strategy.choices import (
@@ -250,7 +251,7 @@ class Custom:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_json(self.config, "config")
+        object.__setattr__(self, "config", frozen(check_json(self.config, "config")))
 
 
 Strategy: TypeAlias = Local | DataParallel | ModelParallel | Federated | PopulationBased | Custom

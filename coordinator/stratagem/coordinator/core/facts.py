@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
+from stratagem.common.frozen import frozen
 from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
 
 SCHEMA_VERSION = 1
@@ -23,6 +24,8 @@ _Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is No
 Metrics = Mapping[str, _Number]
 """By name. An evaluation may give NaN or infinity; null, which earlier journals hold for both, is
 read as NaN."""
+PlainValues = Annotated[Mapping[str, Any], AfterValidator(frozen)]
+"""JSON by name, which nobody can change: the run values of strategies share it with the fact."""
 
 
 class Value(BaseModel):
@@ -334,7 +337,7 @@ class Noted(Value):
     party: Party
     kind: str
     """What was decided, in the strategy's own words."""
-    data: Mapping[str, Any]
+    data: PlainValues
     """Plain JSON values that the strategy folds into its run value."""
     reason: str = ""
     segment: int = 0
@@ -353,7 +356,7 @@ class PopulationFormed(Value):
     """The first hyperparameters of every member, in order of member."""
 
     party: Party
-    params: tuple[Mapping[str, Any], ...]
+    params: tuple[PlainValues, ...]
 
 
 class Copied(Value):
@@ -363,7 +366,7 @@ class Copied(Value):
     donor: int
     digest: Digest
     step: int
-    params: Mapping[str, Any]
+    params: PlainValues
 
 
 class MemberEvolved(Value):
@@ -387,7 +390,7 @@ class GenerationClosed(Value):
     digest: Digest
     step: int
     metrics: Metrics
-    params: Mapping[str, Any]
+    params: PlainValues
     """Of the best member, when it reached its score."""
     copied: tuple[Copied, ...] = ()
     by_policy: bool = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.frozen import thawed
 from stratagem.common.graph import GraphSpec, NodeSpec
 from stratagem.common.json_text import not_one_of, unknown_key
 from stratagem.common.pipeline.program import Program, flatten
@@ -173,7 +174,7 @@ def _make_node(node: NodeSpec) -> nn.Module:
         if key not in allowed and "kwargs" not in parameters:
             raise InvalidInputError.at(f"{field}.kwargs.{key}", unknown_key(key, sorted(allowed)))
     try:
-        module = kind(**node.kwargs)
+        module = kind(**thawed(node.kwargs))
     except (TypeError, ValueError, AssertionError) as error:
         raise InvalidInputError.at(f"{field}.kwargs", f"{node.module}: {error}") from error
     return module.requires_grad_(node.trainable)
