@@ -4,12 +4,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import Trainer, build_trainer
+from stratagem.worker.engine.execution.abilities import ALL_NUMBERS, obstacle
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.buckets import GradientBuckets
@@ -38,6 +41,20 @@ def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
 
 def trainer_of(spec: JobSpec, *, fresh: bool = True) -> Trainer:
     return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh)
+
+
+def is_refused_here(spec: JobSpec) -> bool:
+    """Whether this machine's processor lacks what LSTM needs; then the job must be refused."""
+    asked = f"{spec.execution.precision} in {spec.execution.amp_dtype or 'bfloat16'}"
+    numbers = next((each for each in ALL_NUMBERS if str(each) == asked), None)
+    has_lstm = str(spec.model.entrypoint).endswith(":LastOfSequence")
+    reason = obstacle("LSTM", numbers, CPU, True) if has_lstm and numbers else None
+    if reason is None:
+        return False
+    with pytest.raises(InvalidInputError) as caught:
+        trainer_of(spec)
+    assert f"cannot compute {asked}: LSTM (lstm): {reason}" in str(caught.value)
+    return True
 
 
 def solo(trainer: Trainer, num_shards: int) -> Exchange | AloneExchange:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.fingerprint import numerics_fingerprint
+from stratagem.worker.fingerprint import numerics_fingerprint, processor_name
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
 from stratagem.worker.models.stochastic import draws_random_numbers
@@ -256,6 +256,16 @@ def test_evaluation_does_not_depend_on_who_evaluates_what() -> None:
     assert mean == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
     with pytest.raises(InvalidInputError, match="there is train, test"):
         trainer.evaluate("validation", 0, 1)
+
+
+def test_processors_of_two_kinds_have_two_names() -> None:
+    core = "processor : {}\nCPU implementer : 0x41\nCPU variant : 0x1\nCPU part : {}\n\n"
+    graviton_3 = core.format(0, "0xd40") + core.format(1, "0xd40")
+    mixed = core.format(0, "0xd46") + core.format(1, "0xd40")
+    assert processor_name("processor : 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
+    assert processor_name(graviton_3) == "arm64 0x41/0xd40/0x1"
+    assert processor_name(mixed) == "arm64 0x41/0xd40/0x1 0x41/0xd46/0x1"
+    assert processor_name("processor : 0\n") == ""
 
 
 def test_fingerprint_names_what_decides_the_bits() -> None:

@@ -117,6 +117,23 @@ async def test_what_is_not_allowed_is_an_error_of_the_user(w0: Worker) -> None:
     assert error.message.startswith('model.entrypoint: "os:getcwd"')
 
 
+@pytest.mark.parametrize("plan", ["build", "train"])
+async def test_what_the_device_cannot_compute_is_refused_before_anything_is_trained(
+    w0: Worker, plan: str
+) -> None:
+    run_id, spec = f"rare-{plan}", job("rare", execution={"precision": "Mixed"})
+    if plan == "build":
+        said = await attend(w0, build_request(run_id, spec))
+    else:  # the run comes from a worker whose device can
+        base = await base_of(w0, run_id, job("rare"))
+        said = await attend(w0, Plan(run_id, spec, base, to_step=1).request([w0], 0), base)
+        assert said.progress == []
+    error = said.result.error
+    assert (error.type, error.traceback) == ("InvalidInputError", "")
+    assert error.message.startswith("execution.precision: this worker's ")
+    assert "cannot compute Mixed in bfloat16: Rare (0): no primitive for Rare; " in error.message
+
+
 def forbidden_job() -> Any:
     document = json.loads(job().canonical_json())
     document["model"] = {"entrypoint": "os:getcwd"}

@@ -69,9 +69,15 @@ def test_all_is_well(tmp_path: Path) -> None:
     told = {each.check: each.found for each in found}
     assert told["local data"] == "mine: train.x"
     assert told["disk"].endswith(f"will be made in {tmp_path}")
-    assert {"torch", "numerics", "allow", "data root", "import path", "activation store"} <= set(
-        told
-    )
+    assert {
+        "torch",
+        "numerics",
+        "precision",
+        "allow",
+        "data root",
+        "import path",
+        "activation store",
+    } <= set(told)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.worker.engine.execution.abilities import KINDS, Kind
+
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 5))
 
 
 NO_GATE = "STRATAGEM_TEST_NO_GATE"
+
+
+class Rare(nn.Module):
+    """A kind of layer that this device has no primitives for in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no primitive for Rare")
+        return x * 1
+
+
+def rare() -> nn.Module:
+    KINDS["Rare"] = Kind(Rare, Rare, ((2, 12),))
+    return nn.Sequential(Rare(), nn.Linear(12, 5))
 
 
 class Gate(nn.Module):

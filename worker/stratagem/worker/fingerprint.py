@@ -44,9 +44,21 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else device.type
+    return processor_name(cpuinfo.read_text() if cpuinfo.exists() else "") or device.type
+
+
+def processor_name(cpuinfo: str) -> str:
+    """Of x86 as its maker calls it; of arm64 the numbers of maker, part and variant, all that its
+    kernel tells: two kinds that go by one name would be taken for equals, which they are not."""
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    if found:
+        return found[1]
+    columns = (
+        re.findall(rf"^CPU {key}\s*:\s*(\S+)$", cpuinfo, re.MULTILINE)
+        for key in ("implementer", "part", "variant")
+    )
+    kinds = sorted({"/".join(each) for each in zip(*columns, strict=False)})
+    return f"arm64 {' '.join(kinds)}" if kinds else ""
 
 
 @cache

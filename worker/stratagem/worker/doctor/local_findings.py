@@ -19,6 +19,7 @@ from stratagem.common.errors import StratagemError
 from stratagem.common.findings import Finding, Level
 from stratagem.v1 import types_pb2
 from stratagem.worker.capability import capability_of
+from stratagem.worker.engine.execution.abilities import obstacles
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.settings import WorkerSettings
@@ -69,11 +70,23 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
         return
     yield from findings.torch(settings.worker_id, own, capability)
     yield Finding("numerics", settings.worker_id, Level.OK, capability.numerics_description)
+    yield _precision(settings)
     num_processors = len(os.sched_getaffinity(0))
     if settings.threads > num_processors:
         advice = "threads that share a processor wait for each other: set --threads"
         found = f"{settings.threads} threads on {num_processors} processors"
         yield Finding("threads", settings.worker_id, Level.WARN, found, advice)
+
+
+def _precision(settings: WorkerSettings) -> Finding:
+    """Jobs that need more are refused; see engine/execution/abilities.py."""
+    missing = [
+        f"{kind} as {numbers}" for numbers, kind, _ in obstacles(torch.device(settings.device))
+    ]
+    found = "all kinds of layers can be trained in all precisions"
+    if missing:
+        found += f", but {', '.join(missing)}"
+    return Finding("precision", settings.worker_id, Level.OK, found)
 
 
 def _folders(name: str, check: str, folders: Iterable[str]) -> Iterator[Finding]:

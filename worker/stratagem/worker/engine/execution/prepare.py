@@ -16,6 +16,7 @@ from torch import nn
 from stratagem.common.job import ExecutionSpec, JobSpec, with_fields
 from stratagem.common.pipeline.program import Program
 from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.worker.engine.execution.abilities import check_able
 from stratagem.worker.engine.execution.blocks import Blocks, blocks_of
 from stratagem.worker.engine.execution.checkpointing import checkpointed, in_groups
 from stratagem.worker.engine.execution.compile import (
@@ -59,6 +60,7 @@ def prepare(
 ) -> Execution:
     """Changes the model in place. Raises InvalidInputError for what this worker cannot do."""
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
+    check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
     interval = spec.checkpoint_interval
     in_blocks = interval or is_cut(job.strategy) or spec.mode == "Hybrid"
@@ -86,9 +88,12 @@ def prepare_nodes(
     foreign: Collection[str],
 ) -> Execution:
     """The same for the nodes of one rank of a pipeline; checkpointing is its stages' affair."""
-    execution, wrap = _begin(job, device, randomness)
     modules = node_modules(model, program)
-    for node in dict.fromkeys(m for name, m in modules.items() if name not in foreign):
+    own = {node: name for name, node in modules.items() if name not in foreign}
+    inside = (found for node, name in own.items() for found in node.named_modules(prefix=name))
+    check_able(inside, job.execution, device, trains=not job.only_evaluates)
+    execution, wrap = _begin(job, device, randomness)
+    for node in own:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution
 
