@@ -176,7 +176,7 @@ async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
         await stub.SubmitRun(submit())
         info = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run
         assert info.phase == pb.RUN_PHASE_PLACING
-        assert info.reason == "waiting for 1 of 1 workers: no worker has registered yet"
+        assert info.reason == "waiting for 1 of 1 workers: no worker is registered"
         active = await refused(stub.ResumeRun(pb.ResumeRunRequest(run_id="r-1")))
         assert active == (Code.FAILED_PRECONDITION, "run 'r-1' is active")
         await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
@@ -224,7 +224,7 @@ async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Pa
         await stub.ResumeRun(pb.ResumeRunRequest(**run))
         info = (await stub.GetRun(pb.GetRunRequest(**run))).run
         assert (info.phase, info.event_index) == (pb.RUN_PHASE_PLACING, 2)
-        assert info.reason == "waiting for 1 of 1 workers: no worker has registered yet"
+        assert info.reason == "waiting for 1 of 1 workers: no worker is registered"
         watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
         await stub.CancelRun(pb.CancelRunRequest(**run))
         assert await watching == ["RunSubmitted", "RunCancelled", "RunResumed", "RunCancelled"]

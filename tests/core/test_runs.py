@@ -164,7 +164,7 @@ def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None
 def test_run_waits_with_the_reason_and_starts_when_a_worker_comes() -> None:
     simulation = start(job(LOCAL))
     assert phase(simulation) is RunPhase.PLACING
-    assert reason(simulation) == "waiting for 1 of 1 workers: no worker has registered yet"
+    assert reason(simulation) == "waiting for 1 of 1 workers: no worker is registered"
     simulation.tell(register("a"))
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED

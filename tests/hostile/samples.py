@@ -79,6 +79,7 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
             )
         ],
         "Heartbeat": [cpb.HeartbeatRequest(worker_id="stranger", incarnation="one")],
+        "Leave": [cpb.LeaveRequest(worker_id="stranger", incarnation="one", reason="done")],
         "Rendezvous": [
             cpb.RendezvousRequest(
                 fence=fence, session=ref, endpoint=b"e", applied_step=3, address="127.0.0.1:1"

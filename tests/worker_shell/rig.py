@@ -41,6 +41,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.num_registered: dict[str, int] = defaultdict(int)
         self.heartbeats: list[cpb.HeartbeatRequest] = []
         self.suspects: list[cpb.SuspectRequest] = []
+        self.left: list[cpb.LeaveRequest] = []
         self.known = True
         self.sizes: dict[tuple[str, int], int] = {}
         self.barriers: dict[tuple[str, int], Barrier] = defaultdict(Barrier)
@@ -67,6 +68,10 @@ class FakeCoordinator(CoordinatorServiceServicer):
         if not self.known:
             await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
         return cpb.HeartbeatResponse(term=1)
+
+    async def Leave(self, request: Any, context: Any) -> cpb.LeaveResponse:
+        self.left.append(request)
+        return cpb.LeaveResponse()
 
     async def Rendezvous(self, request: Any, context: Any) -> cpb.RendezvousResponse:
         key = (request.session.run_id, request.fence.membership)

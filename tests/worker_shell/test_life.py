@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.rpc.channel import open_channel
+from stratagem.worker.stopping import REPEAT_S, Stop
 from tests.worker_shell import userland
 from tests.worker_shell.gate import Gate
 from tests.worker_shell.rig import Rig, Worker
@@ -51,6 +52,10 @@ async def test_sigterm_drains(own_rig: Rig, tmp_path: Path) -> None:
     await gate.leave()
     assert (await attending).result.interrupted.reason == "drained"
     assert await worker.wait() == 0
+    (said,) = own_rig.coordinator.left
+    assert (said.worker_id, said.incarnation) == ("d", worker.incarnation)
+    assert said.reason == "drained after SIGTERM"
+    assert beats[-1].draining, "nobody who has left beats again"
 
 
 async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Path) -> None:
@@ -73,6 +78,24 @@ async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Pa
     said = await attend(a, plan.request([a], 0, membership=2))
     assert (said.result.train.step, said.result.train.num_redone_steps) == (10, 0)
     assert (await staying).result.train.step == 10
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_repeated_signal_is_no_second_one(second: signal.Signals) -> None:
+    """Slurm sends SIGTERM twice within a tenth of a second."""
+    stop = Stop()
+    assert not stop.note(signal.SIGTERM, 100.0)
+    assert (stop.told.is_set(), stop.reason) == (True, "SIGTERM")
+    assert not stop.note(second, 100.0 + REPEAT_S)
+    assert stop.note(second, 100.1 + REPEAT_S)
+
+
+@pytest.mark.core
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    stop = Stop()
+    assert not stop.note(signal.SIGINT, 100.0)
+    assert stop.note(signal.SIGINT, 100.1)
 
 
 async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:

@@ -83,7 +83,7 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
     yield from findings.disk("coordinator", answer.environment)
     if not answer.workers:
         advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
-        yield Finding("workers", "coordinator", Level.WARN, "no worker has registered", advice)
+        yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
         yield from _worker(worker, measured.now_s)
     yield from _numerics(answer)

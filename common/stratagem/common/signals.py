@@ -11,9 +11,11 @@ import signal
 from types import FrameType
 
 
-def leave_on_sigterm() -> None:
-    """From now on SIGTERM ends the process with status 0, until it has a handler of its own."""
-    signal.signal(signal.SIGTERM, _leave)
+def leave_on(*numbers: signal.Signals) -> None:
+    """From now on each of these signals ends the process with status 0, until it has a handler of
+    its own."""
+    for number in numbers:
+        signal.signal(number, _leave)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

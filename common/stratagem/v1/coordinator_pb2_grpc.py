@@ -110,6 +110,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/stratagem.v1.CoordinatorService/Leave',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.LeaveResponse.FromString,
+                _registered_method=True)
         self.Rendezvous = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/Rendezvous',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RendezvousRequest.SerializeToString,
@@ -249,6 +254,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
+        Durable once answered; one that is not registered (any more) is answered OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rendezvous(self, request, context):
         """The membership barrier: answers all members of (run, party, membership) once each has called,
         with what each has said. FAILED_PRECONDITION when the membership is not the current one;
@@ -343,6 +356,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.LeaveRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.LeaveResponse.SerializeToString,
             ),
             'Rendezvous': grpc.unary_unary_rpc_method_handler(
                     servicer.Rendezvous,
@@ -761,6 +779,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/Heartbeat',
             stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/Leave',
+            stratagem_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,6 +109,10 @@ class CoordinatorServiceStub:
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
     again.
     """
+    Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]
+    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
+    Durable once answered; one that is not registered (any more) is answered OK.
+    """
     Rendezvous: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
     with what each has said. FAILED_PRECONDITION when the membership is not the current one;
@@ -183,6 +187,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
     again.
+    """
+    Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]  # type: ignore[assignment]
+    """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
+    Durable once answered; one that is not registered (any more) is answered OK.
     """
     Rendezvous: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousResponse]  # type: ignore[assignment]
     """The membership barrier: answers all members of (run, party, membership) once each has called,
@@ -345,6 +353,16 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.HeartbeatResponse, _abc.Awaitable[_coordinator_pb2.HeartbeatResponse]]:
         """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
         again.
+        """
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _coordinator_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.LeaveResponse, _abc.Awaitable[_coordinator_pb2.LeaveResponse]]:
+        """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
+        Durable once answered; one that is not registered (any more) is answered OK.
         """
 
     @_abc_1.abstractmethod

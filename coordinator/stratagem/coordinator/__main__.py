@@ -1,9 +1,11 @@
 """`python -m stratagem.coordinator`."""
 
-from stratagem.common.signals import leave_on_sigterm
+import signal
+
+from stratagem.common.signals import leave_on
 
 if __name__ == "__main__":
-    leave_on_sigterm()
+    leave_on(signal.SIGTERM)
 
     from stratagem.coordinator.main import main
 

@@ -33,6 +33,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
     UpdateRejected,
+    WorkerLeft,
     WorkerLost,
     WorkerRegistered,
 )
@@ -41,6 +42,7 @@ from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.perform import perform
+from stratagem.coordinator.housekeeping import keep_house
 from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
@@ -137,6 +139,7 @@ class App:
                 group.create_task(self.loop.run())
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
+                group.create_task(keep_house(self.loop, self.settings))
                 group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
         finally:
             self.barriers.close()
@@ -218,8 +221,9 @@ class App:
         match fact:
             case WorkerRegistered():
                 self.leases.grant([fact.member])
-            case WorkerLost():
+            case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
+                self.env.forget_member(fact.member)
             case SegmentFinished() | RoundClosed():
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():

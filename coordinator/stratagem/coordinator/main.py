@@ -31,7 +31,7 @@ from stratagem.coordinator.watching.monitoring import CoordinatorMonitor
 from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0
-FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Rendezvous", "Suspect")
+FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Leave", "Rendezvous", "Suspect")
 """Calls that keep workers alive: however many clients there are, these get in."""
 EXIT_FENCED = 3
 

@@ -8,6 +8,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stratagem.common.rpc.options import MAX_MESSAGE_BYTES
 from stratagem.common.settings_rules import HEARTBEATS_PER_TTL, at_least
+from stratagem.common.spans import Span
 
 MAX_JOB_BYTES: Final = MAX_MESSAGE_BYTES // 4
 """In the event of its submission a job stands as a text inside a text, beside other fields."""
@@ -90,7 +91,12 @@ class Settings(BaseSettings):
     )
     max_active_runs: int = Field(default=1000, gt=0, description="runs that may be active at once")
     max_state_tensors: int = Field(default=32_768, gt=0, description="tensors of one state")
-    max_workers: int = Field(default=10_000, gt=0, description="workers that may be registered")
+    max_workers: int = Field(default=10_000, gt=0, description="workers that may be alive at once")
+    forget_workers_after: Span = Field(
+        default="7d",
+        validate_default=True,
+        description="a lost worker that no active run needs is forgotten after this",
+    )
     max_uploads: int = Field(default=16, gt=0, description="data sets that arrive at once")
     max_watchers: int = Field(
         default=1000, gt=0, description="clients that follow a run's events or log"

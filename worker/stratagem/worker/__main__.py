@@ -1,13 +1,16 @@
 """`python -m stratagem.worker`: one worker process."""
 
+import signal
+
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.signals import leave_on_sigterm
+from stratagem.common.signals import leave_on
 
 # Before anything large is allocated, and so before torch is imported.
 _MALLOC = tune_malloc()
 
 if __name__ == "__main__":
-    leave_on_sigterm()
+    # What `--preempt-signal` is unless it is set, too: nobody has read the settings yet.
+    leave_on(signal.SIGTERM, signal.SIGUSR1)
 
     import sys
 

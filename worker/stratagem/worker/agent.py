@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,7 @@ log = structlog.get_logger(__name__)
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 10.0
+LEAVE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
 
@@ -69,9 +71,14 @@ class Agent:
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
     _has_said_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    _why_leaving: str = ""
+    _has_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Register, then beat; register again whenever the coordinator has forgotten us."""
+        """Register, then beat; register again whenever the coordinator has forgotten us.
+
+        Ends when this worker has left.
+        """
         open_own = partial(open_channel, proof=self.proof, own_connection=True)
         async with CoordinatorChannel(self.coordinators, open_own) as channel:
             stub = CoordinatorServiceStub(channel)
@@ -80,6 +87,10 @@ class Agent:
                 self._see(answer.term)
                 self.is_registered.set()
                 await self._beat(stub, answer.heartbeat_interval_s)
+                if self._why_leaving:
+                    await self._leave(stub)
+                    self._has_left.set()
+                    return
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
@@ -102,6 +113,31 @@ class Agent:
         if self.is_registered.is_set():
             await self._has_said_drain.wait()
 
+    async def leave(self, reason: str) -> None:
+        """Beat no more, and tell the coordinator that this worker ends, if it can be told now."""
+        if self.is_registered.is_set():
+            self._why_leaving = reason
+            self._beat_now.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await self._has_left.wait()
+
+    async def _leave(self, stub: CoordinatorServiceAsyncStub) -> None:
+        request = pb.LeaveRequest(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            reason=self._why_leaving,
+        )
+        for _ in self.coordinators.addresses:  # each of which may be the one that leads
+            asked = self.coordinators.present
+            try:
+                await stub.Leave(request, timeout=LEAVE_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                # Its lease ends, and the coordinator knows that it drains.
+                await self._report(1, "cannot say that this worker leaves", error, asked)
+                self._give_up_silent(asked, error)
+
     async def _register(self, stub: CoordinatorServiceAsyncStub) -> pb.RegisterWorkerResponse:
         request = pb.RegisterWorkerRequest(
             worker_id=self.identity.worker_id,
@@ -123,9 +159,9 @@ class Agent:
             attempt += 1
 
     async def _beat(self, stub: CoordinatorServiceAsyncStub, interval_s: float) -> None:
-        """Beat until the coordinator answers that it does not know this incarnation."""
+        """Beat until this worker leaves, or the coordinator does not know this incarnation."""
         num_failed = 0
-        while True:
+        while not self._why_leaving:
             self._beat_now.clear()  # a wish that comes during the call is for the next beat
             request = pb.HeartbeatRequest(
                 worker_id=self.identity.worker_id,

@@ -1,7 +1,7 @@
 """The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
 
-Owns the order of start and of drain. At the first SIGTERM or SIGINT the worker says that it
-drains, ends what runs after its present step, and exits 0; the second one exits at once.
+Owns the order of start and of drain. Once it is told to end, the worker says that it drains, ends
+what runs after its present step, says that it leaves, and exits 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import signal
 import sys
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -61,6 +60,7 @@ from stratagem.worker.settings import (
     advertised,
     from_command_line,
 )
+from stratagem.worker.stopping import stop_by_signals
 from stratagem.worker.work import Host
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
@@ -103,7 +103,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
 
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     """Serve until a signal, then drain."""
-    stop = _stop_signals()
+    stop = stop_by_signals(settings.preempt_signal)
     security = Security(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
@@ -135,11 +135,13 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         monitor.agent = agent
         beating = asyncio.create_task(_join_once_warm(agent, thread))
         try:
-            await _first_of(beating, agent.is_registered, stop)
-            if settings.ready_file is not None and not stop.is_set():
+            await _first_of(beating, agent.is_registered, stop.told)
+            if settings.ready_file is not None and not stop.told.is_set():
                 _write_ready(settings.ready_file, identity, health_server, metrics)
-            await _first_of(beating, stop)
+            await _first_of(beating, stop.told)
             await _drain(settings, agent, sessions, server, health_server)
+            await agent.leave(f"drained after {stop.reason}")
+            log.info("drained")
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
@@ -184,7 +186,6 @@ async def _drain(
     await server.stop(STOP_GRACE_S)
     if health_server is not None:
         await health_server.server.stop(None)
-    log.info("drained")
 
 
 async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
@@ -221,22 +222,6 @@ async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _stop_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            log.warning("second signal: exiting at once")
-            sys.stderr.flush()
-            os._exit(1)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
 
 
 async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2.Capability:

@@ -22,6 +22,8 @@ from stratagem.common.rpc.coordinators import split_addresses
 from stratagem.common.settings_rules import at_least
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
+PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
+"""Those that schedulers can be told to send."""
 
 
 def _split(value: object) -> object:
@@ -163,6 +165,11 @@ class WorkerSettings(BaseSettings):
         description="added to that in jobs with compiled code: another member may be compiling",
     )
     drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    preempt_signal: str = Field(
+        "USR1",
+        description="a signal that drains as SIGTERM does: what schedulers send before they end a "
+        "job; empty for none",
+    )
     log_level: str = Field("info", description="debug, info, warning or error")
     log_json: bool = Field(False, description="log JSON lines")
 
@@ -205,6 +212,13 @@ class WorkerSettings(BaseSettings):
     def _is_level(cls, value: str) -> str:
         if value not in LEVELS:
             raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
+        return value
+
+    @field_validator("preempt_signal")
+    @classmethod
+    def _may_be_handled(cls, value: str) -> str:
+        if value and value not in PREEMPT_SIGNALS:
+            raise ValueError(f"{value!r} is not one of {', '.join(PREEMPT_SIGNALS)}")
         return value
 
     @field_validator("activation_store")

@@ -56,6 +56,7 @@ TABLE: Final[Mapping[str, tuple[Who, ...]]] = {
     # Workers, each for itself, which the service checks.
     f"{_COORDINATOR}RegisterWorker": (Role.WORKER,),
     f"{_COORDINATOR}Heartbeat": (Role.WORKER,),
+    f"{_COORDINATOR}Leave": (Role.WORKER,),
     f"{_COORDINATOR}Rendezvous": (Role.WORKER,),
     f"{_COORDINATOR}Suspect": (Role.WORKER,),
     # What a worker does for the coordinator; a live state is also for the members of its party.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from stratagem.common.ids import RunId
+from stratagem.common.ids import RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.asking import Raised
@@ -30,8 +30,10 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     UpdateReceived,
     WorkerDraining,
+    WorkerLeft,
     WorkerLost,
     WorkerRegistered,
+    WorkersForgotten,
 )
 from stratagem.coordinator.core.state import (
     Commit,
@@ -44,6 +46,7 @@ from stratagem.coordinator.core.state import (
 from stratagem.coordinator.strategies.table import strategy_of
 
 CLUSTER = RunId("")
+K = TypeVar("K")
 T = TypeVar("T")
 
 MIN_COMMITS = 64
@@ -53,7 +56,7 @@ MIN_COMMITS = 64
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
     """The state after a fact that was journaled at time_s (leader clock)."""
     if run_id == CLUSTER:
-        return _apply_to_cluster(state, fact)
+        return replace(state, workers=_workers_after(state.workers, fact, time_s))
     if isinstance(fact, RunDeleted):
         return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
     if isinstance(fact, RunSubmitted):
@@ -64,26 +67,37 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     return replace(state, runs={**state.runs, run_id: record})
 
 
-def without(runs: Mapping[RunId, T], run_id: RunId) -> Mapping[RunId, T]:
-    """All runs but one; the same mapping where it is not among them."""
-    return {key: run for key, run in runs.items() if key != run_id} if run_id in runs else runs
+def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
+    """All but one; the same mapping where it is not among them."""
+    if left_out not in values:
+        return values
+    return {key: value for key, value in values.items() if key != left_out}
 
 
-def _apply_to_cluster(state: CoordinatorState, fact: Fact) -> CoordinatorState:
+def _workers_after(
+    workers: Mapping[WorkerId, WorkerRecord], fact: Fact, time_s: float
+) -> Mapping[WorkerId, WorkerRecord]:
     match fact:
         case WorkerRegistered():
             record = WorkerRecord(fact.member, fact.address, fact.capability)
         case WorkerLost():
-            old = state.workers[fact.member.worker_id]
             record = replace(
-                old, is_alive=False, reason=fact.reason, is_blameless=fact.is_blameless
+                workers[fact.member.worker_id],
+                is_alive=False,
+                reason=fact.reason,
+                is_blameless=fact.is_blameless,
+                lost_s=time_s,
             )
         case WorkerDraining():
-            old = state.workers[fact.member.worker_id]
+            old = workers[fact.member.worker_id]
             record = replace(old, is_draining=True, reason="draining")
+        case WorkerLeft():
+            return without(workers, fact.member.worker_id)
+        case WorkersForgotten():
+            return {name: each for name, each in workers.items() if name not in fact.names}
         case _:
             raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
-    return replace(state, workers={**state.workers, record.member.worker_id: record})
+    return {**workers, record.member.worker_id: record}
 
 
 def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:

@@ -59,6 +59,23 @@ class DrainWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveWorker:
+    """A worker has done what it had to do, and ends."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorkers:
+    """Forget who was lost before this time of the leader's clock, and all but the newest of those
+    that are lost."""
+
+    lost_before_s: float
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """An effect, or a part of one, is done: the fact that it led to."""
 
@@ -81,17 +98,9 @@ class Tick:
     """Time has passed a deadline; nothing else happened."""
 
 
+AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
 Command = (
-    SubmitRun
-    | CancelRun
-    | ResumeRun
-    | DeleteRun
-    | RegisterWorker
-    | LoseWorker
-    | DrainWorker
-    | Report
-    | ReportTrouble
-    | Tick
+    SubmitRun | CancelRun | ResumeRun | DeleteRun | AboutWorkers | Report | ReportTrouble | Tick
 )
 
 

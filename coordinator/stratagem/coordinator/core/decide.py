@@ -22,11 +22,14 @@ from stratagem.coordinator.core.asking import (
     why_unwelcome,
 )
 from stratagem.coordinator.core.commands import (
+    AboutWorkers,
     CancelRun,
     Command,
     DeleteRun,
     DrainWorker,
     Entry,
+    ForgetWorkers,
+    LeaveWorker,
     LoseWorker,
     Refusal,
     RefusalKind,
@@ -52,9 +55,11 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
     WorkerDraining,
+    WorkerLeft,
     WorkerLost,
     WorkerRegistered,
 )
+from stratagem.coordinator.core.forgetting import forget_workers
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, World
 
 MAX_DECISIONS = 10_000
@@ -75,18 +80,28 @@ def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Ref
             return _resume(state, command)
         case DeleteRun():
             return _delete(state, command)
-        case RegisterWorker():
-            return _register(state, command)
-        case LoseWorker():
-            return _lose(state, command)
-        case DrainWorker():
-            return _drain(state, command)
         case Report():
             return _report(state, command)
         case ReportTrouble():
             return _trouble(state, command)
         case Tick():
             return ()
+        case _:
+            return _decide_about_workers(state, command)
+
+
+def _decide_about_workers(state: CoordinatorState, command: AboutWorkers) -> tuple[Entry, ...]:
+    match command:
+        case RegisterWorker():
+            return _register(state, command)
+        case LoseWorker():
+            return _lose(state, command)
+        case DrainWorker():
+            return _drain(state, command)
+        case LeaveWorker():
+            return _leave(state, command.member, command.reason)
+        case ForgetWorkers():
+            return forget_workers(state, command)
 
 
 def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
@@ -240,6 +255,8 @@ def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
     known = state.workers.get(command.member.worker_id)
     if known is None or known.member != command.member or not known.is_alive:
         return ()
+    if known.is_draining:  # it was told to end, so its silence is no loss
+        return _leave(state, command.member, command.reason)
     fact = WorkerLost(
         member=command.member, reason=command.reason, is_blameless=command.is_blameless
     )
@@ -251,6 +268,13 @@ def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:
     if known is None or known.member != command.member or known.is_draining:
         return ()
     return (Entry(CLUSTER, WorkerDraining(member=command.member)),)
+
+
+def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[Entry, ...]:
+    known = state.workers.get(member.worker_id)
+    if known is None or known.member != member:
+        return ()
+    return (Entry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
 
 
 def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Refusal:

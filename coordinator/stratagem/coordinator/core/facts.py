@@ -91,6 +91,19 @@ class WorkerDraining(Value):
     member: Member
 
 
+class WorkerLeft(Value):
+    """A worker that was told to end has ended. It is not lost, and its record is gone."""
+
+    member: Member
+    reason: str
+
+
+class WorkersForgotten(Value):
+    """Records of workers that were lost long ago."""
+
+    names: tuple[WorkerId, ...]
+
+
 # ---- the life of a run ----
 
 
@@ -401,6 +414,8 @@ Fact = (
     WorkerRegistered
     | WorkerLost
     | WorkerDraining
+    | WorkerLeft
+    | WorkersForgotten
     | RunSubmitted
     | RunCancelled
     | RunResumed

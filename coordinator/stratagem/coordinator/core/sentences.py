@@ -23,6 +23,11 @@ def _names(members: Sequence[f.Member]) -> str:
     return ", ".join(str(member.worker_id) for member in members) or "nobody"
 
 
+def _few(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
     return f"{text} by {fact.by}" if fact.by else text
 
@@ -68,6 +73,8 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
+    "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",
+    "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
     "RunResumed": lambda e: _by("resumed from the last commit", e),

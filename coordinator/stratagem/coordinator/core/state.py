@@ -37,6 +37,8 @@ class WorkerRecord:
     reason: str = ""
     is_blameless: bool = False
     """Lost before it had begun what it was given."""
+    lost_s: float = 0.0
+    """Leader-clock time of its loss, of one that is not alive."""
 
     @property
     def is_usable(self) -> bool:

@@ -183,6 +183,11 @@ class Env:
         for member_run in [each for each in self.brought if each[1] == run_id]:
             del self.brought[member_run]
 
+    def forget_member(self, member: Member) -> None:
+        """This start of a worker is gone, with all that was brought to it."""
+        for member_run in [each for each in self.brought if each[0] == member]:
+            del self.brought[member_run]
+
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         """Bring a blob to a worker; asks for the same one share one transfer."""
         # One asker that goes away must not take the blob from the others.

@@ -35,6 +35,7 @@ from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
     DrainWorker,
+    LeaveWorker,
     RegisterWorker,
     ResumeRun,
     SubmitRun,
@@ -206,6 +207,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await self._app.loop.submit(DrainWorker(member))
         return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
 
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        current_caller().must_be_worker(request.worker_id)
+        member = _member(request.worker_id, request.incarnation)
+        await self._app.loop.submit(LeaveWorker(member, clipped_reason(request.reason)))
+        return pb.LeaveResponse()
+
     async def Rendezvous(
         self, request: pb.RendezvousRequest, context: Context
     ) -> pb.RendezvousResponse:
@@ -268,8 +275,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
-        if member.worker_id not in workers and len(workers) >= limit:
-            raise LimitError(f"{len(workers)} workers are registered, the limit is {limit}")
+        known = workers.get(member.worker_id)
+        if known is not None and known.is_alive:
+            return
+        num_alive = sum(worker.is_alive for worker in workers.values())
+        if num_alive >= limit:
+            raise LimitError(f"max_workers: {num_alive} workers are alive, the limit is {limit}")
 
     async def _check_submit(self, run_id: RunId, request: pb.SubmitRunRequest) -> None:
         settings = self._app.settings

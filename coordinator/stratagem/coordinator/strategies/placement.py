@@ -28,7 +28,7 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
     """Why there are no workers, or not as many as are needed, as a sentence."""
     usable = world.usable()
     if not world.workers:
-        return "no worker has registered yet"
+        return "no worker is registered"
     if not usable:
         states = sorted(
             f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()

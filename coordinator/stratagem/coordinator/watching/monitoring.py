@@ -103,7 +103,7 @@ DISK: Final = Metric(
 WORKERS: Final = Metric(
     "stratagem_coordinator_workers",
     "gauge",
-    "workers that ever registered, as they are now: alive, draining, lost",
+    "registered workers as they are now: alive, draining; lost, until they are forgotten",
     ("state",),
 )
 HEARTBEAT_AGE: Final = Metric(

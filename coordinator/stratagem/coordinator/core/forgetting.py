@@ -1,0 +1,55 @@
+"""Which workers may be forgotten: lost long ago, or too many, and named by no active run."""
+
+from itertools import chain
+
+from stratagem.common.ids import WorkerId
+from stratagem.coordinator.core.apply import CLUSTER
+from stratagem.coordinator.core.asking import parties_of
+from stratagem.coordinator.core.commands import Entry, ForgetWorkers
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import WorkersForgotten
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord
+from stratagem.coordinator.strategies.table import strategy_of
+
+
+def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Entry, ...]:
+    """The fact that forgets them, if there are any."""
+    lost = sorted(
+        (each for each in state.workers.values() if not each.is_alive),
+        key=lambda each: (each.lost_s, each.member.worker_id),
+    )
+    num_too_many = max(0, len(lost) - command.num_kept)
+    old = [
+        each
+        for number, each in enumerate(lost)
+        if number < num_too_many or each.lost_s < command.lost_before_s
+    ]
+    if not old:
+        return ()
+    active = [run for run in state.runs.values() if run.ended is None]
+    named = _named(active)
+    names = tuple(
+        each.member.worker_id
+        for each in old
+        if each.member.worker_id not in named and not _hosts_data_of(each, active)
+    )
+    return (Entry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
+
+
+def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
+    """Workers that these runs have work for, or have as members."""
+    due = chain.from_iterable(
+        strategy_of(run.job).pending(run.run_id, run.job, run.value) for run in runs
+    )
+    parties = chain.from_iterable(parties_of(run).values() for run in runs)
+    members = chain(
+        chain.from_iterable(map(slots, due)),
+        chain.from_iterable(party.members for party in parties),
+    )
+    return frozenset(member.worker_id for member in members)
+
+
+def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
+    """Whether it has data of its own that one of these runs trains on, and waits for."""
+    names = worker.capability.local_data
+    return any(run.job.data.worker_local in names for run in runs)

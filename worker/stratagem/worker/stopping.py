@@ -1,0 +1,59 @@
+"""What the signals mean that tell a worker to end.
+
+Schedulers repeat themselves: at the end of a job's time Slurm sends SIGTERM to the step and, at
+once, to the job. So a repeat that follows closely means nothing. One that comes later, or a second
+Ctrl-C, means that somebody has lost patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+REPEAT_S: Final = 2.0
+"""Signals that follow the first one within this are repeats of it."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether this process was told to end, and how."""
+
+    reason: str = ""
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    _first_s: float = 0.0
+
+    def note(self, number: signal.Signals, now_s: float) -> bool:
+        """Take in a signal; True when the process has to end at once."""
+        if not self.told.is_set():
+            self.reason, self._first_s = number.name, now_s
+            self.told.set()
+            return False
+        return number is signal.SIGINT or now_s - self._first_s > REPEAT_S
+
+
+def stop_by_signals(preempt_signal: str) -> Stop:
+    """Told by SIGTERM, SIGINT and the signal of this name, if it is any, from now on."""
+    stop, loop = Stop(), asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.note(number, loop.time()):
+            _log.warning("second signal: exiting at once", signal=number.name)
+            sys.stderr.flush()
+            os._exit(1)
+
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    if preempt_signal:
+        numbers.add(signal.Signals[f"SIG{preempt_signal}"])
+    if signal.SIGUSR1 not in numbers:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as __main__ did not know yet
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
