@@ -405,6 +405,18 @@ def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
     )
 
 
+def test_the_line_shows_no_single_client_and_no_single_member() -> None:
+    """Whichever answered last would look like the run."""
+    line = ProgressLine("mine")
+    closed = {"party": "", "metrics": {"train.max_grad_norm": 2.0}}
+    line.update(Event(0, 0.0, "RoundClosed", "closed", closed, Phase.RUNNING))
+    one = {"party": "", "metrics": {"train.max_grad_norm": 9.0}}
+    line.update(Event(1, 0.0, "UpdateReceived", "client 3", one, Phase.RUNNING))
+    member = {"party": "member2", "metrics": {"train.max_grad_norm": 9.0}}
+    line.update(Event(2, 0.0, "SegmentFinished", "member 2", member, Phase.RUNNING))
+    assert line.metrics == {"train.max_grad_norm": 2.0}
+
+
 def test_the_line_stays_one_line() -> None:
     line = ProgressLine("mine" * 40)
     console = Console(width=30)

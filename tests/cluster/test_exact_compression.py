@@ -104,6 +104,8 @@ def test_federated_has_the_bits_of_the_loop(
     for event in outcome.of("UpdateReceived"):
         traffic = event.payload["traffic"]
         assert 0 < traffic["sent_bytes"] < traffic["uncompressed_bytes"]
+    sent = [event.payload["traffic"]["sent_bytes"] for event in outcome.of("UpdateReceived")]
+    assert outcome.status.metrics["train.sent_bytes"] == sum(sent[-3:])  # of the last round
 
 
 @pytest.mark.parametrize(("codec", "num_nodes"), [("ternary", 6), ("low_rank", 3), ("int8", 4)])

@@ -1,6 +1,7 @@
 """Federated averaging over real processes: bits, order of arrival, and who is left out."""
 
 from collections import Counter
+from math import isclose
 from typing import Any
 
 import pytest
@@ -84,7 +85,13 @@ def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
     assert rounds == drawn
     expected = federated_loop(spec, ALLOWED, lambda round_num: drawn[round_num])
     assert_same_bits(outcome.state, expected.state)
-    assert outcome.status.metrics["train.max_grad_norm"] > 0
+    metrics = outcome.status.metrics
+    assert isclose(metrics["train.loss"], expected.losses[-1], rel_tol=1e-12)
+    received = [each.payload for each in outcome.of("UpdateReceived")]
+    updates = [each for each in received if each["round_num"] == spec.strategy.rounds]
+    assert metrics["train.loss_max"] == max(each["loss"] for each in updates)
+    norms = [each["metrics"]["train.max_grad_norm"] for each in updates]
+    assert metrics["train.max_grad_norm"] == max(norms) > 0
     assert ("train.skipped_steps" in outcome.status.metrics) == (case == "micro-batches")
     assert len(outcome.digests) == spec.strategy.rounds
     assert outcome.status.reproducible
@@ -125,6 +132,7 @@ def test_order_of_arrival_changes_no_bit(client: Client, gates: Gates) -> None:
         arrived = [event.payload["client"] for event in outcomes[name].of("UpdateReceived")]
         assert arrived == [number for order in rounds for number in order]
     assert outcomes["up"].digests == outcomes["down"].digests
+    assert outcomes["up"].status.metrics == outcomes["down"].status.metrics
     assert_same_bits(outcomes["up"].state, federated_loop(spec, ALLOWED).state)
 
 

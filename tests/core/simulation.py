@@ -204,6 +204,7 @@ def do(effect: Effect) -> list[Fact]:
                     num_samples=10 + effect.client,
                     loss=0.5,
                     seconds=1.0,
+                    num_steps=3,
                 )
             ]
         case CollectUpdate():
@@ -216,6 +217,9 @@ def do(effect: Effect) -> list[Fact]:
                     num_samples=effect.num_samples,
                     loss=effect.loss,
                     seconds=0.0,
+                    num_steps=effect.num_steps,
+                    metrics=dict(effect.metrics),
+                    traffic=dict(effect.traffic),
                 )
             ]
         case AggregateRound():

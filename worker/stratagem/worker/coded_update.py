@@ -20,9 +20,9 @@ from stratagem.worker.state_store import Frozen
 
 def coded_update(
     job: JobSpec, done: ClientRound, base: Mapping[str, Tensor], round_num: int, client: int
-) -> Frozen | None:
-    """The update for the wire. None where it is not finite: it is then sent as it is, so that the
-    coordinator rejects it as it rejects any."""
+) -> tuple[Frozen, dict[str, int]] | None:
+    """The update for the wire, and what that saves (see TrainResult.traffic). None where it is not
+    finite: it is then sent as it is, so that the coordinator rejects it as it rejects any."""
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [
@@ -45,7 +45,8 @@ def coded_update(
         weight=float(done.num_samples),
         metadata={"round": str(round_num), "client": str(client)},
     )
-    return Frozen(replace(manifest, codec=job.compression.codec), buffers)
+    traffic = {"sent_bytes": manifest.total_bytes, "uncompressed_bytes": whole.total_bytes}
+    return Frozen(replace(manifest, codec=job.compression.codec), buffers), traffic
 
 
 def _flats(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[FloatArray]:

@@ -41,7 +41,8 @@ class ProgressLine:
                 self.latest = item
             case Event():
                 self.phase, self.sentence = item.phase, item.sentence
-                self.metrics.update(_metrics_in(item.payload.get("metrics")))
+                if _is_of_whole_run(item):
+                    self.metrics.update(_metrics_in(item.payload.get("metrics")))
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -118,6 +119,11 @@ def _amounts(latest: Progress) -> Iterator[str]:
         yield f"{latest.num_skipped_steps} steps skipped"
     if latest.rows_per_s:
         yield f"{latest.rows_per_s:,.0f} rows/s"
+
+
+def _is_of_whole_run(event: Event) -> bool:
+    """Not of one client, or of one member or silo, that happens to be the newest."""
+    return event.kind != "UpdateReceived" and not event.payload.get("party")
 
 
 def _metrics_in(value: Any) -> dict[str, float]:

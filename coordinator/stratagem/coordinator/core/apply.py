@@ -180,7 +180,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             trained = {"train.loss": fact.loss} if fact.step else {}
             record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
             return _with_engine(record, fact)
-        case UpdateReceived():
+        case UpdateReceived(num_steps=0):  # of a version that took the newest update for all
             metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
             if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
                 metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
@@ -205,6 +205,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             record = _with_commit(_with_metrics(record, fact.metrics), commit)
             return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case RoundClosed():
+            record = _with_metrics(record, fact.metrics)
             return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
         case _:
             return record

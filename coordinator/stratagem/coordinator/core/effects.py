@@ -105,8 +105,12 @@ class CollectUpdate:
     client: int
     digest: Digest
     num_samples: int
+    num_steps: int
     loss: float
     base: Base
+    metrics: tuple[tuple[str, float], ...] = ()
+    """Of the client's steps, by name."""
+    traffic: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,6 +292,8 @@ class UpdateReceived(Value):
     """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
     metrics: Metrics = {}
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
+    num_steps: int = 0
+    """That the client has made; 0 in journals of versions that took the newest update for all."""
 
 
 class Cause(StrEnum):
@@ -339,6 +341,8 @@ class RoundClosed(Value):
     by_policy: bool
     """True when a deadline or quorum left somebody out: the result is replayable, not
     reproducible from the job alone."""
+    metrics: Metrics = {}
+    """Of the accepted updates together, by name; see strategies.round_metrics."""
 
 
 # ---- strategies of other packages ----

@@ -50,6 +50,11 @@ def _assigned(fact: f.ClientsAssigned) -> str:
     return f"round {fact.round_num}: clients assigned: {'; '.join(parts)}"
 
 
+def _closed(fact: f.RoundClosed) -> str:
+    text = f"round {fact.round_num} closed: {fact.reason}"
+    return f"{text}: {metrics_text(fact.metrics)}" if fact.metrics else text
+
+
 def _score(score: float | None) -> str:
     return "invalid" if score is None else f"{score:.6g}"
 
@@ -108,5 +113,5 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "PopulationFormed": lambda e: f"population of {len(e.params)} members formed",
     "MemberEvolved": _evolved,
     "GenerationClosed": _generation,
-    "RoundClosed": lambda e: f"round {e.round_num} closed: {e.reason}",
+    "RoundClosed": _closed,
 }

@@ -92,7 +92,7 @@ async def _collect(
 ) -> None:
     try:
         async with env.pulls:
-            entry, traffic = await _pull(env, effect, session_ref, result, looked)
+            entry = await _pull(env, effect, session_ref, result, looked)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
@@ -110,7 +110,7 @@ async def _collect(
     # The worker would keep one update of every client that it plays.
     link = env.links.to(effect.member, env.state)
     env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
-    received = _received(effect, result, entry, traffic)
+    received = _received(effect, result, entry)
     with env.folds.reporting(effect.run_id, received):
         await report_update(env, effect, received)
 
@@ -119,7 +119,6 @@ def _received(
     effect: TrainClient,
     result: worker_pb2.ClientRoundResult,
     entry: SpoolEntry,
-    traffic: dict[str, int],
 ) -> UpdateReceived:
     return UpdateReceived(
         party=effect.party,
@@ -129,8 +128,9 @@ def _received(
         num_samples=entry.num_samples,
         loss=result.loss,
         seconds=result.seconds,
-        traffic=traffic,
+        traffic=dict(sorted(result.traffic.items())),
         metrics={f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())},
+        num_steps=max(1, result.num_steps),
     )
 
 
@@ -140,17 +140,16 @@ async def _pull(
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
-) -> tuple[SpoolEntry, dict[str, int]]:
-    """The update in the spool, and what a codec has saved; one that a crash left there complete is
-    taken as it is."""
+) -> SpoolEntry:
+    """The update in the spool; one that a crash left there complete is taken as it is."""
     done, offset = await looked
     if done is not None:
-        return done, {}
+        return done
     expected, _ = await env.header(effect.base.digest)
     job = env.job_of(effect.run_id, effect.party)
     if codec_of(job):
         return await _pull_coded(env, effect, session_ref, result.num_samples, expected)
-    return await _pull_plain(env, effect, session_ref, result, expected, offset), {}
+    return await _pull_plain(env, effect, session_ref, result, expected, offset)
 
 
 async def _pull_coded(
@@ -159,11 +158,11 @@ async def _pull_coded(
     session_ref: types_pb2.SessionRef,
     num_samples: int,
     expected: Manifest,
-) -> tuple[SpoolEntry, dict[str, int]]:
+) -> SpoolEntry:
     """Into memory, and from there decoded into the spool."""
     job = env.job_of(effect.run_id, effect.party)
     upload = CodedUpload(job, _key(effect), effect.base.digest, expected)
-    manifest = await pull(
+    await pull(
         _opener(env, effect, session_ref),
         upload.accept,
         limits=Limits(max_total_bytes=env.settings.max_state_bytes),
@@ -171,12 +170,7 @@ async def _pull_coded(
         codecs=("", codec_of(job)),
     )
     source = effect.member.incarnation
-    entry = await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
-    sizes = {
-        "sent_bytes": manifest.total_bytes,
-        "uncompressed_bytes": expected.total_bytes,
-    }
-    return entry, sizes
+    return await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
 
 
 def _opener(
@@ -216,7 +210,7 @@ async def _pull_plain(
     loop = asyncio.get_running_loop()
 
     def when_checked(entry: SpoolEntry) -> None:
-        received = _received(effect, result, entry, {})
+        received = _received(effect, result, entry)
         fold_round = partial(fold, env)
         loop.call_soon_threadsafe(env.folds.see, effect.run_id, received, entry, fold_round)
 

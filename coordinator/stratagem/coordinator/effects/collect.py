@@ -47,6 +47,9 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
         num_samples=entry.num_samples,
         loss=effect.loss,
         seconds=0.0,
+        traffic=dict(effect.traffic),
+        metrics=dict(effect.metrics),
+        num_steps=effect.num_steps,
     )
     await report_update(env, effect, received)
 

@@ -54,6 +54,8 @@ class Standing:
     """Mean training loss of the newest segment, committed or not; 0 where it is not known."""
     is_idle: bool
     """Nothing that was trained waits for its commit or its evaluation."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that were sent in the newest segment, as in SegmentFinished."""
 
 
 class Strategy(Protocol):

@@ -273,16 +273,8 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
 
 def standing(value: FederatedRun) -> Standing:
     """The committed round."""
-    is_idle = not value.to_evaluate
-    return Standing(value.committed, value.metrics, value.num_rows, _loss(value), is_idle)
-
-
-def _loss(value: FederatedRun) -> float:
-    """Of the updates of the open round, weighted by samples."""
-    total = sum(update.num_samples for update in value.updates.values())
-    if not total:
-        return 0.0
-    return sum(u.loss * u.num_samples for u in value.updates.values()) / total
+    metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
+    return Standing(value.committed, metrics, value.num_rows, loss, is_idle=not value.to_evaluate)
 
 
 def rebase(

@@ -11,6 +11,7 @@ from stratagem.common.ids import WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
     Accepted,
     Assignment,
     ClientBinding,
@@ -33,6 +34,7 @@ from stratagem.coordinator.strategies.federated_run import (
     lacking,
     spec_of,
 )
+from stratagem.coordinator.strategies.round_metrics import round_metrics
 from stratagem.coordinator.strategies.selection import select
 
 MAX_PROCESS_DEATHS = 3
@@ -219,6 +221,11 @@ def close(job: JobSpec, value: FederatedRun, now_s: float) -> RoundClosed | RunF
         accepted=tuple(sorted([*on_time, *late], key=lambda each: each.client)),
         reason=reason,
         by_policy=num_answered < num_selected or bool(late),
+        metrics=round_metrics(
+            value.updates,
+            late_updates.received(value),
+            num_skipped=value.trained.get(SKIPPED_STEPS, 0.0),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from stratagem.coordinator.core.effects import (
     Base,
 )
 from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
     Accepted,
     ClientBinding,
     ClientEvaluated,
@@ -59,6 +60,8 @@ class FederatedRun:
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the newest evaluation."""
+    trained: Mapping[str, float] = field(default_factory=dict)
+    """Of the training of the newest round that was closed; see round_metrics.py."""
     round_num: int = 0
     """The open round, from 1; 0 until the model is built."""
     selected: tuple[int, ...] = ()
@@ -219,13 +222,23 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
         case ClientsAssigned():
             return with_assignments(value, fact)
         case UpdateReceived():
-            return replace(value, updates={**value.updates, fact.client: fact})
+            updates = {**value.updates, fact.client: fact}
+            return replace(value, updates=updates, trained=_counted(value, fact))
         case UpdateRejected():
             return replace(value, rejected={**value.rejected, fact.client: fact.reason})
         case RoundClosed():
-            return replace(value, accepted=fact.accepted, deadline_s=None)
+            trained = {**value.trained, **fact.metrics}
+            return replace(value, accepted=fact.accepted, deadline_s=None, trained=trained)
         case _:
             return value
+
+
+def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
+    """What versions that counted skipped steps when an update came have counted."""
+    if update.num_steps or SKIPPED_STEPS not in update.metrics:
+        return value.trained
+    num_skipped = value.trained.get(SKIPPED_STEPS, 0) + update.metrics[SKIPPED_STEPS]
+    return {**value.trained, SKIPPED_STEPS: num_skipped}
 
 
 def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:

@@ -135,6 +135,11 @@ def accepted(value: FederatedRun) -> list[Accepted]:
     ]
 
 
+def received(value: FederatedRun) -> list[UpdateReceived]:
+    """The same, as they came; in order of client."""
+    return [each.update for _, each in sorted(value.late.items()) if each.update is not None]
+
+
 def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
     """What the late clients train: the same as when their round was open."""
     strategy = spec_of(job)

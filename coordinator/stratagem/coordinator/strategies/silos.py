@@ -223,8 +223,11 @@ def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
                 client=client,
                 digest=done.digest,
                 num_samples=standing.num_rows[TRAIN_SPLIT],
+                num_steps=done.step,
                 loss=standing.loss,
                 base=rounds.committed,
+                metrics=tuple(sorted(standing.metrics.items())),
+                traffic=tuple(sorted(standing.traffic.items())),
             )
         )
     return effects

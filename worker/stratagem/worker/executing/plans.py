@@ -77,12 +77,7 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
         done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
-    update = _coded(work, done, base, plan.client) or freeze(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
-        {"round": str(work.segment), "client": str(plan.client)},
-        Purpose.UPDATE,
-        float(done.num_samples),
-    )
+    update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     failpoint("worker.round.trained")
     return pb.ClientRoundResult(
@@ -91,6 +86,16 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
         seconds=time.monotonic() - started_s,
         num_steps=done.num_steps,
         metrics=done.metrics,
+        traffic=traffic,
+    )
+
+
+def _plain(work: Work, done: ClientRound, plan: pb.ClientRoundPlan) -> Frozen:
+    return freeze(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
+        {"round": str(work.segment), "client": str(plan.client)},
+        Purpose.UPDATE,
+        float(done.num_samples),
     )
 
 
@@ -98,7 +103,9 @@ def _local_epochs(job: JobSpec) -> int:
     return job.strategy.options.local_epochs if isinstance(job.strategy, Federated) else 1
 
 
-def _coded(work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int) -> Frozen | None:
+def _coded(
+    work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int
+) -> tuple[Frozen, dict[str, int]] | None:
     spec = work.job.compression
     if spec is None or spec.codec == "none":
         return None

@@ -44,6 +44,8 @@ class PartyRun:
     """Of the committed segment."""
     loss: float = 0.0
     """Of the newest segment that was trained."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Of the same; see SegmentFinished."""
     lineage: int = 0
     """How often the party has begun from a given state."""
     open_segment: int = 0
@@ -123,6 +125,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
                 run,
                 finished=(*run.finished, done),
                 loss=fact.loss,
+                traffic=fact.traffic,
                 open_segment=fact.segment + 1,
                 left=frozenset(),
                 num_deaths=0,

@@ -38,7 +38,7 @@ def blobs(run: PartyRun) -> frozenset[Digest]:
 def standing(run: PartyRun) -> Standing:
     """The committed segment."""
     is_idle = not run.finished
-    return Standing(run.committed, run.metrics, run.num_rows, run.loss, is_idle)
+    return Standing(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
 
 
 def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:
