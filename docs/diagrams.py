@@ -26,7 +26,7 @@ from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.table import strategy_of
-from tests.core.simulation import RUN, Simulation, job, member, register, start
+from tests.core.simulation import RUN, Simulation, ending, job, member, register, start
 
 START = "[*]"
 LOCAL: dict[str, object] = {"type": "Local"}
@@ -215,8 +215,8 @@ def _dies_again(text: str) -> Simulation:
     simulation = start(text, "a")
     simulation.tell(simulation.queue.popleft())
     simulation.queue.clear()
-    for number in range(1, 4):
-        simulation.tell(register("a", start=number))
+    for number in range(3):
+        simulation.tell(register("a", number + 1, ending("a", number, status=3)))
         simulation.queue.clear()
     return simulation
 

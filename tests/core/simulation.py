@@ -3,12 +3,14 @@
 import json
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from stratagem.common.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.agenda import Agenda
 from stratagem.coordinator.core.apply import apply
 from stratagem.coordinator.core.commands import (
     Command,
+    Ending,
     Entry,
     Refusal,
     RegisterWorker,
@@ -75,12 +77,20 @@ def member(name: str, start: int = 0) -> Member:
     return Member(worker_id=WorkerId(name), incarnation=Incarnation(f"{name}-{start}"))
 
 
-def register(name: str, start: int = 0, **capability: object) -> RegisterWorker:
+def register(
+    name: str, start: int = 0, ending: Ending | None = None, **capability: object
+) -> RegisterWorker:
     return RegisterWorker(
         member(name, start),
         f"127.0.0.1:{5000 + start}",
         Capability(numerics_fingerprint="same", **capability),
+        ending,
     )
+
+
+def ending(name: str, start: int, **known: Any) -> Ending:
+    """What the next process of a worker tells of how this one has ended."""
+    return Ending(member(name, start).incarnation, **known)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stratagem.coordinator.core.commands import CancelRun, LoseWorker, RegisterWorker, ResumeRun
+from stratagem.coordinator.core.commands import CancelRun, LoseWorker, ResumeRun
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import EvaluateTogether
 from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunCompleted, SegmentFinished
@@ -12,7 +12,7 @@ from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.table import strategy_of
-from tests.core.simulation import RUN, Simulation, digest, job, member, register, start
+from tests.core.simulation import RUN, Simulation, digest, ending, job, member, register, start
 
 pytestmark = pytest.mark.core
 
@@ -107,13 +107,12 @@ def test_three_processes_that_end_inside_it_fail_the_run() -> None:
     simulation = start(evaluating(), "a")
     to_evaluation(simulation)
     simulation.queue.clear()
-    for count in range(1, 4):
-        again: RegisterWorker = register("a", count)
-        simulation.tell(again)
+    for count in range(3):
+        simulation.tell(register("a", count + 1, ending("a", count, status=-11)))
     run = simulation.state.runs[RUN]
     assert (run.ended, run.reason) == (
         RunPhase.FAILED,
-        "the evaluation has ended 3 worker processes",
+        "the evaluation has ended 3 worker processes; the last one, a, ended by SIGSEGV",
     )
 
 

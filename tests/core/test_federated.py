@@ -22,7 +22,7 @@ from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.federated_run import MAX_CLIENTS_AHEAD
 from stratagem.coordinator.strategies.selection import select
-from tests.core.simulation import RUN, Simulation, do, job, member, register, start
+from tests.core.simulation import RUN, Simulation, do, ending, job, member, register, start
 from tests.core.test_runs import FEDERATED, phase, reason
 
 pytestmark = pytest.mark.core
@@ -291,16 +291,35 @@ def test_random_rounds_select_from_the_roster() -> None:
     assert [len(fact.clients) for fact in simulation.facts(ClientsSelected)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("is_noticed_at_once", [False, True])
-def test_client_that_ends_three_processes_fails_the_run(is_noticed_at_once: bool) -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_client_that_ends_three_processes_fails_the_run(moves: bool) -> None:
     simulation = opened({**FEDERATED, "num_clients": 2}, "a", "b")
-    for start_number in range(1, 4):
-        if is_noticed_at_once:
-            simulation.tell(LoseWorker(member("a", start_number - 1), "connection lost"))
-        simulation.tell(register("a", start=start_number))
-        if is_noticed_at_once:  # the client has moved to the other worker: bring it back
-            simulation.tell(LoseWorker(member("b", start_number - 1), "connection lost"))
-            simulation.tell(register("b", start=start_number))
+    num_deaths = 0
+    while simulation.state.runs[RUN].ended is None:
+        # Lost, the client moves to the other worker; that one is lost, too, and brings it back.
+        name, number = ("ab"[num_deaths % 2], num_deaths // 2) if moves else ("a", num_deaths)
+        if moves:
+            simulation.tell(LoseWorker(member(name, number), "connection lost"))
+        told = ending(name, number, status=-6, run_id=RUN, party="client0")
+        simulation.tell(register(name, number + 1, told))
+        num_deaths += 1
+    assert num_deaths == 3
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
-    assert "client 0 has ended 3 worker processes" in run.reason.replace(", client 1", "")
+    assert run.reason.startswith("round 1: client 0 has ended 3 worker processes; the last one, ")
+    assert run.reason.endswith(" ended by SIGABRT")
+
+
+def test_all_that_a_worker_had_to_do_is_suspected_where_nobody_knows_what_it_did() -> None:
+    simulation = opened({**FEDERATED, "num_clients": 4}, "a", "b")
+    simulation.tell(register("a", 1))
+    value = simulation.state.runs[RUN].value
+    assert {task: deaths.num for task, deaths in value.deaths.items()} == {
+        "client 0": 1,
+        "client 2": 1,
+    }
+    told = ending("b", 0, run_id=RUN, party="client3", status=-9)
+    simulation.tell(register("b", 1, told))
+    value = simulation.state.runs[RUN].value
+    assert value.deaths["client 3"].num == 1
+    assert "client 1" not in value.deaths

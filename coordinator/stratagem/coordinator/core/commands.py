@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stratagem.common.ids import Party, RunId
-from stratagem.coordinator.core.facts import Capability, Fact, Member
+from stratagem.common.ids import Incarnation, Party, RunId
+from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,31 @@ class DeleteRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker process has ended, as the next one of its name tells."""
+
+    incarnation: Incarnation
+    """Of the process that has ended."""
+    status: int | None = None
+    """Negative: the number of the signal that ended it; None: nobody saw it."""
+    is_stopped: bool = False
+    """Somebody else has ended it."""
+    run_id: RunId | None = None
+    """The run whose plan it executed; "" when it executed none; None: that is not known."""
+    party: Party = ROOT
+    """Whose plan that was."""
+    step: int | None = None
+    lines: tuple[str, ...] = ()
+    """What it printed last."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegisterWorker:
     member: Member
     address: str
     capability: Capability
+    ending: Ending | None = None
+    """Of the process before it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from stratagem.coordinator.core.apply import CLUSTER, apply
 from stratagem.coordinator.core.asking import (
     Raised,
     ask,
-    deaths_of,
     objections_to,
     parties_of,
     reform_of,
@@ -40,6 +39,7 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
     Tick,
 )
+from stratagem.coordinator.core.endings import deaths_at_work
 from stratagem.coordinator.core.facts import (
     ROOT,
     Fact,
@@ -238,17 +238,8 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, 
         return ()
     is_new = known.member != command.member
     has_ended = is_new and not known.is_draining and not known.is_blameless
-    deaths = _deaths(state, known.member) if has_ended else ()
+    deaths = deaths_at_work(state, known.member, command.ending) if has_ended else ()
     return (*deaths, Entry(CLUSTER, fact))
-
-
-def _deaths(state: CoordinatorState, member: Member) -> tuple[Entry, ...]:
-    """The process of a member has ended unasked: which segments was it working on?"""
-    entries: list[Entry] = []
-    for run_id, run in state.runs.items():
-        if run.ended is None and member in run.touched:
-            entries += [Entry(run_id, fact) for fact in deaths_of(run, member)]
-    return tuple(entries)
 
 
 def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:

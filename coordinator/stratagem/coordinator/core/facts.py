@@ -172,11 +172,20 @@ class MembersFormed(Value):
 
 
 class ProcessDied(Value):
-    """A member's process ended while it worked on a segment."""
+    """A member's process ended while it worked on a segment, and nobody is known to have stopped
+    it."""
 
     party: Party
     member: Member
     segment: int
+    at: Party | None = None
+    """Whose plan it executed: the party, or one below; None: nobody knows."""
+    step: int | None = None
+    """How many steps it had applied since the run (of a client: its round) began, if known."""
+    status: int | None = None
+    """Its exit status, negative the number of the signal that ended it; None: nobody saw it."""
+    lines: tuple[str, ...] = ()
+    """What it printed last."""
 
 
 class ModelBuilt(Value):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.strategies.deaths import how
 
 
 def sentence(fact: f.Fact) -> str:
@@ -91,6 +92,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
     "ProcessDied": lambda e: (
         f"the process of worker {e.member.worker_id} ended during segment {e.segment}"
+        f"{how(e.status)}"
     ),
     "ModelBuilt": lambda e: f"model built: {e.num_parameters:,} parameters",
     "SegmentFinished": _finished,

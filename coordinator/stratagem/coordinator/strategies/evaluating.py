@@ -25,9 +25,9 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
+from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.placement import why_none
 from stratagem.coordinator.strategies.segments import PartyRun, Shape, decisions, run, views
-from stratagem.coordinator.strategies.segments.decisions import MAX_PROCESS_DEATHS
 
 # The open segment of the party: 0 while there is no state, then one of these.
 _EVALUATING = 1
@@ -48,8 +48,8 @@ def init(job: JobSpec, party: Party) -> PartyRun:
 def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
     """A death too many, the end, or other members."""
     del now_s
-    if value.num_deaths >= MAX_PROCESS_DEATHS:
-        return RunFailed(reason=f"the evaluation has ended {value.num_deaths} worker processes")
+    if value.deaths.are_too_many:
+        return RunFailed(reason=why("the evaluation", value.deaths))
     if value.open_segment == _DONE:
         split = _spec(job).split
         return RunCompleted(reason=f"{value.num_rows[split]} rows of {split} evaluated")
@@ -57,10 +57,9 @@ def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | 
 
 
 def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
-    del now_s
     if isinstance(fact, Evaluated):
         return replace(value, metrics=fact.metrics, open_segment=_DONE, is_recovering=False)
-    return run.transition(value, fact, _shape(job))
+    return run.transition(value, fact, _shape(job), now_s)
 
 
 def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:

@@ -126,14 +126,13 @@ def decide_round(
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
     """Fold one fact."""
-    del now_s
     if late_updates.is_late(value, fact):
         return late_updates.with_late(value, fact)
     match fact:
         case MembersFormed():
             return with_helper(value, fact)
         case ProcessDied():
-            return with_death(value, fact.member)
+            return with_death(value, fact, now_s)
         case ModelBuilt():
             base = Base(0, 0, fact.digest)
             return replace(

@@ -28,6 +28,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.strategies import late_updates
 from stratagem.coordinator.strategies.client_metrics import combine
+from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.federated_run import (
     FederatedRun,
     evaluates_at_clients,
@@ -37,19 +38,14 @@ from stratagem.coordinator.strategies.federated_run import (
 from stratagem.coordinator.strategies.round_metrics import round_metrics
 from stratagem.coordinator.strategies.selection import select
 
-MAX_PROCESS_DEATHS = 3
-"""A client that ends this many worker processes in one round fails its run."""
-
 
 def too_deadly(value: FederatedRun) -> RunFailed | None:
     """Something that ends every process that tries it would go on for ever."""
-    deadly = sorted(task for task, num in value.deaths.items() if num >= MAX_PROCESS_DEATHS)
+    deadly = sorted(task for task, deaths in value.deaths.items() if deaths.are_too_many)
     if not deadly:
         return None
-    count = value.deaths[deadly[0]]
-    return RunFailed(
-        reason=f"round {value.round_num}: {', '.join(deadly)} has ended {count} worker processes"
-    )
+    work = why(", ".join(deadly), value.deaths[deadly[0]])
+    return RunFailed(reason=f"round {value.round_num}: {work}")
 
 
 def new_helper(

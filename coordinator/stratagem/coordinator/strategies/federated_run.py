@@ -24,11 +24,13 @@ from stratagem.coordinator.core.facts import (
     Fact,
     Member,
     MembersFormed,
+    ProcessDied,
     RoundClosed,
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
 )
+from stratagem.coordinator.strategies.deaths import Deaths, after
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class FederatedRun:
     """Round -> client -> its sums."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """What was taken from a worker in this round, because it was lost."""
-    deaths: Mapping[str, int] = field(default_factory=dict)
+    deaths: Mapping[str, Deaths] = field(default_factory=dict)
     """Worker processes that ended in this round while they had this to do."""
 
 
@@ -154,22 +156,35 @@ def due_clients(value: FederatedRun) -> list[int]:
     return due
 
 
-def with_death(value: FederatedRun, member: Member) -> FederatedRun:
-    """A worker process ended: count it against all that it had to do."""
-    tasks = set(value.left.get(member, ()))
+def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
+    """A worker process ended: count it against what it did, or all that it had to do."""
+    member, tasks = died.member, set(value.left.get(died.member, ()))
     if member in value.helper and (value.committed is None or value.to_evaluate):
-        tasks.add("the build" if value.committed is None else "the evaluation")
+        tasks.add(_task_of_helper(value))
     for client, (assigned, _) in value.assigned.items():
         if assigned == member and client not in value.updates and client not in value.rejected:
             tasks.add(f"client {client}")
-    deaths = {**value.deaths, **{task: value.deaths.get(task, 0) + 1 for task in tasks}}
-    return replace(value, deaths=deaths)
+    if died.at is not None:
+        tasks &= {_task_at(value, died.at)}
+    deaths = {task: after(value.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
+    return replace(value, deaths={**value.deaths, **deaths})
+
+
+def _task_of_helper(value: FederatedRun) -> str:
+    return "the build" if value.committed is None else "the evaluation"
+
+
+def _task_at(value: FederatedRun, at: Party) -> str:
+    """What is done in the sessions of a party: see effects.client_round, evaluate and build."""
+    name = at.rpartition("/")[2]
+    client = name.removeprefix("client")
+    return f"client {client}" if client.isdecimal() else _task_of_helper(value)
 
 
 def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
     """Another worker builds and evaluates; remembers what was taken from the one before."""
     left = dict(value.left)
-    task = "the build" if value.committed is None else "the evaluation"
+    task = _task_of_helper(value)
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.to_evaluate):
             left[member] = (*left.get(member, ()), task)

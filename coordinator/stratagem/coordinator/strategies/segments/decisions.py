@@ -12,19 +12,15 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
 )
 from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.placement import eligible
 from stratagem.coordinator.strategies.segments.run import PartyRun, Placed, Shape, num_segments
-
-MAX_PROCESS_DEATHS = 3
-"""A segment that ends this many worker processes fails its run: it would go on for ever."""
 
 
 def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | None:
     """The next fact: a death too many, the end, or other members."""
-    if run.num_deaths >= MAX_PROCESS_DEATHS:
-        return RunFailed(
-            reason=f"segment {run.open_segment} has ended {run.num_deaths} worker processes"
-        )
+    if run.deaths.are_too_many:
+        return RunFailed(reason=why(f"segment {run.open_segment}", run.deaths))
     if run.committed is not None and run.committed.segment == num_segments(job, run):
         return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
     return members_due(job, run, shape, world)

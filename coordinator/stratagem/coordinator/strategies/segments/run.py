@@ -17,6 +17,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.deaths import Deaths, after
 from stratagem.coordinator.strategies.schedule import schedule_of
 
 
@@ -54,7 +55,7 @@ class PartyRun:
     """Trained by all members and not yet committed, in order."""
     left: frozenset[Member] = frozenset()
     """Members that were lost inside the open segment."""
-    num_deaths: int = 0
+    deaths: Deaths = field(default_factory=Deaths)
     """Worker processes that have ended inside the open segment."""
     is_recovering: bool = False
     why: str = ""
@@ -102,13 +103,13 @@ class Shape:
     any change of members, and any failed exchange, returns the party to its last commit."""
 
 
-def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
+def transition(run: PartyRun, fact: Fact, shape: Shape, now_s: float) -> PartyRun:
     """Fold a fact; facts of other kinds leave the party as it is."""
     match fact:
         case MembersFormed():
             return _with_members(run, fact, shape)
         case ProcessDied():
-            return replace(run, num_deaths=run.num_deaths + 1)
+            return replace(run, deaths=after(run.deaths, fact, now_s, run.left.union(run.members)))
         case ModelBuilt():
             base = Base(0, 0, fact.digest)
             return replace(
@@ -117,7 +118,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
                 committed=base,
                 open_segment=1,
                 left=frozenset(),
-                num_deaths=0,
+                deaths=Deaths(),
             )
         case SegmentFinished():
             done = Finished(fact.segment, fact.step, fact.metrics, run.members)
@@ -128,7 +129,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
                 traffic=fact.traffic,
                 open_segment=fact.segment + 1,
                 left=frozenset(),
-                num_deaths=0,
+                deaths=Deaths(),
                 is_recovering=False,
             )
         case SegmentCommitted():
@@ -136,7 +137,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape) -> PartyRun:
             base = Base(fact.segment, fact.step, fact.digest)
             return replace(run, finished=left, committed=base, metrics=fact.metrics)
         case RunResumed():
-            return _returned_to_commit(replace(run, members=(), left=frozenset(), num_deaths=0))
+            return _returned_to_commit(replace(run, members=(), left=frozenset(), deaths=Deaths()))
         case _:
             return run
 
@@ -199,7 +200,7 @@ def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int])
         open_segment=base.segment + 1,
         finished=(),
         left=frozenset(),
-        num_deaths=0,
+        deaths=Deaths(),
         is_recovering=False,
     )
 

@@ -32,8 +32,7 @@ class Synchronous:
         return decisions.decide(job, value, self.shape(job), world)
 
     def transition(self, job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
-        del now_s
-        return run.transition(value, fact, self.shape(job))
+        return run.transition(value, fact, self.shape(job), now_s)
 
     def is_welcome(self, job: JobSpec, value: PartyRun, fact: Fact) -> str:
         del job
