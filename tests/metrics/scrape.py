@@ -8,6 +8,7 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 from stratagem.client.local_cluster import LocalCluster
+from stratagem.common.metrics.exposition import DEPLOYMENT
 from tests.patience import PATIENCE_S
 
 Scraped = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -47,11 +48,12 @@ def scrape_process(cluster: LocalCluster, process: str) -> Scraped:
 
 
 def parsed(text: str) -> Scraped:
+    """Without the label that all metrics of ours have in common."""
     found: Scraped = {}
     for family in text_string_to_metric_families(text):
         found.setdefault(family.name, {})
         for sample in family.samples:
-            labels = tuple(sorted(sample.labels.items()))
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != DEPLOYMENT))
             found.setdefault(sample.name, {})[labels] = sample.value
     return found
 

@@ -51,7 +51,10 @@ def test_all_kinds_are_written_as_prometheus_reads_them() -> None:
         (Metric("stratagem_c_seconds", "histogram", "c", ("x",)), {("2",): durations}),
         (Metric("stratagem_d", "gauge", "nothing to say"), {}),
     ]
-    found = parsed(render(lambda: readings).decode())
+    text = render(lambda: readings, "here").decode()
+    assert 'stratagem_a_total{deployment="here",x="1"} 2.0' in text
+    assert 'stratagem_c_seconds_sum{deployment="here",x="2"} 0.2' in text
+    found = parsed(text)
     assert found["stratagem_a_total"] == {labelled(x="1"): 2.0}
     assert found["stratagem_b"] == {(): 3.0}
     assert found["stratagem_c_seconds_bucket"] == {

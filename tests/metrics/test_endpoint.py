@@ -16,12 +16,13 @@ from stratagem.common.errors import InvalidInputError, UnavailableError
 from stratagem.common.metrics import endpoint
 from stratagem.common.metrics.definition import Metric, Readings, one
 from stratagem.common.metrics.endpoint import metrics_served
-from stratagem.common.metrics.guard import PLAIN, Guard
+from stratagem.common.metrics.guard import PLAIN, Guard, deployment_of
 from stratagem.common.metrics.lag import INTERVAL_S, LoopLag
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tls import Role
 from stratagem.coordinator.app import App
+from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.service.servicer import CoordinatorServicer
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.watching.monitoring import METRICS, CoordinatorMonitor
@@ -103,7 +104,7 @@ def own_files(authority: Authority) -> Guard:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    made = make_authority(tmp_path / "certs")
+    made = make_authority(tmp_path / "certs", "house")
     made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
     made.issue(Role.CLIENT, "prometheus")
     return made
@@ -196,6 +197,8 @@ class Told:
     metrics_tls_key: Path | None = None
     metrics_client_ca: Path | None = None
     metrics_token_file: Path | None = None
+    tls_ca: Path | None = None
+    metrics_deployment: str = ""
 
 
 def test_the_process_s_own_certificate_serves_unless_another_is_given() -> None:
@@ -295,7 +298,8 @@ async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> 
         refused = labelled(
             method="CoordinatorService/GetRun", code="NOT_FOUND", error="NotFoundError"
         )
-        assert found["stratagem_rpc_refused_total"] == {refused: 2.0}
+        rejected = found["stratagem_rpc_refused_total"]
+        assert {key: n for key, n in rejected.items() if n} == {refused: 2.0}
         opened = found["stratagem_rpc_open"]
         assert opened[labelled(method="CoordinatorService/WatchRun")] == 1.0
         assert opened[labelled(method="CoordinatorService/GetRun")] == 0.0
@@ -305,3 +309,43 @@ async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> 
         assert monitor.app is not None
         await monitor.app.entrance.shut("cannot reach its journal")
         assert (await scrape(metrics))["stratagem_coordinator_lease_held"] == {(): 0.0}
+
+
+async def test_who_waits_for_the_lead_counts_from_0(tmp_path: Path) -> None:
+    """Else its first event, once it leads, is no rise of anything."""
+    settings = Settings(data_dir=tmp_path / "none", metrics_port=0, _cli_parse_args=False)  # type: ignore[call-arg]
+    async with CoordinatorMonitor(settings).served("127.0.0.1") as metrics:
+        found = await scrape(metrics)
+    facts = found["stratagem_coordinator_facts_total"]
+    assert facts == {labelled(kind=each): 0.0 for each in KINDS}
+    assert set(found["stratagem_coordinator_effect_failures_total"].values()) == {0.0}
+    defect = labelled(method="CoordinatorService/GetRun", code="INTERNAL", error="internal")
+    assert found["stratagem_rpc_refused_total"][defect] == 0.0
+    assert found["stratagem_coordinator_disk_bytes"][labelled(kind="total")] > 0.0
+
+
+async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) -> None:
+    name = "stratagem_coordinator_run_not_running_max_seconds"
+    async with coordinator(tmp_path) as (monitor, metrics, stub):
+        now_s = 100.0
+        monitor._now = lambda: now_s
+        assert (await scrape(metrics))[name] == {(): 0.0}
+        for run_id in ("first", "second"):
+            await stub.SubmitRun(pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL)))
+            assert (await scrape(metrics))["stratagem_coordinator_runs"][
+                labelled(phase="PLACING")
+            ] > 0.0
+            now_s += 1000.0
+        assert (await scrape(metrics))[name] == {(): 2000.0}
+        await stub.CancelRun(pb.CancelRunRequest(run_id="first"))
+        assert (await scrape(metrics))[name] == {(): 1000.0}
+        await stub.CancelRun(pb.CancelRunRequest(run_id="second"))
+        assert (await scrape(metrics))[name] == {(): 0.0}
+
+
+def test_the_deployment_is_what_is_set_else_the_certificate_s(authority: Authority) -> None:
+    files = authority.files("coordinator")
+    told = Told(*(Path(each or "") for each in (files.cert, files.key)), tls_ca=Path(files.ca))
+    assert deployment_of(told) == "house"
+    assert deployment_of(replace(told, metrics_deployment="mine")) == "mine"
+    assert deployment_of(Told()) == "stratagem"

@@ -53,6 +53,11 @@ class Settings(BaseSettings):
     metrics_token_file: Path | None = Field(
         default=None, description="a file with the bearer token that scrapers must send"
     )
+    metrics_deployment: str = Field(
+        default="",
+        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
+        "which is `stratagem` without one",
+    )
     data_dir: Path = Field(default=Path(".stratagem"), description="journal, blobs, spool, logs")
     blob_store: str = Field(
         default="",

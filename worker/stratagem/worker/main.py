@@ -29,7 +29,6 @@ from stratagem.common.descriptors import raise_descriptor_limit
 from stratagem.common.errors import StratagemError
 from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
-from stratagem.common.metrics.process import ProcessStats
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators, split_addresses
 from stratagem.common.rpc.intake import CallLimits
@@ -49,7 +48,7 @@ from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.mesh.agree import MeshOffer
-from stratagem.worker.monitoring import WorkerMonitor
+from stratagem.worker.monitoring import WorkerMonitor, process_stats
 from stratagem.worker.peer import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activations import ActivationStore
 from stratagem.worker.security import Security
@@ -108,7 +107,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
-    process = ProcessStats()
+    process = process_stats()
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls)
     server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))

@@ -14,15 +14,18 @@ from typing import Final
 
 import torch
 
+from stratagem.common.metrics.calls import CallStats, methods_of
 from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
-from stratagem.common.metrics.guard import Guard
+from stratagem.common.metrics.guard import Guard, deployment_of
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.common.rpc.addresses import split_address
 from stratagem.common.tensors import traffic
+from stratagem.v1 import peer_pb2, worker_pb2
 from stratagem.worker.agent import Agent
 from stratagem.worker.sessions import Sessions
 from stratagem.worker.settings import WorkerSettings
+from stratagem.worker.stats import OUTCOMES
 from stratagem.worker.work import Host
 
 STEPS: Final = Metric(
@@ -115,6 +118,13 @@ METRICS: Final = (
 )
 
 
+def process_stats() -> ProcessStats:
+    """Of a process that serves what workers serve."""
+    worker = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+    peer = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
+    return ProcessStats(CallStats(methods_of(worker, peer)))
+
+
 class WorkerMonitor:
     """Of one process; `agent` is set once there is one."""
 
@@ -131,6 +141,7 @@ class WorkerMonitor:
             name,
             settings.metrics_port,
             guard=Guard.of(settings),
+            deployment=deployment_of(settings),
             allow_insecure_network=settings.allow_insecure_network,
         )
 
@@ -143,8 +154,8 @@ class WorkerMonitor:
             (BLOB_BYTES, one(self._host.blobs.memory_bytes)),
         ]
         agent = self.agent
+        held.append((REGISTERED, one(agent is not None and agent.is_registered.is_set())))
         if agent is not None:
-            held.append((REGISTERED, one(agent.is_registered.is_set())))
             held.append((HEARTBEAT_AGE, one(time.monotonic() - agent.heard_s)))
         return lambda: self._readings(held)
 
@@ -158,7 +169,7 @@ class WorkerMonitor:
         yield ROWS, one(stats.num_rows)
         yield EXCHANGE_WAIT, one(stats.exchange_wait_s)
         yield MESH_BYTES, {key: n for key, n in traffic.engine_bytes().items()}
-        yield ENDED, {(outcome,): n for outcome, n in list(stats.ended.items())}
+        yield ENDED, {(outcome,): stats.ended[outcome] for outcome in OUTCOMES}
         yield JOBS_WAITING, one(self._host.thread.num_waiting)
         yield DEVICE_BYTES, _device_bytes(self._host.device)
         yield CLOCK_OFFSET, one(self._host.clock.offset.seconds)

@@ -101,6 +101,11 @@ class WorkerSettings(BaseSettings):
     metrics_token_file: Path | None = Field(
         None, description="a file with the bearer token that scrapers must send"
     )
+    metrics_deployment: str = Field(
+        "",
+        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
+        "which is `stratagem` without one",
+    )
     tags: Strings = Field([], description="labels that strategies select by")
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
     import_path: Strings = Field([], description="directories of the users' modules")

@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from stratagem.common.metrics.definition import Durations
+from stratagem.v1 import worker_pb2
 
 if TYPE_CHECKING:  # the engine knows nothing of this
     from stratagem.worker.engine import StepReport
 
 DEFECT: Final = "defect"
 """How an execution ended that no caller is to blame for."""
+OUTCOMES: Final = (
+    *(each.name for each in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
+    DEFECT,
+)
 STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 

@@ -19,6 +19,7 @@ from stratagem.common.metrics.definition import Readings
 from stratagem.common.metrics.guard import PLAIN, Guard
 from stratagem.common.metrics.lag import LoopLag
 from stratagem.common.rpc.addresses import is_loopback
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN
 
 MAX_REQUEST_BYTES: Final = 8 << 10
 MAX_CONNECTIONS: Final = 16
@@ -40,10 +41,14 @@ async def metrics_served(
     port: int | None,
     *,
     guard: Guard = PLAIN,
+    deployment: str = DEFAULT_TRUST_DOMAIN,
     allow_insecure_network: bool,
 ) -> AsyncIterator[str]:
     """Serve inside the `with`; host:port, empty where port is None, which is off. Port 0 is any
-    free one. Plaintext is for loopback, unless the operator allows more."""
+    free one. Plaintext is for loopback, unless the operator allows more.
+
+    deployment: the label of all metrics that this process has in common with its coordinators and
+    workers, and with nobody else."""
     if port is None:
         yield ""
         return
@@ -59,7 +64,7 @@ async def metrics_served(
         guard.token()  # what is wrong with it is said at the start
     try:
         server = await asyncio.start_server(
-            _Handler(sample, guard).serve,
+            _Handler(sample, guard, deployment).serve,
             host.strip("[]"),
             port,
             limit=MAX_REQUEST_BYTES,
@@ -81,8 +86,8 @@ async def metrics_served(
 
 
 class _Handler:
-    def __init__(self, sample: Sample, guard: Guard) -> None:
-        self._sample, self._guard = sample, guard
+    def __init__(self, sample: Sample, guard: Guard, deployment: str) -> None:
+        self._sample, self._guard, self._deployment = sample, guard, deployment
         self._num_open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,7 +121,7 @@ class _Handler:
         from stratagem.common.metrics.exposition import CONTENT_TYPE, render
 
         try:
-            text = await asyncio.to_thread(render, self._sample())
+            text = await asyncio.to_thread(render, self._sample(), self._deployment)
         except Exception:  # the boundary: a defect must not end in silence
             log.exception("metrics cannot be read")
             return _response("500 Internal Server Error", b"see the log\n")

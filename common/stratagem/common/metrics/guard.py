@@ -16,6 +16,7 @@ from typing import Final, Protocol, Self
 import structlog
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles
 from stratagem.common.watched_file import Stamp, stamp_of
 
 log = structlog.get_logger()
@@ -27,6 +28,8 @@ _SCHEME: Final = b"bearer "
 class MetricsSettings(Protocol):
     """What coordinator and worker are told alike."""
 
+    @property
+    def tls_ca(self) -> Path | None: ...
     @property
     def tls_cert(self) -> Path | None: ...
     @property
@@ -41,6 +44,18 @@ class MetricsSettings(Protocol):
     def metrics_client_ca(self) -> Path | None: ...
     @property
     def metrics_token_file(self) -> Path | None: ...
+    @property
+    def metrics_deployment(self) -> str: ...
+
+
+def deployment_of(settings: MetricsSettings) -> str:
+    """Which deployment the metrics are of: as it is set, else the certificate's trust domain."""
+    if settings.metrics_deployment:
+        return settings.metrics_deployment
+    if settings.tls_ca is None or settings.tls_cert is None:
+        return DEFAULT_TRUST_DOMAIN
+    files = TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key)
+    return files.identity().trust_domain
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
-from stratagem.common.metrics.calls import CallStats, name_of
+from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
 from stratagem.common.rpc.credentials import server_credentials
@@ -297,7 +297,7 @@ async def _abort(context: Context, method: str, error: Exception, calls: CallSta
         calls.refuse(name_of(method), status.code.name, type(error).__name__)
         log.info("call refused", method=method, code=status.code.name, reason=status.details)
         await context.abort_with_status(status)
-    calls.refuse(name_of(method), grpc.StatusCode.INTERNAL.name, "internal")
+    calls.refuse(name_of(method), *DEFECT)
     error_id = secrets.token_hex(6)
     log.error("call failed", method=method, error_id=error_id, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}")

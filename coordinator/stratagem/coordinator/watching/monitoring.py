@@ -3,6 +3,8 @@
 Takes hold of what the event loop owns when somebody scrapes, and looks at it in another thread:
 the state is a frozen value. Served from before the lead is taken, so that a coordinator that waits
 for it can be seen. No run, worker or client has a series of its own: their number has no bound.
+What counts is told as 0 from the first scrape on, with every value of its labels: nobody sees a
+series rise that appears with its first event.
 """
 
 from __future__ import annotations
@@ -14,22 +16,32 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
+from stratagem.common.ids import RunId
+from stratagem.common.metrics.calls import CallStats, methods_of
 from stratagem.common.metrics.definition import Metric, Readings, Values, one
 from stratagem.common.metrics.endpoint import metrics_served
-from stratagem.common.metrics.guard import Guard
+from stratagem.common.metrics.guard import Guard, deployment_of
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.decide import world_of
-from stratagem.coordinator.core.facts import Cause
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import KINDS, Cause
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
     WorkerRecord,
 )
 from stratagem.coordinator.settings import Settings
+from stratagem.v1 import coordinator_pb2
 
 RUNS: Final = Metric("stratagem_coordinator_runs", "gauge", "runs by phase", ("phase",))
+NOT_RUNNING: Final = Metric(
+    "stratagem_coordinator_run_not_running_max_seconds",
+    "gauge",
+    "for how long a run that has not ended has been found in another phase than RUNNING at every "
+    "scrape: of the run for which that is longest, since this coordinator has the lead",
+)
 COMMITS: Final = Metric(
     "stratagem_coordinator_commits_total", "counter", "states committed since the start"
 )
@@ -113,6 +125,7 @@ HEARTBEAT_AGE: Final = Metric(
 )
 METRICS: Final = (
     RUNS,
+    NOT_RUNNING,
     COMMITS,
     SEGMENTS,
     ROUNDS,
@@ -134,6 +147,7 @@ METRICS: Final = (
     HEARTBEAT_AGE,
     *SHARED,
 )
+_EFFECTS: Final = tuple(each.__name__ for each in Effect.__args__)
 _CAUSES: Final = tuple(each for each in Cause if each is not Cause.UNKNOWN)
 _COUNTED: Final = (
     (COMMITS, "SegmentCommitted"),
@@ -145,10 +159,13 @@ _COUNTED: Final = (
 class CoordinatorMonitor:
     """Of one process; `app` is set once it leads."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, now: Callable[[], float] = time.monotonic) -> None:
         self.app: App | None = None
-        self.process = ProcessStats()
-        self._settings = settings
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        self.process = ProcessStats(CallStats(methods_of(service)))
+        self._settings, self._now = settings, now
+        self._not_running: Mapping[RunId, float] = {}
+        """Since when each run is not."""
 
     def served(self, host: str) -> AbstractAsyncContextManager[str]:
         """Serves on `--metrics-port`, where it is set."""
@@ -158,13 +175,14 @@ class CoordinatorMonitor:
             host,
             self._settings.metrics_port,
             guard=Guard.of(self._settings),
+            deployment=deployment_of(self._settings),
             allow_insecure_network=self._settings.allow_insecure_network,
         )
 
     def sample(self) -> Callable[[], Readings]:
         """On the event loop."""
         app = self.app
-        held = [(LEASE_HELD, one(0.0))] if app is None else list(_held(app))
+        held = list(_waiting() if app is None else _held(app))
         return lambda: self._readings(app, held)
 
     def _readings(
@@ -173,7 +191,9 @@ class CoordinatorMonitor:
         """In any thread."""
         yield from held
         if app is not None:
-            yield RUNS, _runs(app.loop.state)
+            phases = _phases(app.loop.state)
+            yield RUNS, _runs(phases, app.loop.state)
+            yield NOT_RUNNING, one(self._longest_not_running_s(phases))
             yield WORKERS, _workers(app.loop.state)
             yield SPOOL_BYTES, one(app.spool.used_bytes)
             yield APPEND_SECONDS, one(app.loop.append_seconds)
@@ -181,10 +201,22 @@ class CoordinatorMonitor:
         yield DISK, self._disk()
         yield from self.process.readings()
 
+    def _longest_not_running_s(self, phases: Mapping[RunId, RunPhase]) -> float:
+        now_s, before = self._now(), self._not_running
+        self._not_running = {
+            run_id: before.get(run_id, now_s)
+            for run_id, phase in phases.items()
+            if phase is not RunPhase.RUNNING and not phase.is_terminal
+        }
+        return max((now_s - since_s for since_s in self._not_running.values()), default=0.0)
+
     def _disk(self) -> Values:
+        folder = self._settings.data_dir.absolute()
+        while not folder.exists() and folder != folder.parent:  # made when the lead is taken
+            folder = folder.parent
         try:
-            found = os.statvfs(self._settings.data_dir)
-        except OSError:  # made when the lead is taken
+            found = os.statvfs(folder)
+        except OSError:
             return {}
         unit = found.f_frsize
         return {("free",): found.f_bavail * unit, ("total",): found.f_blocks * unit}
@@ -199,11 +231,21 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     yield COMMANDS, one(loop.num_waiting)
     running, waiting = supervisor.by_kind()
     yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
-    yield EFFECT_FAILURES, {(kind,): n for kind, n in supervisor.num_failures.items()}
     yield PUSHES, one(len(app.env.pushes))
     yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
-    facts = Counter(loop.facts)
-    yield FACTS, {(kind,): n for kind, n in facts.items()}
+    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
+
+
+def _waiting() -> Iterator[tuple[Metric, Values]]:
+    """Of a process without the lead: it has done nothing yet."""
+    yield LEASE_HELD, one(0.0)
+    yield from _counted(Counter(), Counter(), Counter())
+
+
+def _counted(
+    facts: Counter[str], failures: Counter[str], refused: Counter[Cause]
+) -> Iterator[tuple[Metric, Values]]:
+    yield FACTS, {(kind,): facts[kind] for kind in KINDS}
     for metric, kind in _COUNTED:
         yield metric, one(facts[kind])
     yield (
@@ -213,18 +255,22 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
             ("rejected",): facts["UpdateRejected"],
         },
     )
-    yield REFUSED, {(each.value,): app.env.refused[each] for each in _CAUSES}
+    yield REFUSED, {(each.value,): refused[each] for each in _CAUSES}
+    yield EFFECT_FAILURES, {(kind,): failures[kind] for kind in _EFFECTS}
 
 
 def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], float]:
-    return {(kind, state): n for kind, n in counts.items()}
+    return {(kind, state): counts.get(kind, 0) for kind in _EFFECTS}
 
 
-def _runs(state: CoordinatorState) -> Values:
-    """Every phase is named, also one that no run is in."""
+def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
     world = world_of(state)
-    phases = (run.ended or outlook_of(run, world).phase for run in state.runs.values())
-    counts = Counter(phases) + Counter(run.ended for run in state.ended.values())
+    return {run_id: run.ended or outlook_of(run, world).phase for run_id, run in state.runs.items()}
+
+
+def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
+    """Every phase is named, also one that no run is in."""
+    counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
     return {(each.value,): counts[each] for each in RunPhase}
 
 

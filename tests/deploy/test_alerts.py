@@ -1,0 +1,240 @@
+"""Each alert rule sees its first event, in recorded scrapes under whatever names, and no other."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.promtool import Asked, check, constant, promtool, then
+from tests.deploy.recording import PROCESSES, Series, fresh, recorded, samples
+
+RULES = Path(__file__).parents[2] / "deploy" / "observability" / "alerts.yml"
+ALERTS = [
+    rule["alert"]
+    for group in yaml.safe_load(RULES.read_text())["groups"]
+    for rule in group["rules"]
+]
+HERE = "stratagem"
+EVENT = 20
+"""The minute at which something happens."""
+
+All = dict[Series, str]
+
+
+def target(process: str, job: str = "kubernetes-pods", deployment: str = HERE) -> All:
+    """The recorded scrape of one process, which goes on for hours as it is, and that it is up."""
+    of = {"job": job, "instance": f"{deployment}-{process}:9100"}
+    found: All = {("up", tuple(of.items())): constant(1.0)}
+    for (name, labels), value in recorded(process).items():
+        told = dict(labels) | of | {"deployment": deployment}
+        found[name, tuple(told.items())] = constant(value)
+    return found
+
+
+def idle() -> All:
+    return target("coordinator") | target("worker")
+
+
+def changed(series: All, values: str, wanted: str, **labels: str) -> All:
+    """With other values where a name and labels are."""
+    found = [
+        (name, told)
+        for name, told in series
+        if name == wanted and labels.items() <= dict(told).items()
+    ]
+    assert found, f"nothing tells {wanted} {labels}"
+    return series | dict.fromkeys(found, values)
+
+
+def gone(series: All, process: str, minute: int = EVENT) -> All:
+    """A target that is not answered any more."""
+    instance = f"{HERE}-{process}:9100"
+    return {
+        (name, told): (
+            values
+            if dict(told).get("instance") != instance
+            else then(1.0, minute, 0.0)
+            if name == "up"
+            else then(float(values.partition("+")[0]), minute, None)
+        )
+        for (name, told), values in series.items()
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens at EVENT, how many minutes later it is told at the latest."""
+
+    make: Callable[[All], All]
+    within: int = 1
+    also: tuple[str, ...] = ()
+    """Other rules that see it, too."""
+
+
+def sets(wanted: str, before: float | None, after: float, rise: float = 0.0, **labels: str) -> Case:
+    return Case(lambda series: changed(series, then(before, EVENT, after, rise), wanted, **labels))
+
+
+def in_time(case: Case, minutes: int) -> Case:
+    return Case(case.make, minutes, case.also)
+
+
+def slow(wanted: str) -> Case:
+    """Everything that is measured takes longer than all bounds."""
+
+    def make(series: All) -> All:
+        top = changed(series, then(0.0, EVENT, 0.0, 60.0), f"{wanted}_bucket", le="+Inf")
+        return changed(top, then(0.0, EVENT, 0.0, 60.0), f"{wanted}_count")
+
+    return Case(make, 12)
+
+
+def second_leader(series: All) -> All:
+    held = "stratagem_coordinator_lease_held"
+    other = (("deployment", HERE), ("instance", "other:9100"), ("job", "kubernetes-pods"))
+    return series | {(held, other): then(None, EVENT, 1.0)}
+
+
+def training(series: All) -> All:
+    return changed(series, then(0.0, EVENT, 1.0), "stratagem_coordinator_runs", phase="RUNNING")
+
+
+def filling(series: All) -> All:
+    free = changed(series, then(4e9, EVENT, 4e9, -5e6), DISK, kind="free")
+    return changed(free, constant(1e10), DISK, kind="total")
+
+
+FACTS = "stratagem_coordinator_facts_total"
+REFUSED = "stratagem_rpc_refused_total"
+UPDATES = "stratagem_coordinator_updates_total"
+DISK = "stratagem_coordinator_disk_bytes"
+EXECUTIONS = "stratagem_worker_executions_total"
+LAG = "stratagem_event_loop_lag_seconds"
+SPOOL = "stratagem_coordinator_spool_bytes"
+FAILURES = "stratagem_coordinator_effect_failures_total"
+SUBMIT = "CoordinatorService/SubmitRun"
+
+COUNTED = {
+    "StratagemWorkerLost": partial(sets, FACTS, kind="WorkerLost"),
+    "StratagemRunFailed": partial(sets, FACTS, kind="RunFailed"),
+    "StratagemUpdatesRejected": partial(sets, UPDATES, outcome="rejected"),
+    "StratagemDefect": partial(sets, REFUSED, method=SUBMIT, error="internal"),
+    "StratagemPlanDefect": partial(sets, EXECUTIONS, outcome="defect"),
+}
+"""What one event is enough for."""
+
+CASES: Mapping[str, Case] = {
+    **{alert: make(before=0.0, after=1.0) for alert, make in COUNTED.items()},
+    "StratagemNoLeader": in_time(sets("stratagem_coordinator_lease_held", 1.0, 0.0), 2),
+    "StratagemTwoLeaders": Case(second_leader, 2),
+    "StratagemNotScraped": Case(partial(gone, process="coordinator"), 12, ("StratagemDown",)),
+    "StratagemDown": Case(partial(gone, process="worker"), 3),
+    "StratagemLeadNotRenewed": in_time(
+        sets("stratagem_coordinator_lease_age_seconds", 0.1, 30.0), 2
+    ),
+    "StratagemWorkerNotRegistered": in_time(sets("stratagem_worker_registered", 1.0, 0.0), 3),
+    "StratagemHeartbeatsLate": in_time(
+        sets("stratagem_coordinator_heartbeat_age_max_seconds", 0.1, 8.0), 2
+    ),
+    # A caller's mistake, which the recorded process has not seen yet: its series begins.
+    "StratagemRejections": Case(
+        lambda series: (
+            series
+            | {
+                (REFUSED, tuple(told.items())): then(None, EVENT, 0.0, 60.0)
+                for told in [
+                    {"deployment": HERE, "method": SUBMIT, "error": "LimitError", "code": "X"}
+                    | {"job": "kubernetes-pods", "instance": f"{HERE}-coordinator:9100"}
+                ]
+            }
+        ),
+        14,
+    ),
+    "StratagemEffectsFail": in_time(sets(FAILURES, 0.0, 0.0, 20.0, effect="RunSegment"), 22),
+    "StratagemRunStuck": in_time(
+        sets("stratagem_coordinator_run_not_running_max_seconds", 0.0, 0.0, 60.0), 32
+    ),
+    "StratagemNoProgress": Case(training, 17),
+    "StratagemDiskFull": in_time(sets(DISK, 8e10, 1e9, kind="free"), 7),
+    "StratagemDiskFillsUp": Case(filling, 200),
+    "StratagemSpoolFull": in_time(sets(SPOOL, 0.0, 2.7e11), 7),
+    "StratagemEventLoopLag": slow(LAG),
+    "StratagemJournalSlow": slow("stratagem_coordinator_journal_append_seconds"),
+}
+
+
+def told(alert: str, case: Case) -> frozenset[tuple[str, str]]:
+    nameless = {"StratagemDown"}  # `up` is told by Prometheus itself
+    return frozenset((each, "" if each in nameless else HERE) for each in (alert, *case.also))
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) == set(ALERTS)
+
+
+@pytest.mark.parametrize("alert", sorted(CASES))
+def test_a_rule_sees_its_first_event_and_nothing_before(alert: str, tmp_path: Path) -> None:
+    case = CASES[alert]
+    asked = [
+        Asked(EVENT - 1, frozenset()),
+        Asked(EVENT + case.within, told(alert, case)),
+    ]
+    check(RULES, case.make(idle()), asked, tmp_path)
+
+
+@pytest.mark.parametrize("alert", sorted(COUNTED))
+def test_a_count_that_appears_with_its_first_event_is_seen_and_forgotten(
+    alert: str, tmp_path: Path
+) -> None:
+    """As of a process that died and came back before Prometheus asked it once."""
+    case = COUNTED[alert](before=None, after=1.0)
+    asked = [
+        Asked(EVENT - 1, frozenset()),
+        Asked(EVENT + 1, told(alert, case)),
+        Asked(EVENT + 11, frozenset()),
+    ]
+    check(RULES, case.make(idle()), asked, tmp_path)
+
+
+def test_idle_processes_and_two_deployments_alarm_nobody(tmp_path: Path) -> None:
+    series = idle()
+    for process in ("coordinator", "worker"):
+        # The same target of another deployment, and another one's under another job.
+        series |= target(process, deployment="second")
+        series |= target(process, job="monitoring/stratagem", deployment="third")
+    quiet = [Asked(minute, frozenset()) for minute in (1, 15, 45, 120, 400)]
+    check(RULES, series, quiet, tmp_path)
+
+
+def test_each_deployment_has_alarms_of_its_own(tmp_path: Path) -> None:
+    series = idle() | target("coordinator", deployment="second")
+    lost = then(0.0, EVENT, 1.0)
+    series = changed(series, lost, FACTS, kind="WorkerLost", deployment="second")
+    check(
+        RULES, series, [Asked(EVENT + 1, frozenset({("StratagemWorkerLost", "second")}))], tmp_path
+    )
+
+
+def test_a_prometheus_that_scrapes_nothing_says_so(tmp_path: Path) -> None:
+    other: All = {("up", (("job", "node"), ("instance", "a:9100"))): constant(1.0)}
+    alarm = frozenset({("StratagemNotScraped", "")})
+    check(RULES, other, [Asked(4, frozenset()), Asked(6, alarm)], tmp_path)
+
+
+def test_promtool_accepts_rules_and_texts() -> None:
+    done = subprocess.run([promtool(), "check", "rules", RULES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.cluster
+def test_processes_tell_from_their_start_what_was_recorded() -> None:
+    """Else the rules are tested on what nobody tells: `python -m tests.deploy.recording`."""
+    for process, text in fresh().items():
+        assert not set(recorded(process)) - set(samples(text)), process
+    assert set(PROCESSES) == {path.stem for path in (Path(__file__).parent / "scrapes").iterdir()}

@@ -1,0 +1,127 @@
+"""What the Prometheus Operator is given: its schemas know every field, and each selector selects.
+
+The schemas are those of its custom resource definitions (crds/), with unknown fields forbidden, as
+the API server would only drop them. Rules in CEL are not among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+
+from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, worker_name
+from tests.deploy.test_kubernetes import (
+    Object,
+    component,
+    coordinator,
+    named,
+    of_kind,
+    ports_of,
+    rendered,
+    selected,
+    templates,
+    worker,
+)
+
+pytestmark = pytest.mark.core
+
+CRDS = Path(__file__).parent / "crds"
+KINDS = {
+    "PodMonitor": ("pod-monitor", "podmonitors", "podMetricsEndpoints"),
+    "ServiceMonitor": ("service-monitor", "servicemonitors", "endpoints"),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def strict(schema: Any) -> Any:
+    """The same schema, without fields that it does not name."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def schema_of(kind: str) -> Draft202012Validator:
+    schema = json.loads((CRDS / f"{KINDS[kind][1]}.json").read_text())
+    return Draft202012Validator(strict(schema))
+
+
+def monitors(kind: str, *more: str) -> tuple[tuple[Object, ...], list[Object]]:
+    objects = rendered("+".join(("cpu", "metrics", KINDS[kind][0], *more)))
+    return objects, of_kind(objects, kind)
+
+
+@each_kind
+@pytest.mark.parametrize("more", [(), ("tls",)])
+def test_the_operator_s_schemas_know_every_field(kind: str, more: tuple[str, ...]) -> None:
+    schema = schema_of(kind)
+    _, found = monitors(kind, *more)
+    assert len(found) == 2
+    for each in found:
+        schema.validate(each)
+        wrong = copy.deepcopy(each)
+        wrong["spec"][KINDS[kind][2]][0]["portt"] = "metrics"
+        with pytest.raises(ValidationError, match="'portt' was unexpected"):
+            schema.validate(wrong)
+
+
+@each_kind
+def test_each_process_is_scraped_once_at_the_port_of_its_metrics(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, found = monitors(kind)
+    scraped = []
+    for monitor in found:
+        (endpoint,) = monitor["spec"][KINDS[kind][2]]
+        for pod in meant(objects, monitor):
+            scraped.append(component(pod))
+            assert endpoint == {"port": "metrics"}
+            assert ports_of(pod)["metrics"] == coordinator(objects).metrics_port
+    assert sorted(scraped) == ["coordinator", "worker"]
+    assert worker(objects, monkeypatch).metrics_deployment == "ns"
+
+
+def meant(objects: tuple[Object, ...], monitor: Object) -> list[Object]:
+    """The pods that a monitor means, by way of a Service or not."""
+    selector = monitor["spec"]["selector"]
+    if monitor["kind"] == "PodMonitor":
+        return selected(objects, selector)
+    services = [
+        each
+        for each in of_kind(objects, "Service")
+        if selector["matchLabels"].items() <= each["metadata"].get("labels", {}).items()
+    ]
+    return [
+        pod
+        for each in services
+        if [port["name"] for port in each["spec"]["ports"]] == ["metrics"]
+        for pod in selected(objects, {"matchLabels": each["spec"]["selector"]})
+    ]
+
+
+@each_kind
+def test_under_tls_the_operator_knows_whom_to_expect(kind: str) -> None:
+    objects, found = monitors(kind, "tls")
+    service = named(objects, "Service", "stratagem-coordinator")["metadata"]["name"]
+    names = {"coordinator": service, "worker": worker_name(DEFAULT_TRUST_DOMAIN)}
+    secrets = {
+        volume["secret"]["secretName"]
+        for pod in templates(objects)
+        for volume in pod["spec"]["volumes"]
+        if "secret" in volume
+    }
+    for monitor in found:
+        (endpoint,) = monitor["spec"][KINDS[kind][2]]
+        (pod,) = meant(objects, monitor)
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"]["serverName"] == names[component(pod)]
+        assert endpoint["tlsConfig"]["ca"]["secret"]["name"] in secrets
