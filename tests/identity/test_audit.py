@@ -14,7 +14,7 @@ from stratagem.common.certificates import Authority
 from stratagem.common.rpc.authorization import Gate
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
-from stratagem.common.rpc.tls import TlsFiles
+from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tokens import Scope, add_token, new_token
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted, decode
@@ -48,22 +48,33 @@ class Deployment:
     settings: Settings
     certificates: str
     tokens: str
+    app: App
     open: AsyncExitStack
 
+    def has_token(self, name: str) -> bool:
+        """Not a certificate: these are called after a role."""
+        return name.partition("-")[0] not in tuple(Role)
+
     def proof(self, name: str) -> Proof:
-        """Of a certificate, or of a token made with this scope."""
-        if name not in tuple(Scope):
+        """Of a certificate, or of a token made with the scope of this name, else with submit."""
+        if not self.has_token(name):
             return Proof(self.authority.files(name))
         file, ca = self.folder / f"token-{name}", self.authority.folder / "ca.crt"
         if not file.exists():
-            token, known = new_token(name, [Scope(name)])
+            scope = Scope(name) if name in tuple(Scope) else Scope.SUBMIT
+            token, known = new_token(name, [scope])
             add_token(self.folder / "tokens.json", known)
             file.write_text(token)
         return Proof(TlsFiles(ca), file)
 
+    def address(self, name: str) -> str:
+        """Where this caller calls."""
+        return self.tokens if self.has_token(name) else self.certificates
+
     async def stub(self, name: str) -> Any:
-        at = self.tokens if name in tuple(Scope) else self.certificates
-        channel = await self.open.enter_async_context(open_channel(at, self.proof(name)))
+        channel = await self.open.enter_async_context(
+            open_channel(self.address(name), self.proof(name))
+        )
         return coordinator_pb2_grpc.CoordinatorServiceStub(channel)
 
 
@@ -91,7 +102,7 @@ async def deployed(authority: Authority, folder: Path) -> AsyncIterator[Deployme
     await server.start()
     async with AsyncExitStack() as stack:
         at = f"127.0.0.1:{lenient}"
-        yield Deployment(authority, folder, settings, address, at, stack)
+        yield Deployment(authority, folder, settings, address, at, app, stack)
     await server.stop(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -21,11 +21,14 @@ from typing import Any, Final
 from stratagem.common.errors import (
     IntegrityError,
     InvalidInputError,
+    PermissionDeniedError,
     StaleError,
     StratagemError,
     UnavailableError,
 )
+from stratagem.common.rpc.authorization import Caller, Names
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.manifest import Limits, from_proto
 from stratagem.common.tensors.transfer import receive_header
 from stratagem.v1 import peer_pb2, peer_pb2_grpc
@@ -46,11 +49,19 @@ class Group:
     membership: int
     rank: int
     size: int
+    worker_ids: tuple[str, ...] = ()
+    """Whose messages count, by rank, as the coordinator has said; none: nobody has certificates."""
 
     @property
     def key(self) -> tuple[str, str, int]:
         """Members of one party may live in one process."""
         return (self.run_id, self.party, self.rank)
+
+    def check_sender(self, source: int, caller: Caller) -> None:
+        """Refuse a worker that is not the member it says that it is."""
+        if not caller.is_one_of(self.worker_ids[source : source + 1]):
+            where = f"{self.run_id}/{self.party}".rstrip("/")
+            raise PermissionDeniedError(f"{caller.name} is not member {source} of {where}")
 
 
 class Endpoint:
@@ -157,17 +168,28 @@ class PeerHub:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+def _own_rank(servicer: Any, request: peer_pb2.SendRequest, caller: Caller) -> None:
+    """The first header says which member sends, and those that follow must say the same."""
+    if not caller.is_known or request.WhichOneof("message") != "header":
+        return
+    hello = request.header
+    servicer.hub.find(hello).group.check_sender(hello.source, caller)
+
+
+@checks_what_is_named(
+    peer_pb2.DESCRIPTOR.services_by_name["PeerService"], {Names.OWN_RANK: _own_rank}
+)
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     """Takes the streams of other members and puts their messages into the mailboxes."""
 
     def __init__(self, hub: PeerHub, hello_timeout_s: float = HELLO_TIMEOUT_S) -> None:
-        self._hub, self._hello_timeout_s = hub, hello_timeout_s
+        self.hub, self._hello_timeout_s = hub, hello_timeout_s
 
     async def Send(
         self, request_iterator: AsyncIterator[peer_pb2.SendRequest], context: Any
     ) -> AsyncIterator[peer_pb2.SendResponse]:
         hello = (await receive_header(request_iterator, self._hello_timeout_s)).header
-        endpoint = self._hub.find(hello)
+        endpoint = self.hub.find(hello)
         stream = _Inbound(endpoint, request_iterator, hello)
         reason = f"member {hello.source} has left"
         endpoint.box.enter(hello.source)

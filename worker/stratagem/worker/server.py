@@ -17,10 +17,17 @@ from typing import Any, Final
 
 import grpc
 
-from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
+from stratagem.common.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import check_party, check_run_id
 from stratagem.common.job import JobSpec
+from stratagem.common.rpc.authorization import Caller, Names, current_caller
+from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
 from stratagem.common.tensors.transfer import (
     IDLE_TIMEOUT_S,
@@ -61,6 +68,18 @@ def _parsed(job_json: str) -> JobSpec:
     return JobSpec.from_json(job_json)
 
 
+def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
+    """The coordinator may have all states; the members of a party its live one, to heal."""
+    if not caller.is_worker:
+        return
+    if request.WhichOneof("which") != "live":
+        raise PermissionDeniedError(f"{caller.name} may ask for live states, and not for snapshots")
+    servicer.sessions.check_member(request.session, caller)
+
+
+@checks_what_is_named(
+    pb.DESCRIPTOR.services_by_name["WorkerService"], {Names.OWN_STATE: _own_state}
+)
 class WorkerServicer(WorkerServiceServicer):
     """What the coordinator and fellow workers may ask of this worker."""
 
@@ -68,7 +87,7 @@ class WorkerServicer(WorkerServiceServicer):
         self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
     ) -> None:
         self._host = host
-        self._sessions = sessions
+        self.sessions = sessions
         self._capability = capability
         self._limits = limits
 
@@ -77,7 +96,7 @@ class WorkerServicer(WorkerServiceServicer):
     ) -> AsyncIterator[pb.ExecuteResponse]:
         await self._pass(request.fence, request.session)
         job = self._job(request)
-        execution, attached = self._sessions.execute(request, job)
+        execution, attached = self.sessions.execute(request, job)
         yield pb.ExecuteResponse(
             accepted=pb.Accepted(
                 worker_id=self._host.worker_id,
@@ -108,8 +127,8 @@ class WorkerServicer(WorkerServiceServicer):
         if not _DIGEST.fullmatch(header.digest):
             raise InvalidInputError.at("header.digest", "must be 64 lower-case hex digits")
         manifest = from_proto(header.manifest, self._limits.tensors)
-        await self._sessions.fences.check_term(header.fence.term)
-        self._sessions.check_run(run_id)
+        await self.sessions.fences.check_term(header.fence.term)
+        self.sessions.check_run(run_id)
         if self._host.blobs.find(run_id, header.digest) is not None:
             yield pb.SetStateResponse(resume_offset=manifest.total_bytes)
             yield pb.SetStateResponse(committed=True)
@@ -156,7 +175,7 @@ class WorkerServicer(WorkerServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         await self._pass(request.fence, request.session)
-        self._sessions.abort(request.session)
+        self.sessions.abort(request.session)
         return pb.AbortResponse()
 
     async def CloseSession(
@@ -167,8 +186,8 @@ class WorkerServicer(WorkerServiceServicer):
         if ref is not None and ref.run_id != run_id:
             raise InvalidInputError.at("session.run_id", "must be that of the request")
         # A run has no membership of its own, so closing one is fenced by the term alone.
-        await self._sessions.fences.check_term(request.fence.term)
-        self._sessions.close(run_id, ref)
+        await self.sessions.fences.check_term(request.fence.term)
+        self.sessions.close(run_id, ref)
         return pb.CloseSessionResponse()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
@@ -176,7 +195,7 @@ class WorkerServicer(WorkerServiceServicer):
             worker_id=self._host.worker_id,
             incarnation=self._host.incarnation,
             capability=self._capability,
-            sessions=self._sessions.describe(),
+            sessions=self.sessions.describe(),
             time_s=time.time(),
         )
         if request.with_environment:
@@ -190,11 +209,11 @@ class WorkerServicer(WorkerServiceServicer):
     ) -> None:
         """The one fence of calls about a session. What only asks does not move the fence."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
-        await self._sessions.fences.check(fence, run_id, party, is_order=is_order)
+        await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 
     async def _session(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> Session:
         await self._pass(fence, ref, is_order=False)
-        return self._sessions.get(ref)
+        return self.sessions.get(ref)
 
     def _job(self, request: pb.ExecuteRequest) -> JobSpec:
         check_plan(request)
@@ -211,6 +230,9 @@ class WorkerServicer(WorkerServiceServicer):
             case "snapshot":
                 return session.states.snapshot(request.snapshot)
             case "live":
-                return await session.states.live(request.fence.membership, self._limits.wait_s)
+                state = await session.states.live(request.fence.membership, self._limits.wait_s)
+                # The party may have been formed anew meanwhile, without who asks.
+                self.sessions.check_member(request.session, current_caller())
+                return state
             case _:
                 raise InvalidInputError.at("which", "name a snapshot or the live state")

@@ -14,8 +14,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stratagem.common import tracing
-from stratagem.common.errors import LimitError, NotFoundError, StaleError, UnavailableError
+from stratagem.common.errors import (
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StaleError,
+    UnavailableError,
+)
 from stratagem.common.job import JobSpec
+from stratagem.common.rpc.authorization import Caller
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import Control
@@ -133,6 +140,17 @@ class Sessions:
         if session is None:
             raise NotFoundError(f"no session {ref.run_id}/{ref.party}:{ref.member} here")
         return session
+
+    def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
+        """Refuse a worker that is in no party of this session as it is now formed."""
+        session = self._sessions.get(key_from(ref))
+        views = [each.work.control.view for each in session.executions.values()] if session else []
+        parties = [view for view in views if view.members]
+        newest = max(parties, key=lambda view: view.membership, default=None)
+        ids = [member.worker_id for member in newest.members] if newest is not None else []
+        if caller.is_worker and not caller.is_one_of(ids):
+            where = f"{ref.run_id}/{ref.party}".rstrip("/")
+            raise PermissionDeniedError(f"{caller.name} is no member of {where}")
 
     def abort(self, ref: types_pb2.SessionRef) -> None:
         """End what runs in a session; a session that is not here is fine."""

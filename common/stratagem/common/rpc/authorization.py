@@ -1,6 +1,7 @@
-"""Who may make which call: one table for every call of every service. What is not in it is refused.
+"""Who may make which call, and what about: one table for all calls. What is not in it is refused.
 
-Owns the table, who a caller is, and the sentences of a refusal. A caller proves who it is by the
+Owns the table, who a caller is, and the sentences of a refusal. What belongs to whom is known to
+the services: `named.py` has them look. A caller proves who it is by the
 certificate of its connection, or by a token where the connection has none. Without TLS nobody
 proves anything and everybody may do everything: such a server listens on this machine only, unless
 its operator has said otherwise.
@@ -33,48 +34,81 @@ class Anyone(StrEnum):
 
 Who = Role | Scope | Anyone
 
+
+class Names(StrEnum):
+    """What a request names, and to whom that must belong; the value is for people."""
+
+    NOTHING = "nothing of anybody's"
+    SHARED_RUN = "a run: whoever may read sees all runs and may have their states"
+    OWN_RUN = "a run of one's own; of anybody with `admin`"
+    OWN_DATA = "data and states that one has uploaded, or that are a run's states"
+    BROUGHT_DATA = "data: they are the caller's once all their bytes have come"
+    COORDINATOR = "a worker: the coordinator alone, not other workers"
+    ITSELF = "a worker: itself, or one of its pool"
+    OWN_PARTY = "a party that the caller is a member of"
+    OWN_RANK = "a party, and in it the member that the caller is"
+    OWN_STATE = "a worker: the live state of a party that it is a member of"
+    ORDERED = "what the coordinator gives an order about"
+
+
+UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
+"""Whoever may make the call may name any such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may make a call, any of these, and what about."""
+
+    who: tuple[Who, ...]
+    names: Names
+
+
 _COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
 _WORKER: Final = "/stratagem.v1.WorkerService/"
+_READ: Final = Rule((Scope.READ,), Names.SHARED_RUN)
+_CHANGE: Final = Rule((Scope.SUBMIT,), Names.OWN_RUN)
+_ORDER: Final = Rule((Role.COORDINATOR,), Names.ORDERED)
+_PROBE: Final = Rule((Anyone.ANYONE,), Names.NOTHING)
 
-TABLE: Final[Mapping[str, tuple[Who, ...]]] = {
-    # People: the certificate of a client has every scope. Stopping, resuming and deleting what
-    # somebody else has submitted needs the scope admin, which the service checks.
-    f"{_COORDINATOR}SubmitRun": (Scope.SUBMIT,),
-    f"{_COORDINATOR}GetRun": (Scope.READ,),
-    f"{_COORDINATOR}ListRuns": (Scope.READ,),
-    f"{_COORDINATOR}WatchRun": (Scope.READ,),
-    f"{_COORDINATOR}CancelRun": (Scope.SUBMIT,),
-    f"{_COORDINATOR}ResumeRun": (Scope.SUBMIT,),
-    f"{_COORDINATOR}DeleteRun": (Scope.SUBMIT,),
-    f"{_COORDINATOR}DownloadState": (Scope.READ,),
-    f"{_COORDINATOR}DownloadProfile": (Scope.READ,),
-    f"{_COORDINATOR}UploadData": (Scope.SUBMIT,),
-    f"{_COORDINATOR}TailLogs": (Scope.READ,),
-    f"{_COORDINATOR}ListWorkers": (Scope.READ,),
-    # A worker may ask for the coordinator's own part, which the service checks.
-    f"{_COORDINATOR}Diagnose": (Scope.READ, Role.WORKER),
-    # Workers, each for itself, which the service checks.
-    f"{_COORDINATOR}RegisterWorker": (Role.WORKER,),
-    f"{_COORDINATOR}Heartbeat": (Role.WORKER,),
-    f"{_COORDINATOR}Leave": (Role.WORKER,),
-    f"{_COORDINATOR}Rendezvous": (Role.WORKER,),
-    f"{_COORDINATOR}Suspect": (Role.WORKER,),
+TABLE: Final[Mapping[str, Rule]] = {
+    # People: the certificate of a client has every scope.
+    f"{_COORDINATOR}SubmitRun": Rule((Scope.SUBMIT,), Names.OWN_DATA),
+    f"{_COORDINATOR}UploadData": Rule((Scope.SUBMIT,), Names.BROUGHT_DATA),
+    f"{_COORDINATOR}CancelRun": _CHANGE,
+    f"{_COORDINATOR}ResumeRun": _CHANGE,
+    f"{_COORDINATOR}DeleteRun": _CHANGE,
+    f"{_COORDINATOR}GetRun": _READ,
+    f"{_COORDINATOR}ListRuns": _READ,
+    f"{_COORDINATOR}WatchRun": _READ,
+    f"{_COORDINATOR}DownloadState": _READ,
+    f"{_COORDINATOR}DownloadProfile": _READ,
+    f"{_COORDINATOR}TailLogs": _READ,
+    f"{_COORDINATOR}ListWorkers": Rule((Scope.READ,), Names.NOTHING),
+    f"{_COORDINATOR}Diagnose": Rule((Scope.READ, Role.WORKER), Names.COORDINATOR),
+    # Workers, each for itself.
+    f"{_COORDINATOR}RegisterWorker": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Heartbeat": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Leave": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Rendezvous": Rule((Role.WORKER,), Names.OWN_RANK),
+    f"{_COORDINATOR}Suspect": Rule((Role.WORKER,), Names.OWN_PARTY),
     # What a worker does for the coordinator; a live state is also for the members of its party.
-    f"{_WORKER}Execute": (Role.COORDINATOR,),
-    f"{_WORKER}GetState": (Role.COORDINATOR, Role.WORKER),
-    f"{_WORKER}SetState": (Role.COORDINATOR,),
-    f"{_WORKER}GetGradients": (Role.COORDINATOR,),
-    f"{_WORKER}ApplyGradients": (Role.COORDINATOR,),
-    f"{_WORKER}Abort": (Role.COORDINATOR,),
-    f"{_WORKER}CloseSession": (Role.COORDINATOR,),
-    f"{_WORKER}Describe": (Role.COORDINATOR,),
-    "/stratagem.v1.PeerService/Send": (Role.WORKER,),
+    f"{_WORKER}Execute": _ORDER,
+    f"{_WORKER}SetState": _ORDER,
+    f"{_WORKER}GetGradients": _ORDER,
+    f"{_WORKER}ApplyGradients": _ORDER,
+    f"{_WORKER}Abort": _ORDER,
+    f"{_WORKER}CloseSession": _ORDER,
+    f"{_WORKER}Describe": _ORDER,
+    f"{_WORKER}GetState": Rule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
+    "/stratagem.v1.PeerService/Send": Rule((Role.WORKER,), Names.OWN_RANK),
     # Says SERVING or not, to probes, on a port of its own.
-    "/grpc.health.v1.Health/Check": (Anyone.ANYONE,),
-    "/grpc.health.v1.Health/Watch": (Anyone.ANYONE,),
-    "/grpc.health.v1.Health/List": (Anyone.ANYONE,),
+    "/grpc.health.v1.Health/Check": _PROBE,
+    "/grpc.health.v1.Health/Watch": _PROBE,
+    "/grpc.health.v1.Health/List": _PROBE,
     # Off unless switched on.
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": (Scope.READ,),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rule(
+        (Scope.READ,), Names.NOTHING
+    ),
 }
 
 
@@ -99,6 +133,10 @@ class Caller:
     @property
     def is_worker(self) -> bool:
         return self.cert_id is not None and self.cert_id.role is Role.WORKER
+
+    def is_one_of(self, worker_ids: Iterable[str]) -> bool:
+        """Whether the caller's certificate is of one of these workers; so it is without TLS."""
+        return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:
         """Refuse a worker that speaks for another one."""
@@ -130,7 +168,8 @@ def current_caller() -> Caller:
 
 def is_open(method: str) -> bool:
     """Whether a call asks nobody who they are."""
-    return Anyone.ANYONE in TABLE.get(method, ())
+    rule = TABLE.get(method)
+    return rule is not None and Anyone.ANYONE in rule.who
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +192,10 @@ class Gate:
         Errors: UnauthenticatedError when it is not proved who calls, PermissionDeniedError when
         that one may not.
         """
-        needed = TABLE.get(method)
-        if needed is None:
+        rule = TABLE.get(method)
+        if rule is None:
             raise PermissionDeniedError(f"{method}: nobody may, it is not in the table of calls")
+        needed = rule.who
         try:
             caller = self._caller(auth_context, metadata)
         except UnauthenticatedError as error:

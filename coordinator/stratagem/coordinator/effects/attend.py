@@ -5,6 +5,7 @@ the worker is lost. What comes between Accepted and the result (a wish for a blo
 lines) is passed on.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -12,8 +13,14 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.common.errors import (
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.rpc.status import shown
 from stratagem.coordinator.cancelled import stop_if_cancelled, task_group
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
@@ -84,7 +91,10 @@ class _Attended:
             async for message in messages:
                 match message.WhichOneof("message"):
                     case "need_blob":
-                        pushes.create_task(self._push(Digest(message.need_blob.digest)))
+                        digest = Digest(message.need_blob.digest)
+                        if digest not in blobs_named(self.request):
+                            return _refused(self.member, _not_named(self.member, digest), "asking")
+                        pushes.create_task(self._push(digest))
                     case "result":
                         return message.result
                     case _:
@@ -115,12 +125,32 @@ class _Attended:
                 self.env.profiles.add(RunId(self.request.session.run_id), message.profile)
 
 
-def _refused(member: Member, error: Exception) -> worker_pb2.ExecuteResult:
+def blobs_named(request: worker_pb2.ExecuteRequest) -> frozenset[str]:
+    """What a worker may have for a plan: the state that it begins from, and what its job names."""
+    plan = getattr(request, request.WhichOneof("plan") or "build")
+    job = json.loads(request.job_json)
+    named = {
+        plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
+        job.get("data", {}).get("inline"),
+        (job.get("initial") or {}).get("digest"),
+    }
+    return frozenset(each for each in named if each)
+
+
+def _not_named(member: Member, digest: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"worker {member.worker_id} asks for blob {shown(digest, 80)}, which its plan does not name"
+    )
+
+
+def _refused(
+    member: Member, error: Exception, activity: str = "reading the job"
+) -> worker_pb2.ExecuteResult:
     told = types_pb2.UserError(
         type=type(error).__name__,
         message=str(error),
         worker_id=member.worker_id,
-        activity="reading the job",
+        activity=activity,
     )
     return worker_pb2.ExecuteResult(error=told)
 

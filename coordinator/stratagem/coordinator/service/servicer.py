@@ -17,7 +17,6 @@ from stratagem.common.errors import (
     LimitError,
     NotFoundError,
     OutOfRangeError,
-    PermissionDeniedError,
 )
 from stratagem.common.ids import (
     Incarnation,
@@ -26,11 +25,11 @@ from stratagem.common.ids import (
     check_run_id,
     check_worker_id,
 )
-from stratagem.common.rpc.authorization import current_caller
+from stratagem.common.rpc.authorization import Caller, current_caller
+from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
-from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
@@ -43,6 +42,7 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.service import streams, views
+from stratagem.coordinator.service.belongings import CHECKS
 from stratagem.coordinator.service.diagnosis import diagnose
 from stratagem.coordinator.service.limits import (
     Places,
@@ -57,11 +57,12 @@ from stratagem.coordinator.service.suspicion import look_into, meet
 from stratagem.coordinator.watching.feed import Event
 from stratagem.coordinator.watching.run_logs import Line
 from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import coordinator_pb2_grpc, types_pb2
+from stratagem.v1 import coordinator_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@checks_what_is_named(pb.DESCRIPTOR.services_by_name["CoordinatorService"], CHECKS)
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, app: App) -> None:
         self._app = app
@@ -70,13 +71,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._watchers = Places("max_watchers", app.settings.max_watchers)
         self._diagnosis = asyncio.Lock()
 
+    @property
+    def app(self) -> App:
+        """Whose service this is."""
+        return self._app
+
     # ---- clients ----
 
     async def SubmitRun(
         self, request: pb.SubmitRunRequest, context: Context
     ) -> pb.SubmitRunResponse:
-        run_id = check_run_id(request.run_id)
-        await self._check_submit(run_id, request)
+        run_id = RunId(request.run_id)
         by, trace = current_caller().name, tracing.traceparent()
         command = SubmitRun(run_id, request.job_json, time.time(), by, trace)
         entries = await self._app.loop.submit(command)
@@ -109,19 +114,19 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def CancelRun(
         self, request: pb.CancelRunRequest, context: Context
     ) -> pb.CancelRunResponse:
-        await self._app.loop.submit(CancelRun(*self._owned(request.run_id)))
+        await self._app.loop.submit(CancelRun(RunId(request.run_id), current_caller().name))
         return pb.CancelRunResponse()
 
     async def ResumeRun(
         self, request: pb.ResumeRunRequest, context: Context
     ) -> pb.ResumeRunResponse:
-        await self._app.loop.submit(ResumeRun(*self._owned(request.run_id)))
+        await self._app.loop.submit(ResumeRun(RunId(request.run_id), current_caller().name))
         return pb.ResumeRunResponse()
 
     async def DeleteRun(
         self, request: pb.DeleteRunRequest, context: Context
     ) -> pb.DeleteRunResponse:
-        await self._app.loop.submit(DeleteRun(*self._owned(request.run_id)))
+        await self._app.loop.submit(DeleteRun(RunId(request.run_id), current_caller().name))
         return pb.DeleteRunResponse()
 
     async def DownloadState(
@@ -167,11 +172,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.ListWorkersResponse(workers=infos)
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
-        caller = current_caller()
-        if caller.is_worker and not request.without_workers:
-            raise PermissionDeniedError(
-                f"Diagnose: {caller.name} may ask for the coordinator alone (without_workers)"
-            )
         async with self._diagnosis:
             return await diagnose(self._app, with_workers=not request.without_workers)
 
@@ -180,7 +180,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def RegisterWorker(
         self, request: pb.RegisterWorkerRequest, context: Context
     ) -> pb.RegisterWorkerResponse:
-        current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
         check_address(request.address)
         check_capability(request.capability)
@@ -199,7 +198,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
         if not self._app.leases.renew(member):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
@@ -208,7 +206,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        current_caller().must_be_worker(request.worker_id)
         member = _member(request.worker_id, request.incarnation)
         await self._app.loop.submit(LeaveWorker(member, clipped_reason(request.reason)))
         return pb.LeaveResponse()
@@ -216,7 +213,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Rendezvous(
         self, request: pb.RendezvousRequest, context: Context
     ) -> pb.RendezvousResponse:
-        self._check_member(request.session, request.fence.membership, request.rank)
         applied = request.applied_step if request.HasField("applied_step") else None
         check_endpoint(request.endpoint)
         if request.address:
@@ -237,7 +233,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
         run_id, party = RunId(request.session.run_id), Party(request.session.party)
-        self._check_member(request.session, request.fence.membership)
         reason = clipped_reason(request.reason)
         await look_into(self._app, run_id, party, request.fence.membership, reason)
         return pb.SuspectResponse()
@@ -250,29 +245,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise NotFoundError(f"run {run_id!r} is not known")
         return run
 
-    def _owned(self, run_id: str) -> tuple[RunId, str]:
-        """A run that the caller may change, if it is known, and who the caller is."""
-        caller = current_caller()
-        run = self._app.loop.state.find(RunId(run_id))
-        if run is not None:
-            caller.must_own(run_id, run.submitted_by)
-        return RunId(run_id), caller.name
-
-    def _check_member(
-        self, session: types_pb2.SessionRef, membership: int, rank: int | None = None
-    ) -> None:
-        """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
-        caller = current_caller()
-        run = self._app.loop.state.runs.get(RunId(session.run_id))
-        found = None if run is None else parties_of(run).get(Party(session.party))
-        if caller.cert_id is None or found is None or found.membership != membership:
-            return  # without certificates anybody may; what is stale is told so further on
-        members = found.members if rank is None else found.members[rank : rank + 1]
-        if not any(caller.cert_id.covers(member.worker_id) for member in members):
-            where = f"{session.run_id}/{session.party}".rstrip("/")
-            which = "no member" if rank is None else f"not member {rank}"
-            raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
-
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
         known = workers.get(member.worker_id)
@@ -282,7 +254,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if num_alive >= limit:
             raise LimitError(f"max_workers: {num_alive} workers are alive, the limit is {limit}")
 
-    async def _check_submit(self, run_id: RunId, request: pb.SubmitRunRequest) -> None:
+    async def check_submit(self, request: pb.SubmitRunRequest, caller: Caller) -> None:
+        """Refuse a job that is too large, or names what is not the caller's."""
+        run_id = check_run_id(request.run_id)
         settings = self._app.settings
         check_note(request.note)
         size = len(request.job_json.encode())

@@ -150,7 +150,15 @@ def _meet(
         members.extend(meet(work, view, offer))
         return [each.endpoint for each in members]
 
-    group = Group(work.key.run_id, work.key.party, view.term, view.membership, view.rank, view.size)
+    group = Group(
+        work.key.run_id,
+        work.key.party,
+        view.term,
+        view.membership,
+        view.rank,
+        view.size,
+        tuple(member.worker_id for member in view.members),
+    )
     is_gossip = plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
     method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
     forming = Forming(lambda: form_link(work, group, method, exchange_offers))

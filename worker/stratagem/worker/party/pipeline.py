@@ -131,7 +131,9 @@ def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
     rendezvous = partial(_meet, work, where, lines)
     try:
         if where.width > 1 and not isinstance(spec.communication, DataStore):
-            group = _group(work, where.view, f"replica{where.replica}", where.rank, where.width)
+            first = where.replica * where.width
+            ranks = range(first, first + where.width)
+            group = _group(work, where.view, f"replica{where.replica}", ranks)
             link: MessageLink = form_messages(
                 place_of(work, group),
                 (*work.host.mesh.engines(("shm",)), "grpc"),
@@ -175,17 +177,19 @@ def _meet(work: Work, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
     if where.num_replicas == 1:
         exchange(b"")
     else:
-        name = f"rank{where.rank}"
-        group = _group(work, where.view, name, where.replica, where.num_replicas)
+        ranks = range(where.rank, where.view.size, where.width)
+        group = _group(work, where.view, f"rank{where.rank}", ranks)
         lines.column = form_link(work, group, all_reduce_of(work.job.strategy), exchange)
     first = where.replica * where.width
     return activations[first : first + where.width]
 
 
-def _group(work: Work, view: PartyView, name: str, rank: int, size: int) -> Group:
-    """Some of the members, among whom this one is number `rank`."""
+def _group(work: Work, view: PartyView, name: str, ranks: range) -> Group:
+    """Some of the members, of whom this one is one."""
     party = f"{work.key.party}/{name}".lstrip("/")
-    return Group(work.key.run_id, party, view.term, view.membership, rank, size)
+    worker_ids = tuple(view.members[each].worker_id for each in ranks)
+    rank, size = ranks.index(view.rank), len(ranks)
+    return Group(work.key.run_id, party, view.term, view.membership, rank, size, worker_ids)
 
 
 # ---- what goes over the connections ----
