@@ -209,7 +209,10 @@ def test_names_and_owners_are_checked(tokens: tuple[TokenBook, Mapping[str, Proo
         with pytest.raises(PermissionDeniedError, match=r"worker \*\.gpu speaks for worker"):
             current_caller().must_be_worker(other)
     gate.admit(SUBMIT, *tokens[1][Scope.SUBMIT])
-    current_caller().must_own("r", "token t-submit")
+    assert current_caller().owner.startswith("token t-submit#")
+    current_caller().must_own("r", current_caller().owner)
+    with pytest.raises(PermissionDeniedError, match="belongs to an earlier token t-submit; "):
+        current_caller().must_own("r", "token t-submit")
     with pytest.raises(PermissionDeniedError, match="run r belongs to token x; token t-submit"):
         current_caller().must_own("r", "token x")
     with pytest.raises(PermissionDeniedError, match="no known owner"):

@@ -135,7 +135,7 @@ class CoordinatorServiceServicer(object):
         """Starts a run. The client makes the run id; the same id with the same job answers as the first
         time, so a retry is harmless. Durable once answered.
         INVALID_ARGUMENT with one violation per wrong field; ALREADY_EXISTS when the id names another
-        job; NOT_FOUND when an uploaded data set is not here.
+        job; NOT_FOUND when an uploaded data set or a state is not here, or not for the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +206,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadData(self, request_iterator, context):
-        """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
+        """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
+        to the caller once all its bytes have come from there; whose they are besides nobody is told.
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

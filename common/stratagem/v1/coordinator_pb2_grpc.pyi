@@ -53,7 +53,7 @@ class CoordinatorServiceStub:
     """Starts a run. The client makes the run id; the same id with the same job answers as the first
     time, so a retry is harmless. Durable once answered.
     INVALID_ARGUMENT with one violation per wrong field; ALREADY_EXISTS when the id names another
-    job; NOT_FOUND when an uploaded data set is not here.
+    job; NOT_FOUND when an uploaded data set or a state is not here, or not for the caller.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]
     """One run. NOT_FOUND."""
@@ -87,7 +87,8 @@ class CoordinatorServiceStub:
     not here, or has recorded nothing.
     """
     UploadData: _grpc.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]
-    """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
+    """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
+    to the caller once all its bytes have come from there; whose they are besides nobody is told.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]
@@ -132,7 +133,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Starts a run. The client makes the run id; the same id with the same job answers as the first
     time, so a retry is harmless. Durable once answered.
     INVALID_ARGUMENT with one violation per wrong field; ALREADY_EXISTS when the id names another
-    job; NOT_FOUND when an uploaded data set is not here.
+    job; NOT_FOUND when an uploaded data set or a state is not here, or not for the caller.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]  # type: ignore[assignment]
     """One run. NOT_FOUND."""
@@ -166,7 +167,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     not here, or has recorded nothing.
     """
     UploadData: _aio.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]  # type: ignore[assignment]
-    """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
+    """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
+    to the caller once all its bytes have come from there; whose they are besides nobody is told.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _aio.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]  # type: ignore[assignment]
@@ -214,7 +216,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Starts a run. The client makes the run id; the same id with the same job answers as the first
         time, so a retry is harmless. Durable once answered.
         INVALID_ARGUMENT with one violation per wrong field; ALREADY_EXISTS when the id names another
-        job; NOT_FOUND when an uploaded data set is not here.
+        job; NOT_FOUND when an uploaded data set or a state is not here, or not for the caller.
         """
 
     @_abc_1.abstractmethod
@@ -302,7 +304,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.UploadDataRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.UploadDataResponse], _abc.AsyncIterator[_coordinator_pb2.UploadDataResponse]]:
-        """Stores an inline data set under its digest; same protocol as WorkerService.SetState.
+        """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
+        to the caller once all its bytes have come from there; whose they are besides nobody is told.
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
         """
 

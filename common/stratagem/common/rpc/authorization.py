@@ -63,6 +63,9 @@ class Rule:
     names: Names
 
 
+_NUMBERED: Final = "#"
+"""Between the name of a token and its id; no name has it."""
+
 _COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
 _WORKER: Final = "/stratagem.v1.WorkerService/"
 _READ: Final = Rule((Scope.READ,), Names.SHARED_RUN)
@@ -120,6 +123,18 @@ class Caller:
     """"client alice", "worker w0", "token ci"; empty: nobody has to say who they are."""
     cert_id: CertId | None = None
     scopes: frozenset[Scope] = frozenset()
+    token_id: str = ""
+
+    @property
+    def owner(self) -> str:
+        """To whom belongs what the caller makes: a new token inherits nothing of one of its name
+        that was revoked. The renewed certificate of a holder is that holder's."""
+        return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether what belongs to others is the caller's, too; without TLS it is everybody's."""
+        return not self.is_known or Scope.ADMIN in self.scopes
 
     @property
     def may(self) -> frozenset[Who]:
@@ -148,8 +163,10 @@ class Caller:
 
     def must_own(self, run_id: str, owner: str) -> None:
         """Refuse to let somebody change another one's run without the scope admin."""
-        if self.is_known and self.name != owner and Scope.ADMIN not in self.scopes:
-            whose = f"belongs to {owner}" if owner else "has no known owner"
+        if self.owner != owner and not self.is_admin:
+            name = owner.partition(_NUMBERED)[0]
+            other = "an earlier " if name == self.name else ""
+            whose = f"belongs to {other}{name}" if owner else "has no known owner"
             raise PermissionDeniedError(
                 f"run {run_id} {whose}; {self.name} needs the scope {Scope.ADMIN}"
             )
@@ -218,7 +235,8 @@ class Gate:
         token = token_in(metadata)
         if self.tokens is not None and token:
             known = self.tokens.find(token, time.time())
-            return Caller(f"token {known.name}", scopes=with_included(known.scopes))
+            scopes = with_included(known.scopes)
+            return Caller(f"token {known.name}", scopes=scopes, token_id=known.token_id)
         if not self.trust_domain:
             return NOBODY
         raise UnauthenticatedError("the caller has shown neither a certificate nor a token")

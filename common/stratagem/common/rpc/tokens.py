@@ -30,6 +30,7 @@ _SCHEME: Final = "Bearer "
 _PREFIX: Final = "stratagem_"
 """Lets a scanner of repositories and logs find a token that went astray."""
 _TOKEN_BYTES: Final = 32
+_ID_BYTES: Final = 8
 
 
 class Scope(StrEnum):
@@ -63,6 +64,8 @@ class KnownToken:
     scopes: tuple[Scope, ...]
     expires_s: float | None
     """Unix time; None: never."""
+    token_id: str = ""
+    """Tells it from others of its name, before and after; empty in files of earlier versions."""
 
 
 def new_token(
@@ -73,7 +76,8 @@ def new_token(
     kept = tuple(each for each in Scope if each in set(scopes))
     if not kept:
         raise InvalidInputError.at("scopes", f"must name some of {', '.join(Scope)}")
-    return token, KnownToken(check_token_name(name), _digest(token), kept, expires_s)
+    token_id = secrets.token_hex(_ID_BYTES)
+    return token, KnownToken(check_token_name(name), _digest(token), kept, expires_s, token_id)
 
 
 def add_token(path: Path, known: KnownToken) -> None:
@@ -173,7 +177,8 @@ def _known(entry: Any) -> KnownToken:
         raise ValueError("sha256 is not 64 hex digits")
     scopes = tuple(Scope(each) for each in entry["scopes"])
     name = check_token_name(entry["name"])
-    return KnownToken(name, sha256, scopes, None if expires_s is None else float(expires_s))
+    expires = None if expires_s is None else float(expires_s)
+    return KnownToken(name, sha256, scopes, expires, str(entry.get("token_id", "")))
 
 
 def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:

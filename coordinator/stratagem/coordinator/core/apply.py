@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from stratagem.common.ids import RunId, WorkerId
+from stratagem.common.ids import Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
 from stratagem.coordinator.core.asking import Raised
@@ -12,6 +12,7 @@ from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
+    DataUploaded,
     Evaluated,
     Fact,
     GenerationClosed,
@@ -49,12 +50,17 @@ CLUSTER = RunId("")
 K = TypeVar("K")
 T = TypeVar("T")
 
+MAX_UPLOADS = 256
+"""Remembered of each owner, beside what runs name: an upload waits for its job, and not long."""
+
 MIN_COMMITS = 64
 """Remembered of a run: what is evaluated late may yet turn out to be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
     """The state after a fact that was journaled at time_s (leader clock)."""
+    if isinstance(fact, DataUploaded):
+        return replace(state, uploads=_uploads_after(state.uploads, fact))
     if run_id == CLUSTER:
         return replace(state, workers=_workers_after(state.workers, fact, time_s))
     if isinstance(fact, RunDeleted):
@@ -72,6 +78,13 @@ def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
     if left_out not in values:
         return values
     return {key: value for key, value in values.items() if key != left_out}
+
+
+def _uploads_after(
+    uploads: Mapping[str, tuple[Digest, ...]], fact: DataUploaded
+) -> Mapping[str, tuple[Digest, ...]]:
+    before = uploads.get(fact.owner, ())
+    return {**uploads, fact.owner: (*before, fact.digest)[-MAX_UPLOADS:]}
 
 
 def _workers_after(
@@ -108,6 +121,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
         value=None,
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
+        owner=fact.owner or fact.by,
         traceparent=fact.traceparent,
         numerics=fact.numerics,
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stratagem.common.ids import Incarnation, Party, RunId
+from stratagem.common.ids import Digest, Incarnation, Party, RunId
 from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
 
 
@@ -16,6 +16,16 @@ class SubmitRun:
     """Who asks; empty where nobody has to say who they are."""
     traceparent: str = ""
     """Of the call that submits it; see RunSubmitted."""
+    owner: str = ""
+    """To whom it will belong; see RunSubmitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimData:
+    """All bytes of a blob have come from somebody, and are durable."""
+
+    owner: str
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +131,15 @@ class Tick:
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
 Command = (
-    SubmitRun | CancelRun | ResumeRun | DeleteRun | AboutWorkers | Report | ReportTrouble | Tick
+    SubmitRun
+    | ClaimData
+    | CancelRun
+    | ResumeRun
+    | DeleteRun
+    | AboutWorkers
+    | Report
+    | ReportTrouble
+    | Tick
 )
 
 

@@ -23,6 +23,7 @@ from stratagem.coordinator.core.asking import (
 from stratagem.coordinator.core.commands import (
     AboutWorkers,
     CancelRun,
+    ClaimData,
     Command,
     DeleteRun,
     DrainWorker,
@@ -42,6 +43,7 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.endings import deaths_at_work
 from stratagem.coordinator.core.facts import (
     ROOT,
+    DataUploaded,
     Fact,
     Member,
     MembersFormed,
@@ -74,6 +76,8 @@ def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Ref
     match command:
         case SubmitRun():
             return _submit(state, command)
+        case ClaimData():
+            return _claim(state, command)
         case CancelRun():
             return _cancel(state, command)
         case ResumeRun():
@@ -180,10 +184,17 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         job_json=command.job_json,
         wall_s=command.wall_s,
         by=command.by,
+        owner=command.owner,
         traceparent=command.traceparent,
         numerics=numerics.CURRENT,
     )
     return (Entry(command.run_id, fact, key_of(fact)),)
+
+
+def _claim(state: CoordinatorState, command: ClaimData) -> tuple[Entry, ...]:
+    if command.digest in state.uploads.get(command.owner, ()):
+        return ()
+    return (Entry(CLUSTER, DataUploaded(owner=command.owner, digest=command.digest)),)
 
 
 def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:

@@ -104,6 +104,13 @@ class WorkersForgotten(Value):
     names: tuple[WorkerId, ...]
 
 
+class DataUploaded(Value):
+    """Somebody has brought all bytes of a blob, and may name it in jobs from now on."""
+
+    owner: str
+    digest: Digest
+
+
 # ---- the life of a run ----
 
 
@@ -116,6 +123,8 @@ class RunSubmitted(Value):
     """Where the run belongs in a trace (W3C), if somebody traces it."""
     numerics: int = 1
     """Which rules decide the bits of the run, to its end; see stratagem.common.numerics."""
+    owner: str = ""
+    """To whom it belongs: `by`, and of a token also which of that name it was; as `by` if empty."""
 
 
 class RunCancelled(Value):
@@ -429,6 +438,7 @@ Fact = (
     | WorkerDraining
     | WorkerLeft
     | WorkersForgotten
+    | DataUploaded
     | RunSubmitted
     | RunCancelled
     | RunResumed

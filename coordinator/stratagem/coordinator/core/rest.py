@@ -42,6 +42,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
         submitted_wall_s=run.submitted_wall_s,
         submitted_by=run.submitted_by,
         blobs=tuple(sorted(blobs)),
+        owner=run.owner,
     )
     return ended, view
 

@@ -81,6 +81,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
     "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",
     "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
+    "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
     "RunResumed": lambda e: _by("resumed from the last commit", e),

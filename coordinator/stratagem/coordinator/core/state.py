@@ -70,7 +70,9 @@ class RunRecord:
     engine: str = ""
     submitted_wall_s: float = 0.0
     submitted_by: str = ""
-    """Who may stop, resume and delete it without the scope admin; empty: it is not known."""
+    """For people; empty: it is not known."""
+    owner: str = ""
+    """Who may stop, resume and delete it without the scope admin."""
     traceparent: str = ""
     """See RunSubmitted."""
     numerics: int = 1
@@ -101,6 +103,7 @@ class EndedRun:
     submitted_by: str
     blobs: tuple[Digest, ...]
     """That must stay."""
+    owner: str = ""
 
     @property
     def is_released(self) -> bool:
@@ -114,6 +117,8 @@ class CoordinatorState:
     """The active ones, and of the ended ones those that are not at rest."""
     ended: Mapping[RunId, EndedRun] = field(default_factory=dict)
     """Those at rest; no run is in both."""
+    uploads: Mapping[str, tuple[Digest, ...]] = field(default_factory=dict)
+    """By owner: the newest blobs that they have brought. What a run names is its owner's, too."""
 
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]

@@ -24,7 +24,7 @@ def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
     app: App = servicer.app
     run = app.loop.state.find(RunId(request.run_id))
     if run is not None:
-        caller.must_own(request.run_id, run.submitted_by)
+        caller.must_own(request.run_id, run.owner)
 
 
 def _itself(_servicer: Any, request: Any, caller: Caller) -> None:

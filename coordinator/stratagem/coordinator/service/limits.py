@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -94,17 +94,17 @@ class Keys:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._held: set[str] = set()
+        self._held: set[Hashable] = set()
 
     @property
-    def held(self) -> Collection[str]:
+    def held(self) -> Collection[Hashable]:
         return self._held
 
     @contextmanager
-    def holding(self, key: str) -> Iterator[None]:
+    def holding(self, key: Hashable, shown: str) -> Iterator[None]:
         """Raises ConflictError while another call holds the key."""
         if key in self._held:
-            raise ConflictError(f"another stream {self._what} {key}")
+            raise ConflictError(f"another stream {self._what} {shown}")
         self._held.add(key)
         try:
             yield

@@ -82,8 +82,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.SubmitRunRequest, context: Context
     ) -> pb.SubmitRunResponse:
         run_id = RunId(request.run_id)
-        by, trace = current_caller().name, tracing.traceparent()
-        command = SubmitRun(run_id, request.job_json, time.time(), by, trace)
+        caller, trace = current_caller(), tracing.traceparent()
+        command = SubmitRun(run_id, request.job_json, time.time(), caller.name, trace, caller.owner)
         entries = await self._app.loop.submit(command)
         if entries and request.note:
             self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))
@@ -266,7 +266,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         is_new = self._app.loop.state.find(run_id) is None
         if is_new and active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
-        await streams.check_job(self._app.blobs, request.job_json, settings.max_graph_nodes)
+        await streams.check_job(self._app, request.job_json, caller)
 
 
 def _member(worker_id: str, incarnation: str) -> Member:

@@ -15,6 +15,8 @@ from stratagem.common.errors import (
 )
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
+from stratagem.common.job.sections import check_digest
+from stratagem.common.rpc.authorization import Caller, current_caller
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
 from stratagem.common.tensors.safefile import from_open, header_bytes, header_of
@@ -23,6 +25,8 @@ from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.blobs.durable import NoSpaceError
+from stratagem.coordinator.core.commands import ClaimData
+from stratagem.coordinator.core.owners import has_brought, is_shared, resting_with
 from stratagem.coordinator.core.showing import RunView
 from stratagem.coordinator.service.limits import Keys, Places
 from stratagem.coordinator.service.suspicion import look_into
@@ -82,12 +86,17 @@ class Uploads:
             max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
         )
         manifest = from_proto(header.manifest, limits, Purpose.DATA)
-        if await asyncio.to_thread(self._app.blobs.keep, Digest(header.digest)):
+        digest, caller = check_digest(header.digest), current_caller()
+        # Of others nobody is told whether the bytes are here: they bring all of them.
+        is_theirs = caller.is_admin or has_brought(self._app.loop.state, caller.owner, digest)
+        if is_theirs and await _is_kept(self._app.blobs, digest):
             yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
             yield pb.UploadDataResponse(committed=True)
             return
-        with self._digests.holding(header.digest), self._places.taken():
-            async with aclosing(_store(self._app, header.digest, manifest, requests)) as responses:
+        key = (caller.owner, digest)
+        with self._digests.holding(key, digest), self._places.taken():
+            stored = _store(self._app, caller, digest, manifest, requests)
+            async with aclosing(stored) as responses:
                 try:
                     async for response in responses:
                         yield response
@@ -96,7 +105,11 @@ class Uploads:
 
 
 async def _store(
-    app: App, announced: str, manifest: Manifest, requests: AsyncIterator[pb.UploadDataRequest]
+    app: App,
+    caller: Caller,
+    announced: Digest,
+    manifest: Manifest,
+    requests: AsyncIterator[pb.UploadDataRequest],
 ) -> AsyncGenerator[pb.UploadDataResponse, None]:
     idle_timeout_s = app.settings.stream_idle_timeout_s
     prefix = header_bytes(manifest)
@@ -112,6 +125,8 @@ async def _store(
         if digest.hexdigest() != announced:
             raise IntegrityError(f"the data have the digest {digest.hexdigest()}")
         await asyncio.to_thread(writer.commit)
+        if caller.is_known:
+            await app.loop.submit(ClaimData(caller.owner, announced))
 
     chunks = ChunkWriter(manifest.total_bytes, take)
     try:
@@ -123,8 +138,10 @@ async def _store(
         writer.abort()
 
 
-async def check_job(blobs: BlobStore, job_json: str, max_graph_nodes: int) -> None:
-    """A job may only name data and a state that lie here already, and have so many nodes."""
+async def check_job(app: App, job_json: str, caller: Caller) -> None:
+    """A job may only name data and a state that lie here already and are for the caller, and have
+    so many nodes. Whether others have brought what is refused here, nobody is told."""
+    max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
     if num_nodes > max_graph_nodes:
@@ -135,14 +152,35 @@ async def check_job(blobs: BlobStore, job_json: str, max_graph_nodes: int) -> No
     if initial is not None and initial.digest is None:
         text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
         raise InvalidInputError.at("initial", text)
-    if initial is not None and not await _is_kept(blobs, initial.digest or ""):
-        raise NotFoundError(f"initial.digest: no state {initial.digest} lies here")
-    if inline is not None and not await _is_kept(blobs, inline):
-        raise NotFoundError(f"data.inline: no data set {inline} was uploaded")
+    by = f" by {caller.name}" if caller.is_known else ""
+    if initial is not None and not await _is_here(app, caller, initial.digest):
+        where = f"lies here that was uploaded{by} or committed by a run"
+        raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
+    if inline is not None and not await _is_here(app, caller, inline):
+        raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
 
 
-async def _is_kept(blobs: BlobStore, digest: str) -> bool:
-    return await asyncio.to_thread(blobs.keep, Digest(digest))
+async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
+    """Whether the caller may name a blob, and it is kept for the run."""
+    if digest is None or not await may_name(app, caller, digest):
+        return False
+    return await _is_kept(app.blobs, digest)
+
+
+async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
+    """Whether a job of the caller may name a blob, wherever that is; see `core.owners`."""
+    state = app.loop.state
+    if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):
+        return True
+    views = await app.loop.recorded.views(resting_with(state, digest))
+    return any(
+        digest == view.predictions or digest in {commit.digest for commit in view.commits}
+        for view in views.values()
+    )
+
+
+async def _is_kept(blobs: BlobStore, digest: Digest) -> bool:
+    return await asyncio.to_thread(blobs.keep, digest)
 
 
 async def rendezvous(
