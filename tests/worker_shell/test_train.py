@@ -65,6 +65,25 @@ async def test_build_says_what_was_built(w0: Worker) -> None:
     assert_same_bits(model_of(tensors), reference(spec, 1, 0))
 
 
+@pytest.mark.parametrize(
+    "variables", [{}, {"PYTHONNODEBUGRANGES": "1"}], ids=["fork of the template", "started alone"]
+)
+async def test_a_data_loader_of_the_users_has_a_process_of_its_own(
+    rig: Rig, variables: dict[str, str]
+) -> None:
+    """A fork of a process with a live server of gRPC would soon be killed, or stand still."""
+    worker = await rig.start(f"loading-{len(variables)}", **variables)
+    run_id, spec = worker.name, job(loss="tests.worker_shell.userland:loading_loss")
+    base = await base_of(worker, run_id, spec)
+    plan = Plan(run_id, spec, base, to_step=10)
+    training = asyncio.create_task(attend(worker, plan.request([worker], 0), base))
+    while not training.done():  # the server is kept busy meanwhile
+        await worker.stub.Describe(pb.DescribeRequest())
+    result = (await training).result
+    assert not result.HasField("error"), result.error.traceback
+    assert result.train.step == 10
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 async def test_one_worker_equals_the_sharded_loop(w0: Worker, num_shards: int) -> None:
     run_id, spec = f"solo-{num_shards}", job()

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from stratagem.worker.engine.execution.abilities import KINDS, Kind
+from tests.worker_shell.rows import Numbers
 
 
 def mlp() -> nn.Module:
@@ -66,6 +68,13 @@ def classes(num_rows: int = 50) -> dict[str, Any]:
         return x, x[:, :5].argmax(1)
 
     return {"train": split(num_rows), "test": split(23)}
+
+
+def loading_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Reads with a process of its own, as plain scripts do."""
+    loaded = [row for batch in DataLoader(Numbers(), 4, num_workers=1) for row in batch.tolist()]
+    assert loaded == list(range(8))
+    return nn.functional.cross_entropy(output, target)
 
 
 def broken_loss(output: Tensor, target: Tensor) -> Tensor:

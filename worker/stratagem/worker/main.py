@@ -10,6 +10,7 @@ import asyncio
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 from contextlib import AsyncExitStack, suppress
@@ -73,6 +74,7 @@ STOP_GRACE_S: Final = 2.0
 
 def main(arguments: list[str], malloc: str = "") -> int:
     """Run one worker until it is told to stop; the exit code."""
+    keep_forks_away()
     try:
         settings = from_command_line(arguments)
     except ValidationError as error:
@@ -98,6 +100,16 @@ def main(arguments: list[str], malloc: str = "") -> int:
         sys.stderr.flush()
         os._exit(0)  # an orderly exit would wait for it, or tear torch down under it
     return 0
+
+
+def keep_forks_away() -> None:
+    """Processes that the user's code starts, such as a DataLoader's, are forks of one that has only
+    imported torch: a fork of this one, with gRPC's threads in it, would be killed or stand still.
+
+    It is started when it is first wanted, by exec.
+    """
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch"])
 
 
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
