@@ -1,6 +1,8 @@
 """What a user would write: small models and data that the crash tests train."""
 
+import ctypes
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -56,11 +58,16 @@ def build_timed(folder: str, pace_s: float) -> nn.Module:
     return _Hooked(note)
 
 
-def build_deadly(at_batch: int) -> nn.Module:
-    """Ends its process at a batch, as a fault in native code would."""
+def build_deadly(at_batch: int, signum: int = 0) -> nn.Module:
+    """Ends its process at a batch, by a signal or by an exit that nobody can catch."""
 
     def act(num: int) -> None:
         if num == at_batch:
+            print("this batch", "is the last one", flush=True)
+            if signum == signal.SIGSEGV:
+                ctypes.string_at(0)
+            elif signum:
+                os.kill(os.getpid(), signum)
             os._exit(11)
 
     return _Hooked(act)

@@ -223,9 +223,11 @@ class LocalCluster:
                 *self.worker_arguments.get(name, ()),
             ]
 
-        return self._command(name, argv, needs=(COORDINATOR,))
+        return self._command(name, argv, (COORDINATOR,), "STRATAGEM_WORKER_PREVIOUS_EXIT")
 
-    def _command(self, name: str, argv: Argv, needs: tuple[str, ...] = ()) -> Command:
+    def _command(
+        self, name: str, argv: Argv, needs: tuple[str, ...] = (), exit_variable: str = ""
+    ) -> Command:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}
         if importlib.util.find_spec("obstore") is not None:
             store = f"file://{self._folder}/activations"
@@ -239,6 +241,7 @@ class LocalCluster:
             log_file=self._folder / "logs" / f"{name}.log",
             environment=environment,
             needs=needs,
+            exit_variable=exit_variable,
         )
 
     def _ready_file(self, name: str) -> Path:

@@ -32,6 +32,9 @@ class Command:
     log_file: Path
     environment: Mapping[str, str]
     needs: tuple[str, ...] = ()
+    exit_variable: str = ""
+    """Where the environment of the next process says how the last one has ended, as PID:STATUS or
+    PID:stopped; empty: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)

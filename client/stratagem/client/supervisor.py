@@ -47,6 +47,10 @@ class _Child:
     last_log_begin: int = 0
     """The same of the one that ended last."""
     last_exit: int | None = None
+    last_words: str = ""
+    """How the last process has ended; see Command.exit_variable."""
+    is_ordered: bool = False
+    """The present process was sent a signal by who uses this supervisor."""
     started_s: float = 0.0
     due_s: float = 0.0
 
@@ -108,9 +112,10 @@ class Supervisor:
             if child.process is None:
                 return
             child.process.send_signal(signum)
+            child.is_ordered |= signum not in (signal.SIGSTOP, signal.SIGCONT)
             if signum == signal.SIGKILL:
                 child.process.wait()
-                self._note_end(child, is_ordered=True)
+                self._note_end(child)
         self._poke()
 
     def close(self) -> None:
@@ -169,29 +174,33 @@ class Supervisor:
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
+        environment = dict(command.environment)
+        if command.exit_variable and child.last_words:
+            environment[command.exit_variable] = child.last_words
         with command.log_file.open("ab") as log:
             child.log_begin = log.tell()
-            child.process = start(
-                argv, command.environment, log, with_input=not self._has_needs(child)
-            )
+            child.process = start(argv, environment, log, with_input=not self._has_needs(child))
         if sys.platform == "linux":
             child.end = end_descriptor(child.process)
         child.num_starts += 1
         child.started_s = time.monotonic()
         self._changed.notify_all()
 
-    def _note_end(self, child: _Child, *, is_ordered: bool = False) -> None:
-        """is_ordered: by who uses this supervisor, so it says nothing about the next start."""
+    def _note_end(self, child: _Child) -> None:
         assert child.process is not None
         now_s = time.monotonic()
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.last_exit, child.last_log_begin = child.process.returncode, child.log_begin
+        how = "stopped" if child.is_ordered else child.last_exit
+        child.last_words = f"{child.process.pid}:{how}"
         child.process, child.is_ready = None, False
         if child.end is not None:
             os.close(child.end)
             child.end = None
-        is_ordered |= child.last_exit == KILLED_BY_FAILPOINT
+        # An ordered end says nothing about the next start.
+        is_ordered = child.is_ordered or child.last_exit == KILLED_BY_FAILPOINT
+        child.is_ordered = False
         is_quick = now_s - child.started_s < STABLE_S and not is_ordered
         child.num_quick_ends = child.num_quick_ends + 1 if is_quick else 0
         child.due_s = now_s + _restart_delay_s(child.num_quick_ends)

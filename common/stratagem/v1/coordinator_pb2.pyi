@@ -1062,6 +1062,7 @@ class RegisterWorkerRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    PREVIOUS_EXIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """1 to 64 characters of [A-Za-z0-9._-], stable over restarts."""
     incarnation: _builtins.str
@@ -1070,6 +1071,10 @@ class RegisterWorkerRequest(_message.Message):
     """host:port at which the coordinator and other workers reach this worker."""
     @_builtins.property
     def capability(self) -> _types_pb2.Capability: ...
+    @_builtins.property
+    def previous_exit(self) -> Global___PreviousExit:
+        """How the process before this one ended, where anything is known of that."""
+
     def __init__(
         self,
         *,
@@ -1077,14 +1082,72 @@ class RegisterWorkerRequest(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         capability: _types_pb2.Capability | None = ...,
+        previous_exit: Global___PreviousExit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "previous_exit", b"previous_exit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capability", b"capability", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capability", b"capability", "incarnation", b"incarnation", "previous_exit", b"previous_exit", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterWorkerRequest: _TypeAlias = RegisterWorkerRequest  # noqa: Y015
+
+@_typing.final
+class PreviousExit(_message.Message):
+    """What a worker process finds of the one before it: in the file that that one has left, and from
+    whoever supervises both.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    KNOWS_WORK_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Of the process that ended."""
+    status: _builtins.int
+    """Its exit status, negative the number of the signal that ended it; absent: nobody saw it."""
+    stopped: _builtins.bool
+    """Somebody else has stopped it: it was asked to drain, or its supervisor has ended it."""
+    knows_work: _builtins.bool
+    """Whether it is known what it executed. It is `session`, or nothing where that is absent."""
+    step: _builtins.int
+    """Steps it had applied; of a client's round: had begun."""
+    @_builtins.property
+    def session(self) -> _types_pb2.SessionRef: ...
+    @_builtins.property
+    def last_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the job's code printed last; at most 10 lines of 300 printable characters."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        status: _builtins.int | None = ...,
+        stopped: _builtins.bool = ...,
+        knows_work: _builtins.bool = ...,
+        session: _types_pb2.SessionRef | None = ...,
+        step: _builtins.int | None = ...,
+        last_lines: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_status", b"_status", "_step", b"_step", "session", b"session", "status", b"status", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_status", b"_status", "_step", b"_step", "incarnation", b"incarnation", "knows_work", b"knows_work", "last_lines", b"last_lines", "session", b"session", "status", b"status", "step", b"step", "stopped", b"stopped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__status: _TypeAlias = _typing.Literal["status"]  # noqa: Y015
+    _WhichOneofArgType__status: _TypeAlias = _typing.Literal["_status", b"_status"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__status) -> _WhichOneofReturnType__status | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___PreviousExit: _TypeAlias = PreviousExit  # noqa: Y015
 
 @_typing.final
 class RegisterWorkerResponse(_message.Message):

@@ -54,6 +54,8 @@ class Identity:
     incarnation: str
     address: str
     capability: types_pb2.Capability
+    previous_exit: pb.PreviousExit = field(default_factory=pb.PreviousExit)
+    """How the process before this one ended, as far as it is known here."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Agent:
     see_term: Callable[[int], None]
     clock: CoordinatorClock
     proof: Proof = PLAINTEXT
+    on_registered: Callable[[], None] = lambda: None
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
     """When the coordinator last answered; at first, the start."""
@@ -85,6 +88,7 @@ class Agent:
             while True:
                 answer = await self._register(stub)
                 self._see(answer.term)
+                self.on_registered()
                 self.is_registered.set()
                 await self._beat(stub, answer.heartbeat_interval_s)
                 if self._why_leaving:
@@ -145,6 +149,8 @@ class Agent:
             address=self.identity.address,
             capability=self.identity.capability,
         )
+        if self.identity.previous_exit.incarnation:
+            request.previous_exit.CopyFrom(self.identity.previous_exit)
         attempt, backoff = 0, new_backoff()
         while True:
             asked = self.coordinators.present

@@ -48,6 +48,7 @@ from stratagem.worker.capability import capability_of
 from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
+from stratagem.worker.last_words import LastWords
 from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.monitoring import WorkerMonitor, process_stats
 from stratagem.worker.peer import PeerHub, PeerServicer
@@ -129,6 +130,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
         host = _host(settings, thread, mesh, reach)
+        host.last_words.explain_faults()
         sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
         metrics = await opened.enter_async_context(monitor.served(settings))
@@ -139,10 +141,13 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         await server.start()
         if settings.health_port is not None:
             health_server = await _serve_health(security, settings.health_port)
-        identity = Identity(settings.worker_id, host.incarnation, address, capability)
+        identity = Identity(
+            settings.worker_id, host.incarnation, address, capability, host.last_words.previous
+        )
         log.info("serving", address=address, device=settings.device)
         agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
         sessions.fences.ask_with(agent.beat)
+        agent.on_registered = host.last_words.registered
         monitor.agent = agent
         beating = asyncio.create_task(_join_once_warm(agent, thread))
         try:
@@ -150,6 +155,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
             if settings.ready_file is not None and not stop.told.is_set():
                 _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(beating, stop.told)
+            host.last_words.stopped()
             await _drain(settings, agent, sessions, server, health_server)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
@@ -262,9 +268,10 @@ class Reach:
 
 
 def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:
+    incarnation = new_incarnation()
     return Host(
         worker_id=settings.worker_id,
-        incarnation=new_incarnation(),
+        incarnation=incarnation,
         address=reach.address,
         device=torch.device(settings.device),
         entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
@@ -281,6 +288,9 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         ),
         thread=thread,
         loop=asyncio.get_running_loop(),
+        last_words=LastWords(
+            settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
+        ),
         clock=CoordinatorClock(),
     )
 

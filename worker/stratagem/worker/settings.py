@@ -12,7 +12,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.ids import check_worker_id
@@ -20,6 +27,7 @@ from stratagem.common.logs import LEVELS
 from stratagem.common.rpc.addresses import dialled_host, split_address
 from stratagem.common.rpc.coordinators import split_addresses
 from stratagem.common.settings_rules import at_least
+from stratagem.worker.last_words import check_previous_exit
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
@@ -120,7 +128,16 @@ class WorkerSettings(BaseSettings):
     )
     device: str = Field("cpu", description="cpu or cuda:N")
     ready_file: Path | None = Field(None, description="written once the worker serves")
-    data_dir: Path | None = Field(None, description="blobs that exceed the memory limit go here")
+    data_dir: Path | None = Field(
+        None,
+        description="blobs that exceed the memory limit go here, and what tells the next process "
+        "how this one has ended",
+    )
+    previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
+        "",
+        description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
+        "(negative: a signal) or [PID:]stopped",
+    )
     max_blob_memory_bytes: int = Field(
         MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
     )

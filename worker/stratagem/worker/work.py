@@ -40,6 +40,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import AloneExchange, Exchange, GossipExchange, GradientBuckets
 from stratagem.worker.executor import TorchThread
 from stratagem.worker.gradients import GradientPort
+from stratagem.worker.last_words import LastWords
 from stratagem.worker.mesh.agree import MeshOffer
 from stratagem.worker.outbox import Outbox
 from stratagem.worker.peer import PeerHub
@@ -80,6 +81,7 @@ class Host:
     blobs: BlobCache
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
+    last_words: LastWords
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
 

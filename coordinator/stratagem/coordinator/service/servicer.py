@@ -44,6 +44,7 @@ from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.service import streams, views
 from stratagem.coordinator.service.belongings import CHECKS
 from stratagem.coordinator.service.diagnosis import diagnose
+from stratagem.coordinator.service.endings import ending_of
 from stratagem.coordinator.service.limits import (
     Places,
     check_address,
@@ -186,7 +187,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._check_room(member)
         await meet(self._app, member, request.address)
         capability = views.capability(request.capability)
-        await self._app.loop.submit(RegisterWorker(member, request.address, capability))
+        ending = ending_of(request)
+        await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
         self._app.leases.grant([member])
         settings = self._app.settings
         return pb.RegisterWorkerResponse(

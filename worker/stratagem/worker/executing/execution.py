@@ -223,6 +223,7 @@ class Execution:
         ids = _ids(work)
         with (
             about(**ids),
+            work.host.last_words.at(work.key.run_id, work.key.party),
             capture.to(self._log_line),
             tracing.span(
                 self.key.kind,
@@ -272,6 +273,7 @@ class Execution:
             worker_id=self._work.host.worker_id, time_s=time.time(), level=level, text=text
         )
         self._work.post(self._work.outbox.log, line)
+        self._work.host.last_words.line(text)
 
 
 def _ids(work: Work) -> dict[str, Any]:

@@ -71,8 +71,10 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
 
         def before_step() -> None:
             work.control.check()
-            recorder.begin(next(steps), 2)
+            number = next(steps)
+            recorder.begin(number, 2)
             timer.begin_step()
+            work.host.last_words.step(number)
 
         done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
         timer.end(done.num_samples * _local_epochs(work.job))

@@ -142,6 +142,7 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
     tally.add(report)
     segment.num_rows += report.num_rows
     work.host.stats.add_step(time.perf_counter() - segment.step_began_s, report)
+    work.host.last_words.step(report.step)
     if work.holding.is_offering and report.phase != Phase.PREDICT:
         # An exact step was done together, so nobody is behind any more.
         work.holding.is_offering = False
