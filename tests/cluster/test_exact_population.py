@@ -117,7 +117,8 @@ class Member:
         return float(value.mean)
 
     def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
-        model = copy.deepcopy(self.model)
+        model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
+        model.load_state_dict(self.model.state_dict())
         optimizer = make_optimizer(spec.optimizer, list(model.parameters()))
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for old, new in pairs:
@@ -125,8 +126,13 @@ class Member:
         return Member(spec, model, optimizer, params, self.step)
 
 
-def population_loop(spec: JobSpec) -> tuple[dict[str, Tensor], list[dict[int, int]]]:
-    """(the best member's state after the last generation, who copied whom in each)."""
+def population_loop(
+    spec: JobSpec, structural: frozenset[str] = frozenset()
+) -> tuple[dict[str, Tensor], list[dict[int, int]]]:
+    """(the best member's state after the last generation, who copied whom in each).
+
+    structural: hyperparameters that a copy has from its donor, as it has the state.
+    """
     strategy = spec.strategy
     assert isinstance(strategy, PopulationBased)
     assert spec.search_space is not None
@@ -147,7 +153,9 @@ def population_loop(spec: JobSpec) -> tuple[dict[str, Tensor], list[dict[int, in
         history.append(copies)
         old = list(members)
         for number, donor in copies.items():
-            params = explored(strategy.explore, spec.search_space, old[donor].params, rngs[number])
+            params = explored(
+                strategy.explore, spec.search_space, old[donor].params, rngs[number], structural
+            )
             members[number] = old[donor].copy_of(member_job(spec, number, params), params)
     best = min(range(len(members)), key=lambda m: losses[m])
     return dict(members[best].model.state_dict()), history
@@ -209,6 +217,114 @@ def test_a_conditional_parameter_is_that_of_its_own_member(client: Client) -> No
         assert_same_bits(outcome.state, state)
         assert outcome.status.job == spec.document()
         assert client.submit(spec, outcome.run.run_id).run_id == outcome.run.run_id
+
+
+STRUCTURAL = {
+    "model.kwargs.width": {"choices": [6, 8, 12], "ordered": True},
+    "model.kwargs.depth": {"low": 1, "high": 3},
+    "model.kwargs.dropout": {"low": 0.0, "high": 0.5},
+    "optimizer.name": {"choices": ["sgd", "adam"]},
+    "optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
+    "optimizer.momentum": {"low": 0.0, "high": 0.9, "when": {"optimizer.name": ["sgd"]}},
+    "optimizer.amsgrad": {"choices": [True, False], "when": {"optimizer.name": ["adam"]}},
+}
+FOUND = {"model.kwargs.width", "model.kwargs.depth", "optimizer.amsgrad"}
+
+
+@pytest.mark.parametrize("exploit", ["Truncation", "Binary"])
+@pytest.mark.parametrize("explore", ["Perturbation", "Resample"])
+def test_what_decides_the_layout_goes_with_the_state(
+    client: Client, exploit: str, explore: str
+) -> None:
+    """Width, depth and optimizer are in the space; what may change under a state still does."""
+    ways: dict[str, dict[str, Any]] = {
+        "Truncation": {"fraction": 0.5},
+        "Binary": {"threshold": 0.0},
+        "Perturbation": {"factor": 0.2},
+        "Resample": {},
+    }
+    spec = population(
+        size=6,
+        model=user("tower"),
+        search_space=STRUCTURAL,
+        optimizer={"name": "sgd", "lr": 0.1},
+        exploit={"method": exploit, **ways[exploit]},
+        explore={"method": explore, **ways[explore]},
+    )
+    outcome = train(client, spec)
+    state, history = population_loop(spec, frozenset({*FOUND, "optimizer.name"}))
+    assert not outcome.of("PartyFailed")
+    assert outcome.status.reason == "3 generations committed"
+    assert copies_of(outcome) == history
+    assert any(history)
+    assert_same_bits(outcome.state, state)
+    assert outcome.status.reproducible
+    found = [set(event.payload["structural"]) for event in outcome.of("ModelBuilt")]
+    assert set().union(*found) == FOUND
+    (formed,) = outcome.of("PopulationFormed")
+    assert formed.payload["structural"] == ["optimizer.name"]
+    params = dict(enumerate(formed.payload["params"]))
+    varied = set()
+    for event in outcome.of("GenerationClosed"):
+        before = dict(params)
+        for copied in event.payload["copied"]:
+            own = params[copied["member"]] = copied["params"]
+            theirs = before[copied["donor"]]
+            assert all(own.get(name) == theirs.get(name) for name in (*FOUND, "optimizer.name"))
+            varied |= {name for name in own if own[name] != theirs.get(name)}
+    assert {"optimizer.lr", "model.kwargs.dropout"} <= varied
+
+
+@pytest.mark.parametrize("inner", ["DataParallel", "Federated", "Gossip", "asynchronous"])
+def test_copies_of_any_layout_fit_under_every_way_to_train(client: Client, inner: str) -> None:
+    rounds = {
+        "type": "Federated",
+        "num_clients": 3,
+        "rounds": 3,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    }
+    ring = {**data_parallel(2), "aggregation": {"method": "Decentralized", "topology": "ring"}}
+    ways: dict[str, dict[str, Any]] = {
+        "DataParallel": {"inner": data_parallel(2)},
+        "Federated": {"inner": rounds},
+        "Gossip": {"inner": ring},
+        "asynchronous": {"asynchronous": True},
+    }
+    spec = population(
+        size=4,
+        generations=2,
+        model=user("tower"),
+        search_space=STRUCTURAL,
+        optimizer={"name": "sgd", "lr": 0.1},
+        options=ways[inner],
+    )
+    outcome = train(client, spec)
+    assert not outcome.of("PartyFailed")
+    kind = "MemberEvolved" if inner == "asynchronous" else "GenerationClosed"
+    assert any(event.payload["copied"] for event in outcome.of(kind))
+
+
+def test_a_declared_dimension_is_believed(client: Client) -> None:
+    """What is said to be structural is kept; what is said not to be so is varied, and the result
+    says what came of it."""
+    width = {"choices": [6, 8, 12], "ordered": True}
+    for says in (True, False):
+        spec = population(
+            size=4,
+            model=user("tower"),
+            search_space={
+                "model.kwargs.width": {**width, "structural": says},
+                "optimizer.lr": SPACE["optimizer.lr"],
+            },
+            optimizer={"name": "sgd", "lr": 0.1},
+        )
+        outcome = train(client, spec)
+        assert not any(event.payload["structural"] for event in outcome.of("ModelBuilt"))
+        assert bool(outcome.of("PartyFailed")) is not says
+        if not says:
+            assert "failures of members, most often" in outcome.status.reason
+            assert "state.0.weight: is torch.float32" in outcome.status.reason
 
 
 def test_members_that_are_data_parallel(client: Client) -> None:

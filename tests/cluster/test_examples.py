@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import pages
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.sync import Client
-from stratagem.client.views import Phase
+from stratagem.client.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
 from tests.cluster.conftest import ROOT
+from tests.house.test_docs import FENCE
 
 pytestmark = pytest.mark.cluster
 
@@ -24,7 +26,7 @@ def examples_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
         threads=1,
         data_dir=tmp_path_factory.mktemp("examples"),
         import_path=[ROOT],
-        allow=["examples.*:*"],
+        allow=["examples.*:*", "tests.cluster.userland:*"],
         worker_arguments={f"worker-{number}": ["--tags", "stage"] for number in range(2)},
     )
     with cluster, cluster.client() as client:
@@ -52,3 +54,43 @@ def test_an_example_runs(examples_client: Client, path: Path) -> None:
     assert status.phase is Phase.COMPLETED
     assert status.metrics
     assert len(path.read_text().splitlines()) < 80
+
+
+SPACES = [
+    (page.stem, "runnable" in found[2], found[3])
+    for page in pages()
+    for found in FENCE.finditer(page.read_text())
+    if found[1] == "yaml" and "search_space:" in found[3]
+]
+
+
+@pytest.mark.parametrize(("page", "is_whole", "text"), SPACES, ids=[each[0] for each in SPACES])
+def test_a_search_space_of_the_documentation_runs(
+    examples_client: Client, page: str, is_whole: bool, text: str, tmp_path: Path
+) -> None:
+    """Without a member that fails, and so without anything said of one."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text if is_whole else f"{AROUND}{text}")
+    run = examples_client.submit(small(path))
+    status = run.result().status
+    assert status.reason == "2 generations committed"
+    events = [each for each in run.watch() if isinstance(each, Event)]
+    assert any(each.payload["copied"] for each in events if each.kind == "GenerationClosed")
+
+
+AROUND = """
+name: documented
+model: {entrypoint: "tests.cluster.userland:tower"}
+data: {entrypoint: "tests.cluster.userland:classes"}
+loss: cross_entropy
+optimizer: {name: sgd, lr: 0.1}
+evaluation: {metrics: [accuracy], best: loss, mode: min}
+steps_per_generation: 2
+batch_size: 16
+strategy:
+  type: PopulationBased
+  population_size: 6
+  generations: 2
+  exploit: {method: Truncation, fraction: 0.5}
+  explore: {method: Resample}
+"""

@@ -27,6 +27,14 @@ def mlp(hidden: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(NUM_FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, NUM_CLASSES))
 
 
+def tower(width: int = 8, depth: int = 1, dropout: float = 0.0) -> nn.Module:
+    """Its layout depends on two of the arguments; the third may change at any time."""
+    layers: list[nn.Module] = []
+    for number in range(depth):
+        layers += [nn.Linear(width if number else NUM_FEATURES, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(width, NUM_CLASSES))
+
+
 def dropout_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, NUM_CLASSES)

@@ -103,6 +103,8 @@ class Simulation:
     seen: set[Effect] = field(default_factory=set)
     now_s: float = 0.0
     agenda: Agenda = field(default_factory=lambda: Agenda(CoordinatorState()))
+    structural: tuple[str, ...] = ()
+    """What workers find out when they build a model."""
 
     def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
         """Decide, journal and apply one command, and start what it made due."""
@@ -158,7 +160,10 @@ class Simulation:
     def _start(self) -> None:
         due = pending(self.state)
         for effect in sorted(due - self.seen, key=repr):
-            self.queue.extend(Report(effect.run_id, fact) for fact in do(effect))
+            for fact in do(effect):
+                if isinstance(fact, ModelBuilt) and self.structural:
+                    fact = fact.model_copy(update={"structural": self.structural})
+                self.queue.append(Report(effect.run_id, fact))
         self.seen = set(due)
 
 
@@ -263,9 +268,9 @@ def do(effect: Effect) -> list[Fact]:
             return [RunReleased()]
 
 
-def start(job_json: str, *workers: str) -> Simulation:
+def start(job_json: str, *workers: str, structural: tuple[str, ...] = ()) -> Simulation:
     """A simulation with workers and one submitted run."""
-    simulation = Simulation()
+    simulation = Simulation(structural=structural)
     for name in workers:
         simulation.tell(register(name))
     simulation.tell(SubmitRun(RUN, job_json, 0.0))

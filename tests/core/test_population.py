@@ -7,6 +7,7 @@ import pytest
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.commands import LoseWorker, Report
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import (
     Copied,
@@ -193,15 +194,52 @@ def test_a_member_that_fails_before_it_has_any_state_goes_on_from_its_donor() ->
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
-def test_a_population_without_a_valid_member_fails_with_the_first_reason() -> None:
-    simulation = start(spec(size=2), "a")
-    for number in range(2):
-        fact = PartyFailed(party=f"member{number}", reason=f"E: {number}")
+def test_a_population_without_a_valid_member_fails_with_the_commonest_reason() -> None:
+    simulation = start(spec(size=4), "a")
+    error = ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
+    for number, reason in enumerate(("other", "width: 3", "width: 5", "width: 7")):
+        fact = PartyFailed(party=f"member{number}", reason=reason, error=error if number else None)
         simulation.tell(Report(RUN, fact))
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
-    assert run.reason == "generation 1: no member is valid; E: 0"
+    assert run.reason == (
+        "generation 1: no member is valid; 3 of 4 members failed alike: width: 3; the reason seems "
+        "to be the job's"
+    )
+    assert run.error == error
     assert len(simulation.facts(RunFailed)) == 1
+
+
+def test_members_that_fail_alike_are_told_of_in_the_result() -> None:
+    """The run completes, since some are valid; but whoever looks at it sees what went wrong."""
+    simulation = start(spec(generations=2), "a", "b")
+    assert "failure" not in shown(simulation)
+    for number in (1, 3):
+        fact = PartyFailed(party=f"member{number}", reason=f"state.{number}.weight: is too wide")
+        simulation.tell(Report(RUN, fact))
+    told = (
+        "2 failures of members, most often 2 of 4 members failed alike: state.1.weight: is too "
+        "wide; the reason seems to be the job's"
+    )
+    assert told in shown(simulation)
+    simulation.crash()
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert run.reason == f"2 generations committed; {told}"
+
+
+def test_one_member_that_fails_is_told_of_without_a_judgement() -> None:
+    simulation = start(spec(generations=2), "a", "b")
+    simulation.tell(Report(RUN, PartyFailed(party="member2", reason="E: m")))
+    simulation.run()
+    told = "2 generations committed; 1 failure of members, most often E: m"
+    assert simulation.state.runs[RUN].reason == told
+
+
+def shown(simulation: Simulation) -> str:
+    run = simulation.state.runs[RUN]
+    return require(run.job).outlook(run.job, run.value, world_of(simulation.state)).reason
 
 
 def test_asynchronous_members_do_not_wait() -> None:

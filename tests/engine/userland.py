@@ -324,3 +324,31 @@ def spoiling(extra: int, log: list[Any], options: dict[str, Any]) -> tuple[Any, 
     log[1]["deep"].append(extra)
     options.clear()
     return log, options
+
+
+def shaped(
+    width: int = 4,
+    depth: int = 1,
+    dropout: float = 0.0,
+    activation: str = "tanh",
+    is_frozen: bool = False,
+    is_tied: bool = False,
+    has_buffer: bool = False,
+    reads_values: bool = False,
+) -> nn.Module:
+    """Some arguments decide what the state is made of."""
+    if reads_values:
+        dropout = float(torch.linspace(0, dropout, 3).tolist()[-1])
+    if not isinstance(depth, int):
+        raise ValueError(f"depth {depth!r} is no number")
+    layers: list[nn.Module] = [nn.Linear(NUM_FEATURES, width)]
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU() if activation == "relu" else nn.Tanh()]
+    twin = nn.Linear(width, width)
+    if is_tied:
+        twin.weight = layers[1].weight
+    layers[0].requires_grad_(not is_frozen)
+    model = nn.Sequential(*layers, twin, nn.Dropout(dropout), nn.Linear(width, NUM_CLASSES))
+    if has_buffer:
+        model.register_buffer("seen", torch.zeros(()))
+    return model

@@ -7,7 +7,7 @@ sampling is for the strategy that explores.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeAlias
 
@@ -16,6 +16,7 @@ from stratagem.common.field_rules import NOT_EMPTY, check_fields, must
 from stratagem.common.frozen import FrozenDict, frozen
 from stratagem.common.json_forms import (
     ANY_JSON,
+    FLAG,
     REAL,
     TEXT,
     Form,
@@ -38,6 +39,14 @@ class Scale(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DimensionOptions:
+    """structural: whether the value decides the layout of a model's state or its optimizer, so that
+    it cannot be changed where a state is kept. None: that is for the strategy to find out."""
+
+    structural: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Float:
     """A number in [low, high]."""
 
@@ -46,6 +55,7 @@ class Float:
     high: float
     scale: Scale
     default: float | None = None
+    options: DimensionOptions = DimensionOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,6 +73,7 @@ class Int:
     low: int
     high: int
     scale: Scale
+    options: DimensionOptions = DimensionOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,6 +86,7 @@ class Categorical:
 
     name: str = field(metadata=must(NOT_EMPTY))
     choices: tuple[JSON, ...] = field(metadata=must(NOT_EMPTY))
+    options: DimensionOptions = DimensionOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,6 +99,7 @@ class Ordinal:
 
     name: str = field(metadata=must(NOT_EMPTY))
     choices: tuple[JSON, ...] = field(metadata=must(NOT_EMPTY))
+    options: DimensionOptions = DimensionOptions()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,9 +123,12 @@ class Conditional:
 Dimension: TypeAlias = Float | Int | Categorical | Ordinal | Conditional
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SearchSpace:
-    """The dimensions that are searched, and hyperparameters that are frozen to a value."""
+    """The dimensions that are searched, and hyperparameters that are frozen to a value.
+
+    The order of the dimensions has no meaning: equal spaces may differ in it.
+    """
 
     dimensions: tuple[Dimension, ...]
     frozen: Mapping[str, JSON] = field(default_factory=FrozenDict)
@@ -131,6 +147,19 @@ class SearchSpace:
                 violations.append(Violation(f"dimensions[{i}].parent", text))
         if violations:
             raise InvalidInputError(violations=violations)
+
+    def in_order(self) -> SearchSpace:
+        """The same space with its dimensions in order of name."""
+        return replace(self, dimensions=tuple(sorted(self.dimensions, key=lambda each: each.name)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SearchSpace) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.in_order().dimensions, self.frozen
 
 
 def parse_search_space(source: object, path: str = "search_space") -> SearchSpace:
@@ -188,16 +217,22 @@ _DEFAULT: Final = Form(_read_default, lambda value: value, is_optional=True)
 _INNER: Final = Form(
     lambda value, path: _DIMENSION.read(value, path), lambda value: _DIMENSION.write(value)
 )
+_OPTIONS: Final = Shape(DimensionOptions, {"structural": FLAG}, is_extras=True)
 _DIMENSION: Final[Form] = tagged(
     "dim_type",
-    Shape(Float, {"name": TEXT, "low": REAL, "high": REAL, "scale": _SCALE, "default": _DEFAULT}),
-    Shape(Int, {"name": TEXT, "low": _INT, "high": _INT, "scale": _SCALE}),
-    Shape(Categorical, {"name": TEXT, "choices": list_of(ANY_JSON)}),
-    Shape(Ordinal, {"name": TEXT, "choices": list_of(ANY_JSON)}),
+    Shape(
+        Float,
+        {"name": TEXT, "low": REAL, "high": REAL, "scale": _SCALE, "default": _DEFAULT},
+        _OPTIONS,
+    ),
+    Shape(Int, {"name": TEXT, "low": _INT, "high": _INT, "scale": _SCALE}, _OPTIONS),
+    Shape(Categorical, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
+    Shape(Ordinal, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
     Shape(
         Conditional,
         {"name": TEXT, "parent": TEXT, "parent_values": list_of(ANY_JSON), "dimension": _INNER},
     ),
+    extras_key="options",
 )
 _SPACE: Final = plain(
     Shape(

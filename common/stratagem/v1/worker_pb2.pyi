@@ -156,16 +156,48 @@ class BuildPlan(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VARIANTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Variant]:
+        """Of a population's member: what to build beside it, without values."""
+
     def __init__(
         self,
+        *,
+        variants: _abc.Iterable[Global___Variant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BuildPlan: _TypeAlias = BuildPlan  # noqa: Y015
+
+@_typing.final
+class Variant(_message.Message):
+    """The plan's job with another value of one hyperparameter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FIELDS_JSON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    fields_json: _builtins.str
+    """The fields that differ, by dotted path; null: the job has no such field."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fields_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields_json", b"fields_json", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Variant: _TypeAlias = Variant  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -664,6 +696,7 @@ class BuildResult(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
     layout_digest: _builtins.str
     """Digest of (name, dtype, shape) of every tensor of the model's state, sorted by name."""
@@ -671,16 +704,21 @@ class BuildResult(_message.Message):
     def num_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rows per split of the job's data."""
 
+    @_builtins.property
+    def structural(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of variants whose state has another layout, or could not go on under their optimizer."""
+
     def __init__(
         self,
         *,
         num_rows: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_parameters: _builtins.int = ...,
         layout_digest: _builtins.str = ...,
+        structural: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows", "structural", b"structural"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

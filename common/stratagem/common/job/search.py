@@ -6,6 +6,7 @@
       optimizer.momentum: {low: 0.0, high: 0.99, when: {optimizer.name: [sgd]}}
       batch_size: {choices: [16, 32, 64], ordered: true}
       model.kwargs.depth: {low: 1, high: 4}      # whole bounds: a whole number
+      model.kwargs.norm: {choices: [a, b], structural: true}
 
 The form of the Rust programs (an object with `dimensions`) is read as well, and is the canonical
 one. Knows no strategy.
@@ -26,8 +27,8 @@ from stratagem.common.json_text import JSON, check_json, join, not_one_of, unkno
 from stratagem.common.search_space import SearchSpace, parse_search_space
 
 _SCALES: Final = {"linear": "Linear", "log": "Log", "reverse_log": "ReverseLog"}
-_RANGE_KEYS: Final = ("low", "high", "scale", "when")
-_CHOICE_KEYS: Final = ("choices", "ordered", "when")
+_RANGE_KEYS: Final = ("low", "high", "scale", "structural", "when")
+_CHOICE_KEYS: Final = ("choices", "ordered", "structural", "when")
 _CANONICAL: Final = re.compile(r"dimensions\[(\d+)\](?:\.dimension)?(?:\.(.+))?")
 
 
@@ -46,7 +47,7 @@ def read_search_space(value: object) -> SearchSpace:
     if violations:
         raise InvalidInputError(violations=violations)
     try:
-        return parse_search_space({"dimensions": dimensions, "frozen": {}}, "")
+        return parse_search_space({"dimensions": dimensions, "frozen": {}}, "").in_order()
     except InvalidInputError as error:
         names = [str(dimension["name"]) for dimension in dimensions]
         found = [
@@ -58,7 +59,9 @@ def read_search_space(value: object) -> SearchSpace:
 def _as_written(field: str, names: Sequence[str]) -> str:
     """The place in this form of what is wrong at a place of the canonical one."""
     place = _CANONICAL.fullmatch(field)
-    return field if place is None else join(names[int(place[1])], place[2] or "")
+    if place is None:
+        return field
+    return join(names[int(place[1])], (place[2] or "").removeprefix("options."))
 
 
 SearchSpaceField: TypeAlias = Annotated[
@@ -75,6 +78,8 @@ def _dimension(name: str, given: Mapping[str, Any]) -> dict[str, JSON]:
         if key not in known:
             raise InvalidInputError.at(join(name, str(key)), unknown_key(str(key), known))
     inner = _choice(name, given) if "choices" in given else _range(name, given)
+    if "structural" in given:
+        inner["options"] = {"structural": given["structural"]}
     if "when" not in given:
         return inner
     condition = read_object(given["when"], join(name, "when"))

@@ -308,7 +308,7 @@ def _plain(value: object) -> JSON:
         variant: Variant = value
         return variant_to_plain(variant)
     if isinstance(value, SearchSpace):
-        return dump_search_space(value)
+        return dump_search_space(value.in_order())
     if isinstance(value, get_args(Strategy)):
         strategy: Strategy = value
         return dump_strategy(strategy)

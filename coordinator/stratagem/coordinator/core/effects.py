@@ -5,8 +5,10 @@ one task per member of pending(state), and stops it when it leaves the set. Ever
 idempotent: after a crash it is simply done again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.coordinator.core.facts import Accepted, Member
@@ -37,6 +39,8 @@ class Build:
     party: Party
     membership: int
     member: Member
+    params: Mapping[str, Any] | None = field(default=None, compare=False)
+    """Hyperparameters of a population's member, to find out which of them are structural."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,9 @@ class ModelBuilt(Value):
     num_rows: Mapping[str, int]
     num_parameters: int
     layout_digest: str
+    structural: tuple[str, ...] = ()
+    """Of a population's member: hyperparameters that give the state another layout, or a form that
+    their optimizer cannot go on from, when they change from this member's values."""
 
 
 class SegmentFinished(Value):
@@ -392,6 +395,10 @@ class PopulationFormed(Value):
 
     party: Party
     params: tuple[PlainValues, ...]
+    structural: tuple[str, ...] | None = None
+    """Hyperparameters that are known to be structural before any model is built. None, in
+    populations of earlier versions: copies may vary all, and are asked for them in the order of the
+    job's text instead of that of their names."""
 
 
 class Copied(Value):

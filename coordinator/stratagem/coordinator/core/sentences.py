@@ -69,6 +69,12 @@ def _evolved(fact: f.MemberEvolved) -> str:
     return f"{text}; {_copied(fact.copied)}" if fact.copied else text
 
 
+def _built(fact: f.ModelBuilt) -> str:
+    text = f"model built: {fact.num_parameters:,} parameters"
+    names = ", ".join(fact.structural)
+    return f"{text}; what it is made of depends on {names}" if names else text
+
+
 def _generation(fact: f.GenerationClosed) -> str:
     scores = ", ".join(_score(score) for score in fact.scores)
     text = f"generation {fact.generation}: scores {scores}; member {fact.best} is best"
@@ -95,7 +101,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         f"the process of worker {e.member.worker_id} ended during segment {e.segment}"
         f"{how(e.status)}"
     ),
-    "ModelBuilt": lambda e: f"model built: {e.num_parameters:,} parameters",
+    "ModelBuilt": _built,
     "SegmentFinished": _finished,
     "SegmentCommitted": lambda e: (
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"

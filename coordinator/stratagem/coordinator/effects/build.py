@@ -2,12 +2,14 @@
 
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
+from stratagem.common.json_text import dump_json
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import ModelBuilt
 from stratagem.coordinator.effects.attend import attend, fail_party
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.snapshot import pull_snapshot
 from stratagem.coordinator.link import session
+from stratagem.coordinator.strategies.structure import variants
 from stratagem.v1 import worker_pb2
 
 
@@ -23,8 +25,9 @@ async def build(env: Env, effect: Build) -> None:
         segment=0,
         job_json=job.canonical_json(),
         numerics=env.numerics_of(effect.run_id),
-        build=worker_pb2.BuildPlan(),
+        build=worker_pb2.BuildPlan(variants=_variants(env, effect)),
     )
+    asked = {each.name for each in request.build.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error":
@@ -41,7 +44,19 @@ async def build(env: Env, effect: Build) -> None:
                 num_rows=dict(result.build.num_rows),
                 num_parameters=result.build.num_parameters,
                 layout_digest=result.build.layout_digest,
+                structural=tuple(sorted(asked & set(result.build.structural))),
             )
             await env.report(effect.run_id, fact)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+def _variants(env: Env, effect: Build) -> list[worker_pb2.Variant]:
+    """What to build beside a population's member, which tells what its layout depends on."""
+    if effect.params is None:
+        return []
+    found = variants(env.state.runs[effect.run_id].job, effect.params)
+    return [
+        worker_pb2.Variant(name=each.name, fields_json=dump_json(dict(each.fields)))
+        for each in found
+    ]

@@ -7,7 +7,7 @@ from a stream of its own, so the outcome depends neither on the number of worker
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from random import Random
 
 from stratagem.common.json_text import JSON
@@ -84,14 +84,27 @@ def _rank(score: float | None) -> float:
 
 
 def explored(
-    explore: ExploreStrategy, space: SearchSpace, params: Params, rng: Random
+    explore: ExploreStrategy,
+    space: SearchSpace,
+    params: Params,
+    rng: Random,
+    kept: Set[str] = frozenset(),
 ) -> dict[str, JSON]:
-    """Copied hyperparameters, varied."""
+    """Copied hyperparameters, varied but for those that are kept."""
+
+    def value_of(each: Plain) -> JSON:
+        varied = _varied(explore, each, params, rng)  # which takes its place in the stream
+        return params[each.name] if each.name in kept and each.name in params else varied
+
+    return _assemble(space, value_of)
+
+
+def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Random) -> JSON:
     match explore:
         case Resample():
-            return draw(space, rng)
+            return _drawn(dimension, rng)
         case Perturbation(factor=factor):
-            return _assemble(space, lambda each: _perturbed(each, params, factor, rng))
+            return _perturbed(dimension, params, factor, rng)
         case _:
             raise AssertionError(f"unknown explore {explore!r}")
 
@@ -103,7 +116,11 @@ def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
     """Every dimension is asked, in order, so that each has its own place in the stream."""
-    values = {_name(each): value_of(plain(each)) for each in space.dimensions}
+    return active_values(space, {_name(each): value_of(plain(each)) for each in space.dimensions})
+
+
+def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
+    """Of one value for each dimension those whose conditions are met, and what is frozen."""
     conditions = {each.name: each for each in space.dimensions if isinstance(each, Conditional)}
 
     def is_active(name: str) -> bool:
@@ -133,16 +150,16 @@ def plain(dimension: Dimension) -> Plain:
 def _drawn(dimension: Plain, rng: Random) -> JSON:
     match dimension:
         case Float(low=low, high=high, scale=scale):
-            return _on_scale(low, high, scale, rng.random())
+            return on_scale(low, high, scale, rng.random())
         case Int(low=low, high=high, scale=Scale.LINEAR):
             return rng.randint(low, high)
         case Int(low=low, high=high, scale=scale):
-            return min(max(round(_on_scale(low, high, scale, rng.random())), low), high)
+            return min(max(round(on_scale(low, high, scale, rng.random())), low), high)
         case Categorical(choices=choices) | Ordinal(choices=choices):
             return choices[rng.randrange(len(choices))]
 
 
-def _on_scale(low: float, high: float, scale: Scale, share: float) -> float:
+def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
     """The point a share of the way from low to high."""
     match scale:
         case Scale.LINEAR:

@@ -12,6 +12,7 @@ from stratagem.common.json_text import JSON
 from stratagem.common.search_space import Categorical, Float, Int, Ordinal
 from stratagem.coordinator.strategies.evolution import Plain, draw, plain, stream
 from stratagem.coordinator.strategies.population_run import member_job, space_of
+from stratagem.coordinator.strategies.structure import BY_DEFINITION
 
 _PREFIXES = ("optimizer.", "loss.kwargs.", "model.kwargs.")
 _PHASES = "phases."
@@ -44,6 +45,10 @@ def check_params(job: JobSpec) -> list[Violation]:
     found = [each for name in (*names, *space.frozen) for each in _check_name(job, name)]
     if found:
         return found
+    for each in map(plain, space.dimensions):
+        if each.name in BY_DEFINITION and each.options.structural is False:
+            text = "must not be false: it decides what the optimizer keeps"
+            return [Violation(f"search_space.{each.name}.structural", text)]
     drawn = draw(space, stream(job.seed, 0, 0))
     first = {name: value for name, value in drawn.items() if not name.startswith(_PHASES)}
     return [

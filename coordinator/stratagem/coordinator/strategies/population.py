@@ -18,12 +18,13 @@ from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, PopulationBased
-from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (
     Fact,
     GenerationClosed,
     Member,
     MemberEvolved,
+    ModelBuilt,
     PartyFailed,
     PopulationFormed,
     ProcessDied,
@@ -44,6 +45,7 @@ from stratagem.coordinator.strategies.population_run import (
     evolved,
     form,
     formed,
+    found,
     inner_of,
     is_scored,
     member_job,
@@ -82,7 +84,9 @@ def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fa
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
-        return RunCompleted(reason=f"{value.generation - 1} generations committed")
+        failed = value.failures.text(len(value.members))
+        committed = f"{value.generation - 1} generations committed"
+        return RunCompleted(reason=f"{committed}; {failed}" if failed else committed)
     for member in _in_training(value):
         siblings = [child for child in value.children() if child is not member.child]
         beside = nested.world_beside(world, siblings)
@@ -104,7 +108,16 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
             return evolved(job, value, fact)
         case _:
             members = tuple(_folded(member, fact, now_s) for member in value.members)
-            return replace(value, members=members)
+            value = replace(value, members=members)
+    match fact:
+        case ModelBuilt():
+            return found(job, value, fact)
+        case PartyFailed():
+            numbers = {member.child.party: number for number, member in enumerate(value.members)}
+            if fact.party in numbers:
+                failures = value.failures.with_one(numbers[fact.party], fact)
+                return replace(value, failures=failures)
+    return value
 
 
 def is_welcome(job: JobSpec, value: PopulationRun, fact: Fact) -> str:
@@ -124,9 +137,12 @@ def pending(
     run_id: RunId, job: JobSpec, value: PopulationRun, horizon: int | None = None
 ) -> frozenset[Effect]:
     """What the members that still train need."""
-    del job, horizon
-    return frozenset[Effect]().union(
-        *(nested.pending(run_id, member.child) for member in _in_training(value))
+    del horizon
+    looks = value.structural is not None and spec_of(job).generations > 1
+    return frozenset(
+        replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
+        for member in _in_training(value)
+        for effect in nested.pending(run_id, member.child)
     )
 
 
@@ -142,6 +158,8 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
     members = nested.members(value.children())
     scored = len(value.members) - len(training)
     reason = f"generation {value.generation}: {scored} of {len(value.members)} members have a score"
+    if failed := value.failures.text(len(value.members)):
+        reason = f"{reason}; {failed}"
     phase, strategy_phase = RunPhase.RUNNING, "TRAINING"
     waiting = next(filter(None, (nested.why_waiting(m.child, world) for m in training)), "")
     if not members:

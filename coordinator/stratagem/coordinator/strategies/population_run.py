@@ -7,7 +7,8 @@ generation under an inner strategy. Pure functions; population.py asks them.
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from random import Random
 
 from stratagem.common.ids import Party, child_party
 from stratagem.common.job import JobSpec, with_fields
@@ -17,16 +18,18 @@ from stratagem.common.strategy import Federated, Local, PopulationBased, Strateg
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     Copied,
-    ErrorRecord,
     GenerationClosed,
     MemberEvolved,
+    ModelBuilt,
     PartyFailed,
     PopulationFormed,
     RunFailed,
 )
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
+from stratagem.coordinator.strategies.failures import Failures
 from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.structure import known_structure, with_parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ class PopulationRun:
     generation: int = 1
     """The generation that not all members have closed yet."""
     members: tuple[MemberRun, ...] = ()
+    structural: frozenset[str] | None = None
+    """Hyperparameters that copies have from their donors; None: see PopulationFormed."""
+    failures: Failures = field(default_factory=Failures)
 
     def children(self) -> tuple[Child, ...]:
         """The members' parties."""
@@ -107,9 +113,11 @@ def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
     """Draw the first hyperparameters."""
     spec = spec_of(job)
     drawn = [
-        draw(space_of(job), stream(job.seed, member, 0)) for member in range(spec.population_size)
+        draw(space_of(job).in_order(), stream(job.seed, member, 0))
+        for member in range(spec.population_size)
     ]
-    return PopulationFormed(party=value.party, params=tuple(drawn))
+    structural = tuple(sorted(known_structure(space_of(job))))
+    return PopulationFormed(party=value.party, params=tuple(drawn), structural=structural)
 
 
 def is_scored(member: MemberRun) -> bool:
@@ -171,11 +179,21 @@ def _evolution(
     for member, donor in sorted(copies.items()):
         base = nested.standing(value.members[donor].child).committed
         assert base is not None
-        params = explored(spec.explore, space_of(job), value.members[donor].params, streams[member])
+        params = _explored(job, value, value.members[donor], streams[member])
         found.append(
             Copied(member=member, donor=donor, digest=base.digest, step=base.step, params=params)
         )
     return tuple(found)
+
+
+def _explored(
+    job: JobSpec, value: PopulationRun, donor: MemberRun, rng: Random
+) -> Mapping[str, JSON]:
+    """What a copy of the donor trains with."""
+    explore, space = spec_of(job).explore, space_of(job)
+    if value.structural is None:
+        return explored(explore, space, donor.params, rng)
+    return explored(explore, space.in_order(), donor.params, rng, value.structural)
 
 
 def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
@@ -201,8 +219,7 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
     if donor is not None:
         base = nested.standing(value.members[donor].child).committed
     if donor is not None and base is not None:
-        theirs = value.members[donor].params
-        params = explored(spec.explore, space_of(job), theirs, streams[number])
+        params = _explored(job, value, value.members[donor], streams[number])
         copied = Copied(
             member=number, donor=donor, digest=base.digest, step=base.step, params=params
         )
@@ -220,11 +237,16 @@ def _or_least(score: float | None) -> float:
 
 
 def _all_failed(value: PopulationRun) -> RunFailed:
-    failures = [m.failure for m in value.members if m.failure is not None]
-    error: ErrorRecord | None = failures[0].error if failures else None
-    why = failures[0].reason if failures else "no member has a finite score"
+    failures = Failures()
+    for number, member in enumerate(value.members):
+        if member.failure is not None:
+            failures = failures.with_one(number, member.failure)
+    # Asynchronous members that have failed may be on their way again.
+    commonest = (failures if failures.num_failures else value.failures).commonest()
+    why = commonest.text(len(value.members)) if commonest else "no member has a finite score"
     return RunFailed(
-        reason=f"generation {value.generation}: no member is valid; {why}", error=error
+        reason=f"generation {value.generation}: no member is valid; {why}",
+        error=commonest.error if commonest else None,
     )
 
 
@@ -244,7 +266,16 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
         )
         for number, params in enumerate(fact.params)
     )
-    return replace(value, members=members)
+    structural = None if fact.structural is None else frozenset(fact.structural)
+    return replace(value, members=members, structural=structural)
+
+
+def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
+    """A member's model has shown which hyperparameters are structural."""
+    if value.structural is None or not fact.structural:
+        return value
+    names = with_parents(space_of(job), value.structural | frozenset(fact.structural))
+    return replace(value, structural=names)
 
 
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:

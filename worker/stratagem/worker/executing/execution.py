@@ -302,7 +302,7 @@ def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
         case "train":
             return train(work, request.train, segment)
         case "build":
-            return pb.ExecuteResult(build=build(work)), membership
+            return pb.ExecuteResult(build=build(work, request.build)), membership
         case "client_round":
             done = client_round(work, request.client_round)
             return pb.ExecuteResult(client_round=done), membership

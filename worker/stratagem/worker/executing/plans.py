@@ -24,6 +24,7 @@ from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.engine.state import given_model_state, load_model_state
 from stratagem.worker.executing.checks import check_built
+from stratagem.worker.executing.structure import structural
 from stratagem.worker.executing.train import evaluate, parts_to_proto
 from stratagem.worker.profiling import StepRecorder
 from stratagem.worker.state_store import Frozen, freeze
@@ -37,7 +38,7 @@ MAX_RUNNERS: Final = 4
 """Jobs of one run that keep a model for their clients: each costs one."""
 
 
-def build(work: Work) -> pb.BuildResult:
+def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
     """Build the model from the seed, or load the state that the job begins from; its state waits
     as the snapshot of segment 0."""
     work.be("building")
@@ -58,6 +59,7 @@ def build(work: Work) -> pb.BuildResult:
         num_rows=built.setup.num_rows,
         num_parameters=sum(param.numel() for param in built.model.parameters()),
         layout_digest=layout_digest(tensors),
+        structural=structural(work, built.model, plan.variants),
     )
 
 
