@@ -110,6 +110,20 @@ def filling(series: All) -> All:
     return changed(free, constant(1e10), DISK, kind="total")
 
 
+def certificates(series: All, days: float) -> All:
+    """An authority of ten years that ends so long after EVENT, and one of a week that is fresh."""
+    day = 86_400.0
+    for role, ends, starts in (
+        ("authority", days * day + EVENT * 60.0, -3650.0 * day),
+        ("coordinator", 7.0 * day, 0.0),
+    ):
+        for name, value in (("expiry", ends), ("start", starts)):
+            labels = {"deployment": HERE, "instance": f"{HERE}-coordinator:9100", "role": role}
+            key = (f"stratagem_certificate_{name}_seconds", tuple(labels.items()))
+            series[key] = constant(value)
+    return series
+
+
 FACTS = "stratagem_coordinator_facts_total"
 REFUSED = "stratagem_rpc_refused_total"
 UPDATES = "stratagem_coordinator_updates_total"
@@ -161,6 +175,7 @@ CASES: Mapping[str, Case] = {
         sets("stratagem_coordinator_run_not_running_max_seconds", 0.0, 0.0, 60.0), 32
     ),
     "StratagemNoProgress": Case(training, 17),
+    "StratagemCertificateEnds": Case(partial(certificates, days=30.0)),
     "StratagemDiskFull": in_time(sets(DISK, 8e10, 1e9, kind="free"), 7),
     "StratagemDiskFillsUp": Case(filling, 200),
     "StratagemSpoolFull": in_time(sets(SPOOL, 0.0, 2.7e11), 7),

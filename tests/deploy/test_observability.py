@@ -47,7 +47,7 @@ COMMON = TARGET_LABELS | {DEPLOYMENT}
 WORDS = {
     *("and", "or", "by", "sum", "max", "min", "count", "rate", "increase", "vector", "ignoring"),
     *("histogram_quantile", "le", "__rate_interval"),
-    *("absent", "group", "last_over_time", "on", "predict_linear", "unless"),
+    *("absent", "time", "group", "last_over_time", "on", "predict_linear", "unless"),
 }
 SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
 GROUPING = re.compile(r"\b(?:by|ignoring|on) *\(([^)]*)\)")

@@ -1,9 +1,12 @@
 """One development authority for all tests of this folder."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 
+from stratagem.common import authorities
 from stratagem.common.certificates import Authority, make_authority
 from stratagem.common.rpc.tls import Role, of_pool
 
@@ -27,6 +30,14 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     made.issue(Role.WORKER, "w0")
     made.issue(Role.CLIENT, "alice")
     return made
+
+
+def expire(authority: Authority, ago: timedelta = timedelta(hours=1)) -> None:
+    """Let the authority itself be over, and nothing that it has signed."""
+    old, key = authorities.signer(authority.folder)
+    ended = authorities.certificate_of(key, old.subject, -ago)
+    path = authority.folder / authorities.CA_FILE
+    authorities.write(path, ended.public_bytes(Encoding.PEM), 0o644, replace=True)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_certs_for_a_pool(tmp_path: Path) -> None:
     key = (folder / "pool-gpu.key").read_bytes()
     invoke("certs", "issue", str(folder), "--renew")
     assert (folder / "pool-gpu.key").read_bytes() != key
-    assert show(folder / "pool-gpu.crt").uris == ("spiffe://stratagem/role/pool/gpu",)
+    assert show(folder / "pool-gpu.crt")[0].uris == ("spiffe://stratagem/role/pool/gpu",)
     invoke("certs", "issue", str(folder), "--pool", "b.cpu", "--worker", "w0")
     assert {path.name for path in folder.glob("*-*.crt")} == {
         *("client-me.crt", "pool-b.cpu.crt", "pool-gpu.crt", "worker-w0.crt")
@@ -91,7 +91,7 @@ def test_certs_for_more_and_again(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
     renewed = invoke("certs", "issue", str(folder), "--renew", "--days", "3").stdout
     assert renewed.count("until") == 5
-    assert show(folder / "coordinator.crt").hosts == ("localhost", "head", "127.0.0.1", "::1")
+    assert show(folder / "coordinator.crt")[0].hosts == ("localhost", "head", "127.0.0.1", "::1")
     for name, content in before.items():
         assert ((folder / name).read_bytes() == content) == name.startswith("ca."), name
     for arguments, said in (

@@ -17,16 +17,14 @@ from typing import Final
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from stratagem.common import authorities
+from stratagem.common.authorities import CA_FILE, CA_KEY_FILE
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.ids import check_worker_id
+from stratagem.common.rpc.chain import AUTHORITY
 from stratagem.common.rpc.tls import (
     DEFAULT_TRUST_DOMAIN,
     POOL,
@@ -38,13 +36,10 @@ from stratagem.common.rpc.tls import (
     uris_of,
     worker_name,
 )
-from stratagem.common.whole_file import whole_file
 
-CA_FILE: Final = "ca.crt"
-CA_KEY_FILE: Final = "ca.key"
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
-DEFAULT_DAYS: Final = 30
-_SKEW: Final = timedelta(minutes=5)
+DEFAULT_DAYS: Final = 90
+"""How long a certificate is valid, unless its authority ends before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class Authority:
         role: Role,
         name: str,
         hosts: Sequence[str] = (),
-        valid: timedelta = timedelta(days=DEFAULT_DAYS),
+        valid: timedelta | None = None,
         *,
         renew: bool = False,
     ) -> TlsFiles:
@@ -67,17 +62,41 @@ class Authority:
 
         name: `of_pool(...)` makes one that the workers of a pool share.
         hosts: names and addresses at which a coordinator is reached.
+        valid: InvalidInputError where that is longer than the authority is; unless given it is
+            some months, or as long as the authority.
         """
         cert_id = CertId(self.trust_domain, role, name)
         file = _file_name(cert_id)
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(key.public_key(), cert_id, hosts, valid)
+        certificate = self._sign(key.public_key(), cert_id, hosts, self.end_of(valid))
         for path, content, mode in (
-            (self.folder / f"{file}.key", _pem(key), 0o600),
+            (self.folder / f"{file}.key", authorities.private_pem(key), 0o600),
             (self.folder / f"{file}.crt", certificate.public_bytes(Encoding.PEM), 0o644),
         ):
-            _write(path, content, mode, replace=renew)
+            authorities.write(path, content, mode, replace=renew)
         return self.files(file)
+
+    def end_of(self, valid: timedelta | None) -> datetime:
+        """When a certificate would end that is signed now: never after its authority."""
+        authority, _ = authorities.signer(self.folder)
+        now, last = datetime.now(UTC), authority.not_valid_after_utc
+        path = self.folder / CA_FILE
+        if last <= now:
+            raise InvalidInputError.at(
+                "folder",
+                f"the authority in {path} has expired at {last:%Y-%m-%d %H:%M} UTC and can sign "
+                f"nothing; `stratagem certs renew-authority {self.folder}` makes a new one",
+            )
+        if valid is None:
+            return min(now + timedelta(days=DEFAULT_DAYS), last)
+        if now + valid > last:
+            raise InvalidInputError.at(
+                "days",
+                f"until {now + valid:%Y-%m-%d} is longer than the authority in {path} is valid, "
+                f"which is until {last:%Y-%m-%d %H:%M} UTC; ask for {(last - now).days} days at "
+                f"most, or `stratagem certs renew-authority {self.folder}` first",
+            )
+        return now + valid
 
     def files(self, name: str) -> TlsFiles:
         """Where a certificate of this authority lies: `coordinator`, `worker-w0`, `pool-a`."""
@@ -89,23 +108,21 @@ class Authority:
         public_key: ec.EllipticCurvePublicKey,
         cert_id: CertId,
         hosts: Sequence[str],
-        valid: timedelta,
+        ends: datetime,
     ) -> x509.Certificate:
-        authority = x509.load_pem_x509_certificate((self.folder / CA_FILE).read_bytes())
-        key = load_pem_private_key((self.folder / CA_KEY_FILE).read_bytes(), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        authority, key = authorities.signer(self.folder)
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if cert_id.role is not Role.CLIENT:
             uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
         names = x509.SubjectAlternativeName([*map(_general_name, _names(cert_id, hosts))])
         return (
-            _builder(_subject(str(cert_id)), valid)
+            authorities.builder(authorities.subject(str(cert_id)), ends)
             .issuer_name(authority.subject)
             .public_key(public_key)
             .add_extension(names, critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(_issued_by(authority), critical=False)
+            .add_extension(authorities.issued_by(authority), critical=False)
             .sign(key, hashes.SHA256())
         )
 
@@ -113,23 +130,10 @@ class Authority:
 def make_authority(
     folder: Path,
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
-    valid: timedelta = timedelta(days=DEFAULT_DAYS),
+    valid: timedelta = timedelta(days=authorities.DAYS),
 ) -> Authority:
     """A new authority; AlreadyExistsError where there is one."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _subject(f"{trust_domain} development authority")
-    certificate = (
-        _builder(subject, valid)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .add_extension(x509.BasicConstraints(True, 0), critical=True)
-        .add_extension(_CA_USAGE, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write(folder / CA_KEY_FILE, _pem(key), 0o600)
-    _write(folder / CA_FILE, certificate.public_bytes(Encoding.PEM), 0o644)
+    authorities.create(folder, trust_domain, valid)
     return Authority(folder, trust_domain)
 
 
@@ -141,23 +145,26 @@ def init(
     hosts: Sequence[str],
     pools: Sequence[str] = (),
     trust_domain: str = DEFAULT_TRUST_DOMAIN,
-    days: int = DEFAULT_DAYS,
+    days: int | None = None,
 ) -> list[Path]:
     """The files of a new authority, a coordinator, workers, pools and clients; the certificates.
 
-    AlreadyExistsError where one of the files is there; then nothing is written.
+    AlreadyExistsError where one of the files is there, InvalidInputError where `days` are more than
+    an authority has; then nothing is written.
     """
+    if days is not None and days > authorities.DAYS:
+        message = f"{days} is more than the {authorities.DAYS} for which an authority is valid"
+        raise InvalidInputError.at("days", message)
     wanted = [(Role.COORDINATOR, "coordinator"), *_named(workers, pools, clients)]
     names = ["ca", *(_file_name(CertId(trust_domain, *each)) for each in wanted)]
     for name in names:
         for path in (folder / f"{name}.crt", folder / f"{name}.key"):
             if path.exists():
                 raise AlreadyExistsError(f"{path} is there already; name another folder")
-    valid = timedelta(days=days)
-    authority = make_authority(folder, trust_domain, valid)
+    authority = make_authority(folder, trust_domain)
     for role, name in wanted:
         reached_at = [*LOOPBACK, *hosts] if role is Role.COORDINATOR else []
-        authority.issue(role, name, reached_at, valid)
+        authority.issue(role, name, reached_at, _valid(days))
     return [folder / f"{name}.crt" for name in names]
 
 
@@ -168,16 +175,13 @@ def issue(
     clients: Sequence[str],
     pools: Sequence[str] = (),
     renew: bool = False,
-    days: int = DEFAULT_DAYS,
+    days: int | None = None,
 ) -> list[Path]:
     """Sign for more processes with an authority that is there; the certificates.
 
     renew: replace those that are there, and without names all of them.
     """
-    known = [show(path) for path in sorted(folder.glob("*.crt"))]
-    named = [each for each in known if each.name]
-    if not (folder / CA_KEY_FILE).exists() or not named:
-        raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
+    named = _signed(folder)
     authority = Authority(folder, named[0].trust_domain)
     wanted: list[tuple[Role, str, Sequence[str]]]
     wanted = [(*each, ()) for each in _named(workers, pools, clients)]
@@ -185,11 +189,36 @@ def issue(
         wanted = [(Role(each.role), each.name, _own_hosts(each)) for each in named]
     if not wanted:
         raise InvalidInputError.at("worker", "name a worker or a client, or renew all")
-    made = [
-        authority.issue(role, name, hosts, timedelta(days=days), renew=renew)
-        for role, name, hosts in wanted
-    ]
+    valid = _valid(days)
+    authority.end_of(valid)  # refused before the first one is replaced
+    made = [authority.issue(role, name, hosts, valid, renew=renew) for role, name, hosts in wanted]
     return [Path(each.cert or "") for each in made]
+
+
+def renew_authority(folder: Path) -> Path:
+    """A new authority in a folder of `init`, beside the old one; the file with both."""
+    _signed(folder)
+    authorities.renew(folder, timedelta(days=authorities.DAYS))
+    return folder / CA_FILE
+
+
+def retire_authority(folder: Path) -> Path:
+    """Drop the authority that signs no more; the file with the one that is left."""
+    authorities.retire(folder, [Path(each.file) for each in _signed(folder)])
+    return folder / CA_FILE
+
+
+def _signed(folder: Path) -> list[Shown]:
+    """The certificates of holders in a folder of `init`."""
+    known = [each for path in sorted(folder.glob("*.crt")) for each in show(path)]
+    named = [each for each in known if each.name]
+    if not (folder / CA_KEY_FILE).exists() or not named:
+        raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
+    return named
+
+
+def _valid(days: int | None) -> timedelta | None:
+    return None if days is None else timedelta(days=days)
 
 
 def _named(
@@ -232,38 +261,29 @@ class Shown:
         return self.expires <= datetime.now(UTC)
 
 
-def show(path: Path) -> Shown:
-    """Read one certificate file; InvalidInputError when it holds none."""
+def show(path: Path) -> list[Shown]:
+    """What stands in a file, one or several; InvalidInputError when it holds no certificate."""
     try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        certificates = x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as error:
         raise InvalidInputError.at("file", f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise InvalidInputError.at("file", f"{path} holds no PEM certificate: {error}") from None
+    return [_shown(path, each) for each in certificates]
+
+
+def _shown(path: Path, certificate: x509.Certificate) -> Shown:
     uris = uris_of(certificate)
     role = name = trust_domain = ""
     try:
         cert_id = CertId.from_uris(uris)
     except InvalidInputError:
-        role = "authority" if _is_authority(certificate) else ""
+        role = AUTHORITY if _is_authority(certificate) else ""
     else:
         role, name, trust_domain = cert_id.role, cert_id.name, cert_id.trust_domain
     hosts = [*names_of(certificate, x509.DNSName), *names_of(certificate, x509.IPAddress)]
     expires = certificate.not_valid_after_utc
     return Shown(str(path), role, name, trust_domain, tuple(hosts), tuple(uris), expires)
-
-
-_CA_USAGE: Final = x509.KeyUsage(
-    digital_signature=True,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    key_cert_sign=True,
-    crl_sign=True,
-    encipher_only=False,
-    decipher_only=False,
-)
 
 
 def _names(cert_id: CertId, hosts: Sequence[str]) -> list[str]:
@@ -285,41 +305,8 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _subject(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64])])
-
-
-def _builder(subject: x509.Name, valid: timedelta) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + valid) - _SKEW)
-        .not_valid_after(now + valid)
-    )
-
-
-def _issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """By its key: an authority and the one that takes its place have the same name."""
-    key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
-
-
 def _is_authority(certificate: x509.Certificate) -> bool:
     try:
         return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return False
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> None:
-    """All of it or nothing, never with more rights than `mode`."""
-    if path.exists() and not replace:
-        raise AlreadyExistsError(f"{path} is there already")
-    with whole_file(path, mode=mode) as file:
-        file.write(content)

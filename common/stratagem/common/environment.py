@@ -19,6 +19,7 @@ from typing import Final
 
 from stratagem.common import malloc
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.chain import first_to_end
 from stratagem.common.rpc.tls import TlsFiles
 from stratagem.v1 import types_pb2
 
@@ -89,5 +90,8 @@ def _add_certificate(found: types_pb2.Environment, tls: TlsFiles) -> None:
         found.certificate_problem = str(error)
         return
     found.certificate = str(material.cert_id or "")
-    if material.expires is not None:
-        found.certificate_expires_s = material.expires.timestamp()
+    first = first_to_end(material.chain)
+    if first is not None:
+        found.certificate_expires_s = first.ends.timestamp()
+        if first.is_authority:
+            found.certificate += f" by {first}"

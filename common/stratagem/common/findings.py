@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Final
 
@@ -61,9 +62,16 @@ def certificate(about: str, environment: types_pb2.Environment, now_s: float) ->
     if left_s > EXPIRES_SOON_S:
         yield Finding("certificate", about, Level.OK, found)
         return
-    advice = "write a new certificate to the same files; processes read them again by themselves"
-    level = Level.WARN if left_s > 0 else Level.FAIL
-    yield Finding("certificate", about, level, found if left_s > 0 else f"{found}: it has", advice)
+    advice = (
+        "renew what is named: a certificate, or an authority and then what it has signed, and "
+        "write it to the same files; processes read them again by themselves"
+    )
+    if left_s > 0:
+        yield Finding("certificate", about, Level.WARN, found, advice)
+        return
+    when = datetime.fromtimestamp(environment.certificate_expires_s, UTC)
+    found = f"{environment.certificate}, has expired at {when:%Y-%m-%d %H:%M} UTC"
+    yield Finding("certificate", about, Level.FAIL, found, advice)
 
 
 def limits(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:

@@ -120,7 +120,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
-    process = process_stats()
+    process = process_stats(settings)
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls)
     server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))

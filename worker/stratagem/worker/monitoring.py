@@ -118,11 +118,11 @@ METRICS: Final = (
 )
 
 
-def process_stats() -> ProcessStats:
+def process_stats(settings: WorkerSettings) -> ProcessStats:
     """Of a process that serves what workers serve."""
     worker = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
     peer = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
-    return ProcessStats(CallStats(methods_of(worker, peer)))
+    return ProcessStats(settings, CallStats(methods_of(worker, peer)))
 
 
 class WorkerMonitor:

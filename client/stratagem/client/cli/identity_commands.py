@@ -39,7 +39,16 @@ ClientsOption = Annotated[
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]
 DaysOption = Annotated[
-    int, typer.Option("--days", metavar="N", min=1, help="How long they are valid.")
+    int | None,
+    typer.Option(
+        "--days",
+        metavar="N",
+        min=1,
+        help="How long certificates are valid: 90 unless set, and no longer than their authority.",
+    ),
+]
+MadeArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")
 ]
 TokensFileOption = Annotated[
     Path, typer.Option("--tokens-file", metavar="FILE", help="The coordinator's --tokens-file.")
@@ -66,9 +75,9 @@ def init_certs(
             "--trust-domain", metavar="WORD", help="Distinguishes one deployment from another."
         ),
     ] = DEFAULT_TRUST_DOMAIN,
-    days: DaysOption = 30,
+    days: DaysOption = None,
 ) -> None:
-    """Make an authority, and certificates that it signs.
+    """Make an authority, valid for ten years, and certificates that it signs.
 
     A coordinator, workers and clients: each gets DIR/NAME.crt and DIR/NAME.key, beside
     DIR/ca.crt. For development: whoever reads DIR/ca.key can make more of them. Nothing is
@@ -91,20 +100,20 @@ def init_certs(
 
 @certs.command("issue")
 def issue_certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="One that `certs init` has made.")],
+    folder: MadeArgument,
     worker: WorkersOption = None,
     pool: PoolsOption = None,
     client: ClientsOption = None,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace certificates and keys that are there.")
     ] = False,
-    days: DaysOption = 30,
+    days: DaysOption = None,
 ) -> None:
     """Sign for more workers and clients, or renew certificates.
 
     The authority is that in DIR. With --renew and no names everybody's certificate is renewed,
     for the names that stand in it. Processes that run take the new files in. No certificate
-    outlives its authority.
+    outlives its authority: more days are refused.
     """
     from stratagem.common.certificates import issue
 
@@ -118,6 +127,33 @@ def issue_certs(
             days=days,
         )
         _print_certificates(made)
+
+
+@certs.command("renew-authority")
+def renew_authority_certs(folder: MadeArgument) -> None:
+    """Make a new authority beside the old one.
+
+    DIR/ca.crt holds both from then on, and the new one signs. Give that file to everybody, then
+    sign anew (`certs issue DIR --renew`) and give those files to everybody: certificates of either
+    authority count meanwhile, and nothing needs a restart. In the end `certs retire-authority DIR`.
+    """
+    from stratagem.common.certificates import renew_authority
+
+    with reporting():
+        _print_certificates([renew_authority(folder)])
+
+
+@certs.command("retire-authority")
+def retire_authority_certs(folder: MadeArgument) -> None:
+    """Drop the authority that signs no more.
+
+    From DIR/ca.crt, which is to be given to everybody: what the old authority has signed counts no
+    more where that file is used. Refused while a certificate in DIR is one of those.
+    """
+    from stratagem.common.certificates import retire_authority
+
+    with reporting():
+        _print_certificates([retire_authority(folder)])
 
 
 @certs.command("show")
@@ -222,7 +258,7 @@ def _certificates_in(path: Path) -> list[Path]:
 def _print_certificates(files: list[Path]) -> None:
     from stratagem.common.certificates import show
 
-    for each in map(show, files):
+    for each in (shown for file in files for shown in show(file)):
         who = f"{each.role or 'no role'} {each.name}".rstrip()
         expired = ", EXPIRED" if each.has_expired else ""
         print(f"{each.file}: {who}, until {each.expires:%Y-%m-%d %H:%M} UTC{expired}")

@@ -13,6 +13,8 @@ from typing import Final
 
 from stratagem.common.metrics.calls import CallStats
 from stratagem.common.metrics.definition import Metric, Values, one
+from stratagem.common.metrics.expiry import EXPIRY, START, expiries
+from stratagem.common.metrics.guard import MetricsSettings
 from stratagem.common.metrics.lag import LoopLag
 from stratagem.common.rpc.options import PROTOCOL_VERSION
 from stratagem.common.tensors import traffic
@@ -44,13 +46,23 @@ STREAM_BYTES: Final = Metric(
     "tensor bytes over gRPC, by what they are: state, update, gradients, data, mesh",
     ("direction", "kind"),
 )
-SHARED: Final = (BUILD_INFO, RPC_SECONDS, RPC_OPEN, RPC_REFUSED, LOOP_LAG, STREAM_BYTES)
+SHARED: Final = (
+    BUILD_INFO,
+    RPC_SECONDS,
+    RPC_OPEN,
+    RPC_REFUSED,
+    LOOP_LAG,
+    STREAM_BYTES,
+    EXPIRY,
+    START,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
     """What a process counts whatever it is."""
 
+    settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)
     lag: LoopLag = field(default_factory=LoopLag)
 
@@ -62,3 +74,4 @@ class ProcessStats:
         yield RPC_REFUSED, {key: n for key, n in list(self.calls.refused.items())}
         yield LOOP_LAG, one(self.lag.seconds)
         yield STREAM_BYTES, {key: n for key, n in traffic.stream_bytes().items()}
+        yield from expiries(self.settings)

@@ -32,6 +32,7 @@ class FreshFiles:
         self._seen = _stamp_of(files)
         self.material: Material = files.read()
         self._has_warned = False
+        self._warn_if_expired()
 
     def changed(self) -> bool:
         """Look at the files; whether there is other material than at the last call.
@@ -57,10 +58,12 @@ class FreshFiles:
             return True
 
     def _warn_if_expired(self) -> None:
-        if self.material.has_expired and not self._has_warned:
+        problem = "" if self._has_warned else self.material.problem
+        if problem:
             self._has_warned = True
             log.warning(
                 "this process's certificate has expired: nobody can connect anew",
+                reason=problem,
                 file=str(self.files.cert),
                 expired=_when(self.material),
             )

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.chain import Chain, chain_of, ended, first_to_end, said
 from stratagem.common.watched_file import Stamp, stamp_of
 
 if TYPE_CHECKING:  # its import takes 0.1 s, which a process without certificates need not wait for
@@ -111,12 +112,20 @@ class Material:
     cert: bytes | None
     key: bytes | None
     cert_id: CertId | None
-    expires: datetime | None
-    """Of the certificate; None without one."""
+    chain: Chain = ()
+    """The certificate and the authorities above it that are known; empty without one."""
 
     @property
-    def has_expired(self) -> bool:
-        return self.expires is not None and self.expires <= datetime.now(UTC)
+    def expires(self) -> datetime | None:
+        """With the first of its chain; None without a certificate."""
+        first = first_to_end(self.chain)
+        return None if first is None else first.ends
+
+    @property
+    def problem(self) -> str:
+        """Which certificate of the chain has expired, as a sentence; empty while all count."""
+        link = ended(self.chain)
+        return "" if link is None else said(link, str(self.chain[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +149,20 @@ class TlsFiles:
     def read(self) -> Material:
         """InvalidInputError names the file that cannot be used, and why."""
         ca = _read("tls_ca", self.ca)
-        _certificates("tls_ca", self.ca, ca)
+        authorities = _certificates("tls_ca", self.ca, ca)
         if self.cert is None or self.key is None:
-            return Material(ca, None, None, None, None)
+            return Material(ca, None, None, None)
         cert, key = _read("tls_cert", self.cert), _read("tls_key", self.key)
-        leaf = _certificates("tls_cert", self.cert, cert)[0]
+        own = _certificates("tls_cert", self.cert, cert)
+        leaf = own[0]
         self._check_pair(leaf, key)
         try:
             cert_id = CertId.from_uris(uris_of(leaf))
         except InvalidInputError as error:
             message = f"{self.cert}: {error.violations[0].message}"
             raise InvalidInputError.at("tls_cert", message) from None
-        return Material(ca, cert, key, cert_id, leaf.not_valid_after_utc)
+        chain = chain_of(str(self.cert), own, str(self.ca), authorities)
+        return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
         """Who this process is. InvalidInputError where it has no certificate."""
@@ -196,6 +207,12 @@ def tls_files(
             raise InvalidInputError.at(name, f"is needed where {there} is given")
     assert ca is not None
     return TlsFiles(ca, cert, key)
+
+
+def links_of(field: str, file: Path) -> Chain:
+    """The chain in one file, as far as it goes. InvalidInputError names the setting."""
+    own = _certificates(field, file, _read(field, file))
+    return chain_of(str(file), own, "", ())
 
 
 def uris_of(certificate: x509.Certificate) -> list[str]:

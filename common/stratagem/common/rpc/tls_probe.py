@@ -13,11 +13,13 @@ import ssl
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.rpc.chain import chain_of, ended, said
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Material, TlsFiles, worker_name
 
@@ -138,7 +140,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
     theirs = probe.shown()
     whose = f"the certificate of {probe.address}"
     if code == _EXPIRED:
-        return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
+        return _of_ended(theirs, whose, files)
     if code == _NOT_YET_VALID:
         return f"{whose} is valid from {theirs.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on only"
     if code in (_OTHER_HOST, _OTHER_ADDRESS):
@@ -150,6 +152,18 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
     return f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words})"
 
 
+def _of_ended(theirs: x509.Certificate, whose: str, files: TlsFiles) -> str:
+    """Which of the server's certificate and the authorities that we trust has expired."""
+    from cryptography import x509
+
+    authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
+    chain = chain_of(whose, [theirs], str(files.ca), authorities)
+    link = ended(chain)
+    if link is not None and link.is_authority:
+        return said(link, whose)
+    return f"{whose} has expired at {theirs.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it"
+
+
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
     """What is wrong with our certificate, which the server did not like."""
     if material.cert is None:
@@ -157,9 +171,8 @@ def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "
             f"--token-listen address with --token-file"
         )
-    if material.has_expired and material.expires is not None:
-        when = f"{material.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-        return f"the certificate {files.cert} has expired at {when}; renew it"
+    if material.problem:
+        return material.problem
     starts = _leaf(material).not_valid_before_utc
     if starts > datetime.now(UTC):
         return f"the certificate {files.cert} is valid from {starts:%Y-%m-%d %H:%M} UTC on only"

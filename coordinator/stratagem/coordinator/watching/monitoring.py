@@ -162,7 +162,7 @@ class CoordinatorMonitor:
     def __init__(self, settings: Settings, now: Callable[[], float] = time.monotonic) -> None:
         self.app: App | None = None
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
-        self.process = ProcessStats(CallStats(methods_of(service)))
+        self.process = ProcessStats(settings, CallStats(methods_of(service)))
         self._settings, self._now = settings, now
         self._not_running: Mapping[RunId, float] = {}
         """Since when each run is not."""

@@ -1,0 +1,160 @@
+"""Real processes whose authority is replaced, or is over: runs go on, nobody is restarted, and what
+is wrong is said where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.client.views import Phase
+from stratagem.common.certificates import (
+    Authority,
+    issue,
+    make_authority,
+    renew_authority,
+    retire_authority,
+    show,
+)
+from stratagem.common.errors import StratagemError
+from stratagem.common.rpc.tls import Role
+from stratagem.worker.reference.loops import sharded_loop
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    gates_in,
+    job,
+    outcome_of,
+    train,
+    user,
+)
+from tests.crash.rig import until
+from tests.identity.conftest import expire
+from tests.identity.test_cluster import flags
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+WORKERS = ("worker-0", "worker-1")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    made = make_authority(tmp_path / "certs")
+    made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
+    for name in WORKERS:
+        made.issue(Role.WORKER, name)
+    made.issue(Role.CLIENT, "alice")
+    return made
+
+
+@pytest.fixture
+def cluster(authority: Authority, tmp_path: Path) -> Iterator[LocalCluster]:
+    coordinator = authority.files("coordinator")
+    with LocalCluster(
+        workers=2,
+        threads=1,
+        data_dir=tmp_path / "cluster",
+        import_path=[ROOT],
+        allow=["tests.cluster.userland:*"],
+        environment={
+            "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
+            "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
+            "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
+        },
+        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Iterator[Gates]:
+    with gates_in(tmp_path) as gates:
+        yield gates
+
+
+def incarnations(cluster: LocalCluster, authority: Authority) -> dict[str, str]:
+    """Of the workers that are in, as somebody sees it who connects anew."""
+    try:
+        with Client(cluster.address, tls=authority.files("client-alice")) as client:
+            return {each.worker_id: each.incarnation for each in client.workers() if each.is_alive}
+    except StratagemError:
+        return {}
+
+
+def come_back(cluster: LocalCluster, authority: Authority, name: str) -> None:
+    """A worker dies, and connects with what lies there now."""
+    before = incarnations(cluster, authority)[name]
+    cluster.kill(name)
+    come_back_by_itself(cluster, authority, name, before)
+
+
+def come_back_by_itself(
+    cluster: LocalCluster, authority: Authority, name: str, before: str
+) -> None:
+    until(
+        lambda: incarnations(cluster, authority).get(name, before) != before,
+        f"{name} is let in again",
+    )
+
+
+def test_an_authority_is_replaced_while_a_run_goes_on(
+    cluster: LocalCluster, authority: Authority, tmp_path: Path, gates: Gates
+) -> None:
+    folder = authority.folder
+    gates.close("batch-4")
+    spec = job(data=user("gated", folder=str(tmp_path)), strategy=data_parallel(2))
+    with Client(cluster.address, tls=authority.files("client-alice")) as client:
+        run = client.submit(spec)
+        gates.wait_reached("batch-4")
+        renew_authority(folder)
+        # The worker's certificate is of the new authority, the coordinator's of the old one.
+        issue(folder, workers=["worker-0"], clients=[], renew=True)
+        come_back(cluster, authority, "worker-0")
+        issue(folder, workers=[], clients=[], renew=True)
+        retire_authority(folder)
+        come_back(cluster, authority, "worker-1")
+        gates.open()
+        outcome = outcome_of(run)
+        assert outcome.status.phase is Phase.COMPLETED
+        assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
+        again = job(strategy=data_parallel(2))
+        assert_same_bits(train(client, again).state, sharded_loop(again, ALLOWED, 2).state)
+    assert cluster.processes["coordinator"].num_starts == 1
+    assert "nobody can connect anew" not in cluster.log_tail("coordinator")
+
+
+def test_an_authority_that_is_over_is_named_by_everybody_and_replaced_without_a_restart(
+    cluster: LocalCluster, authority: Authority
+) -> None:
+    folder = authority.folder
+    before = incarnations(cluster, authority)
+    assert set(before) == set(WORKERS)
+    expire(authority)
+    when = f"{show(folder / 'ca.crt')[0].expires:%Y-%m-%d %H:%M} UTC"
+    over = f"in {folder / 'ca.crt'}, which has signed the certificate"
+    for process in ("worker-0", "coordinator"):
+        cluster.kill(process)
+        until(
+            lambda process=process: over in cluster.log_tail(process),  # type: ignore[misc]
+            f"{process} says what is over",
+        )
+        assert when in cluster.log_tail(process)
+    with (
+        pytest.raises(StratagemError) as caught,
+        Client(cluster.address, tls=authority.files("client-alice")) as client,
+    ):
+        client.workers()
+    assert over in str(caught.value)
+    assert when in str(caught.value)
+    starts = {name: process.num_starts for name, process in cluster.processes.items()}
+    renew_authority(folder)
+    issue(folder, workers=[], clients=[], renew=True)
+    retire_authority(folder)
+    come_back_by_itself(cluster, authority, "worker-0", before["worker-0"])
+    assert {n: process.num_starts for n, process in cluster.processes.items()} == starts
