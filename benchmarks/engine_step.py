@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.common.malloc import tune_malloc
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.evaluate import Evaluator
 from stratagem.worker.engine.execution import prepare
@@ -113,7 +114,10 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
     evaluator = Evaluator(model, randomness, gather, loss, {}, 256)
     data = {"train": as_dataset(make_data(name), "train")}
     execution = prepare(model, job, CPU, randomness)
-    trainer = Trainer(Setup(job, model, data, loss, gather, evaluator, randomness, execution))
+    setup = Setup(
+        job, model, data, loss, gather, evaluator, randomness, execution, numerics=CURRENT
+    )
+    trainer = Trainer(setup)
     exchange = AloneExchange(trainer.params)
     return lambda: void(trainer.train_step(exchange, range(1), 1))
 

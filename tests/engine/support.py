@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.engine.execution.abilities import ALL_NUMBERS, obstacle
@@ -39,8 +40,8 @@ def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
     return JobSpec.parse({key: value for key, value in document.items() if value is not None})
 
 
-def trainer_of(spec: JobSpec, *, fresh: bool = True) -> Trainer:
-    return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh)
+def trainer_of(spec: JobSpec, *, fresh: bool = True, numerics: int = CURRENT) -> Trainer:
+    return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh, numerics=numerics)
 
 
 def is_refused_here(spec: JobSpec) -> bool:
@@ -60,7 +61,7 @@ def is_refused_here(spec: JobSpec) -> bool:
 def solo(trainer: Trainer, num_shards: int) -> Exchange | AloneExchange:
     """What a worker uses that owns all shards."""
     if num_shards == 1 and AloneExchange.fits(trainer.params):
-        return AloneExchange(trainer.params)
+        return AloneExchange(trainer.params, trainer.setup.numerics)
     return in_buckets(trainer, num_shards)
 
 

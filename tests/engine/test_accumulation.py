@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.common.errors import UserCodeError
-from stratagem.common.job import AccumulationSpec
+from stratagem.common.job import AccumulationSpec, JobSpec
+from stratagem.common.numerics import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.plan import Party
@@ -330,18 +331,34 @@ def test_the_norm_is_that_of_the_whole_gradient_before_clipping() -> None:
     assert norms[1] > 1e-2
 
 
-def test_an_infinite_norm_of_finite_gradients_is_no_clipped_step() -> None:
+@pytest.mark.parametrize(
+    ("precision", "scale", "numerics"), [("Full", 1e200, CURRENT), ("Single", 1e30, FIRST)]
+)
+def test_an_infinite_norm_of_finite_gradients_is_no_clipped_step(
+    precision: str, scale: float, numerics: int
+) -> None:
     # Scaling by it would make every gradient zero without a word.
     for clip_norm, is_skipped in ((None, 0), (1.0, 1)):
-        optimizer = {"name": "sgd", "lr": 1e-30, "clip_norm": clip_norm}
-        spec = job(
-            loss={"entrypoint": "tests.engine.userland:half_squared", "kwargs": {"scale": 1e30}},
-            optimizer={key: value for key, value in optimizer.items() if value is not None},
-            accumulation={"non_finite": "skip_step"},
-        )
-        trainer = trainer_of(spec)
+        trainer = trainer_of(steep(precision, scale, clip_norm), numerics=numerics)
         report = trainer.train_step(solo(trainer, 1), range(1), 1)
         assert (report.grad_norm, report.num_skipped) == (math.inf, is_skipped)
+
+
+def test_large_float32_gradients_have_a_finite_norm() -> None:
+    trainer = trainer_of(steep("Single", 1e30, 1.0))
+    report = trainer.train_step(solo(trainer, 1), range(1), 1)
+    assert report.num_skipped == 0
+    assert 1e29 < report.grad_norm < 1e33
+
+
+def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
+    optimizer = {"name": "sgd", "lr": 1 / scale, "clip_norm": clip_norm}
+    return job(
+        loss={"entrypoint": "tests.engine.userland:half_squared", "kwargs": {"scale": scale}},
+        optimizer={key: value for key, value in optimizer.items() if value is not None},
+        accumulation={"non_finite": "skip_step"},
+        execution={"precision": precision},
+    )
 
 
 def test_clients_and_nodes_skip_alone() -> None:

@@ -123,16 +123,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
         _BARE_STEPS[type(optimizer)](optimizer)
 
 
-def clip(
-    params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor | None = None
-) -> None:
-    """Scales all gradients together so that their 2-norm is at most `max_norm`.
-
-    norm: theirs now (0-d), where it is known already.
-    """
-    if max_norm is None:
-        return
-    if norm is None:
-        nn.utils.clip_grad_norm_(params, max_norm, foreach=False)
-    else:
+def clip(params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
+    """Scales all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
+    `max_norm`."""
+    if max_norm is not None:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

@@ -1,7 +1,7 @@
 """Whether a step may be applied: its loss and all its gradients must be finite numbers.
 
-`norms_of` is the one pass over the gradients: the norm that it finds is reported, and clipping uses
-it. What becomes of a step that is not finite is the job's `accumulation.non_finite`.
+Finding their norm is the one pass over the gradients: it is reported, and clipping uses it. What
+becomes of a step that is not finite is the job's `accumulation.non_finite`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.errors import UserCodeError
+from stratagem.worker.norms import norms_of, total_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +24,6 @@ class Finding:
     what: str
     norm: Tensor
     """0-d. Before clipping."""
-
-
-def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm (0-d) of each gradient."""
-    return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
-
-
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm (0-d) of gradients that have these norms together; 0 for none."""
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    if any(norm.device != device for norm in norms):
-        norms = [norm.to(device) for norm in norms]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-    return found
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
@@ -55,13 +40,15 @@ def inspect(
     grads: Sequence[Tensor],
     *,
     is_clipped: bool,
+    numerics: int,
     norms: Sequence[Tensor] | None = None,
 ) -> Finding:
-    """Looks at a step's mean loss, its weight and its gradients; norms: theirs, if known already.
+    """Looks at a step's mean loss, its weight and its gradients; norms: what `norms_of` says of
+    them, if it is known already.
 
     is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
     """
-    norm = total_norm(norms_of(grads) if norms is None else norms)
+    norm = total_norm(norms_of(grads, numerics) if norms is None else norms, numerics)
     is_finite = are_finite(norm, grads)
     return Finding(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
 

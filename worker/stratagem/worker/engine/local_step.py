@@ -58,7 +58,13 @@ class LocalStep:
             counted = self.passes.add_mean(rows, window, must_divide=accumulation.must_divide)
             pull()
             grads = [param.grad for param in self.params if param.grad is not None]
-            found = inspect(counted.loss, counted.weight, grads, is_clipped=max_norm is not None)
+            found = inspect(
+                counted.loss,
+                counted.weight,
+                grads,
+                is_clipped=max_norm is not None,
+                numerics=self.numerics,
+            )
             if found.what and not (scale.absorbs(found.what) or accumulation.may_skip):
                 raise not_finite(found.what, rows.activity, step)
         except BaseException:

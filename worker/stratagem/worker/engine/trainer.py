@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -22,7 +22,7 @@ from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
-from stratagem.worker.engine.finite import Finding, inspect, norms_of, not_finite, total_norm
+from stratagem.worker.engine.finite import Finding, inspect, not_finite
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window, part
 from stratagem.worker.engine.replicas import ReplicaCheck
 from stratagem.worker.engine.report import StepReport
@@ -34,6 +34,7 @@ from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.losses import counts_rows
+from stratagem.worker.norms import norms_of, total_norm
 from stratagem.worker.optimizers import (
     clip,
     learning_rate,
@@ -246,7 +247,7 @@ class Trainer:
             if count == 0:
                 param.grad = None
         grads = [param.grad for _, param in self.params if param.grad is not None]
-        found = inspect(loss, weight, grads, is_clipped=self._is_clipped, norms=exchange.norms())
+        found = self._inspect(loss, weight, grads, exchange.norms())
         if math.isnan(reached[0]) and not found.what:  # the compressor's mark
             found = replace(found, what="gradient")
         scale_before = self._execution.scale.value
@@ -278,9 +279,21 @@ class Trainer:
             exchange_wait_s=self._wait_s,
         )
 
-    @property
-    def _is_clipped(self) -> bool:
-        return self.job.optimizer.clip_norm is not None
+    def _inspect(
+        self,
+        loss: float,
+        weight: float,
+        grads: Sequence[Tensor],
+        norms: Sequence[Tensor] | None = None,
+    ) -> Finding:
+        return inspect(
+            loss,
+            weight,
+            grads,
+            is_clipped=self.job.optimizer.clip_norm is not None,
+            numerics=self.setup.numerics,
+            norms=norms,
+        )
 
     def _update(self, norm: Tensor) -> None:
         """Clips the gradients in `.grad`, whose norm is given, and makes one optimizer step."""
@@ -302,7 +315,10 @@ class Trainer:
         phases.take(grads, loss)
         if not is_correction:
             return norm
-        return total_norm(norms_of([grad for grad in grads if grad is not None]))
+        numerics = self.setup.numerics
+        return total_norm(
+            norms_of([grad for grad in grads if grad is not None], numerics), numerics
+        )
 
     def _predicted_step(self, phases: PhaseTraining) -> StepReport:
         """An update with a gradient that every member predicts for itself, from the same history to
@@ -311,7 +327,7 @@ class Trainer:
         for (_, param), gradient in zip(self.params, gradients, strict=True):
             param.grad = gradient
         grads = [gradient for gradient in gradients if gradient is not None]
-        found = inspect(phases.last_loss, 1.0, grads, is_clipped=self._is_clipped)
+        found = self._inspect(phases.last_loss, 1.0, grads)
         if not found.what:
             self._update(found.norm)
         elif not self._window.may_skip:

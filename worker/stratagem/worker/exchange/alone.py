@@ -14,8 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.norms import divided, norms_of_few
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
 """Gradients of these are summed as they are; narrower ones need wider storage."""
@@ -28,8 +30,9 @@ class AloneExchange:
 
     name = "solo"
 
-    def __init__(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
         self._names, self._params = [name for name, _ in params], [param for _, param in params]
+        self._numerics = numerics
         self._divisor: float | None = None
         self._num_to_come = 0
         self._is_last = self._is_divided = self._is_cut = False
@@ -108,12 +111,12 @@ class AloneExchange:
             return
         for index, param in enumerate(self._params):
             if param.grad is not None and self._norms[index] is None:
-                self._norms[index] = _divided(param.grad, divisor)
+                self._norms[index] = divided(param.grad, divisor, self._numerics)
 
     def norms(self) -> list[Tensor] | None:
-        """The 2-norm (0-d) of each gradient there is, where they are known."""
+        """What `norms_of` says of each gradient there is, where it is known."""
         if self._is_small:
-            return list(torch._foreach_norm(self._gradients(), 2.0))
+            return norms_of_few(self._gradients(), self._numerics)
         found = [norm for norm in self._norms if norm is not None]
         return found if len(found) == sum(self.reached()) else None
 
@@ -149,11 +152,6 @@ class AloneExchange:
                     "a micro-batch is one backward, without re-entrant checkpointing"
                 )
             assert param.grad is not None
-            self._norms[index] = _divided(param.grad, self._divisor)
+            self._norms[index] = divided(param.grad, self._divisor, self._numerics)
 
         return hook
-
-
-def _divided(grad: Tensor, divisor: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad.div_(divisor), 2.0)
-    return norm

@@ -343,7 +343,7 @@ def _exchange(
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and AloneExchange.fits(trainer.params):
-        return AloneExchange(trainer.params)
+        return AloneExchange(trainer.params, trainer.setup.numerics)
     if holding.buckets is None:
         holding.buckets = GradientBuckets(
             trainer.params,

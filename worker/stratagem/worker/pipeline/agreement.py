@@ -15,9 +15,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stratagem.worker.engine.finite import are_finite, norms_of, total_norm
+from stratagem.worker.engine.finite import are_finite
 from stratagem.worker.models.nodes import Trained
 from stratagem.worker.models.program import add_uses
+from stratagem.worker.norms import norms_of, total_norm
 from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.rank_pass import Lane
 
@@ -39,8 +40,8 @@ class Verdict:
 class Agreement:
     """The rounds of one rank. Methods are called once per step, in this order."""
 
-    def __init__(self, lane: Lane, trained: Sequence[Trained]) -> None:
-        self._lane, self._trained = lane, trained
+    def __init__(self, lane: Lane, trained: Sequence[Trained], numerics: int) -> None:
+        self._lane, self._trained, self._numerics = lane, trained, numerics
         self._holders = {
             each.name: [self._rank_of(c.node) for c in each.copies] for each in trained
         }
@@ -99,8 +100,9 @@ class Agreement:
     def verdict(self, *, stop: bool) -> Verdict:
         """What all ranks say together. Norms are of the .grad of the first copies."""
         grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
-        found = dict(zip(grads, norms_of(list(grads.values())), strict=True))
-        is_finite = are_finite(total_norm(list(found.values())), list(grads.values()))
+        found = dict(zip(grads, norms_of(list(grads.values()), self._numerics), strict=True))
+        own = total_norm(list(found.values()), self._numerics)
+        is_finite = are_finite(own, list(grads.values()))
         firsts = {each.name for each in self.own if self.is_first(each)}
         norms = {name: norm for name, norm in found.items() if name in firsts}
         words = {"is_finite": is_finite, "stop": stop, "names": list(norms)}
@@ -113,7 +115,7 @@ class Agreement:
             by_name |= zip(message.words["names"], message.tensors, strict=True)
         ordered = [by_name[each.name] for each in self._trained if each.name in by_name]
         device = (self.own[0].param if self.own else torch.zeros(())).device
-        norm = total_norm([each.to(device) for each in ordered])
+        norm = total_norm([each.to(device) for each in ordered], self._numerics)
         return Verdict(
             all(message.words["is_finite"] for message in said),
             any(message.words["stop"] for message in said),

@@ -70,7 +70,7 @@ class StageRunner:
         self._setup, self._job, self.model = setup, setup.job, setup.model
         lane, gather = setup.lane, setup.evaluator.gather
         self._lane, self._randomness = lane, setup.evaluator.randomness
-        self._agreement = Agreement(lane, setup.trained)
+        self._agreement = Agreement(lane, setup.trained, setup.numerics)
         self._own = self._agreement.own
         self.params = [(each.name, each.param) for each in self._own]
         self.optimizer = (

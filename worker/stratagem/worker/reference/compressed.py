@@ -22,6 +22,7 @@ from stratagem.common.compression import (
 )
 from stratagem.common.compression.feedback import RESIDUAL
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
@@ -32,12 +33,17 @@ from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.reference.loops import Result, cut_rows, is_skipped
+from stratagem.worker.reference.norm import gradient_norm
 
 _CPU = torch.device("cpu")
 
 
 def compressed_loop(
-    job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_steps: int | None = None
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    num_shards: int,
+    num_steps: int | None = None,
+    numerics: int = CURRENT,
 ) -> Result:
     """Each shard keeps the state of its codec; decoded shards are added in the fixed tree."""
     assert job.compression is not None
@@ -96,7 +102,8 @@ def compressed_loop(
         if is_left_out:
             continue
         set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
-        clip(list(named.values()), job.optimizer.clip_norm)
+        params = list(named.values())
+        clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
     return Result(model.state_dict(), losses)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import split_rows
 from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.topology import graph_of, metropolis_hastings
@@ -28,6 +29,7 @@ from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set
 from stratagem.worker.reference.coded import is_coded
 from stratagem.worker.reference.gossip_coded import CodedMixing
 from stratagem.worker.reference.loops import backward, cut_rows, divide, is_skipped
+from stratagem.worker.reference.norm import gradient_norm
 
 _CPU = torch.device("cpu")
 
@@ -54,7 +56,10 @@ class GossipResult:
 
 
 def gossip_loop(
-    job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = None
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    num_steps: int | None = None,
+    numerics: int = CURRENT,
 ) -> GossipResult:
     """Each step: every node takes a local step on its shard of the batch, and then all mix."""
     strategy = job.strategy
@@ -107,7 +112,8 @@ def gossip_loop(
                     tensor.copy_(old)
                 continue
             set_learning_rate(optimizers[node], learning_rate(job.optimizer, step, total_steps))
-            clip(params[node], job.optimizer.clip_norm)
+            norm = gradient_norm(params[node], numerics)
+            clip(params[node], job.optimizer.clip_norm, norm)
             optimizers[node].step()
             loss_sum += loss
             weight_sum += weight

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import Node, split_rows, tree_sum
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.datasets import Gather
@@ -33,6 +34,7 @@ from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.reference.coded import is_coded, received
+from stratagem.worker.reference.norm import gradient_norm
 from stratagem.worker.reference.server import Slots, server_step
 
 _CPU = torch.device("cpu")
@@ -64,7 +66,8 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
             loss = loss_fn(model(x), y, len(rows)).mean
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            clip(params, job.optimizer.clip_norm)
+            if job.optimizer.clip_norm is not None:
+                nn.utils.clip_grad_norm_(params, job.optimizer.clip_norm, foreach=False)
             optimizer.step()
             losses.append(loss.item())
         epoch += 1
@@ -76,6 +79,7 @@ def sharded_loop(
     num_shards: int,
     num_steps: int | None = None,
     micro_batch_size: int | None = None,
+    numerics: int = CURRENT,
 ) -> Result:
     """Steps over batches cut into shards and these into micro-batches; all in a fixed order.
 
@@ -142,7 +146,7 @@ def sharded_loop(
             mean = change / len(shards) if old.is_floating_point() else change
             tensor.copy_(change if is_whole else (old.double() + mean))
         set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
-        clip(params, job.optimizer.clip_norm)
+        clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
     return Result(model.state_dict(), losses)
 
@@ -153,6 +157,7 @@ def federated_loop(
     clients_of: Callable[[int], list[int]] | None = None,
     num_rounds: int | None = None,
     late_of: Callable[[int], Mapping[int, int]] = lambda _: {},
+    numerics: int = CURRENT,
 ) -> Result:
     """Each round: local epochs per client, the mean over rows, the server's step.
 
@@ -179,9 +184,8 @@ def federated_loop(
         for client, of_round in sorted(trained_for.items()):
             base = before[of_round]
             model.load_state_dict(base)
-            rows, loss = _train_client(
-                job, entrypoints, (model, execution, randomness), client, of_round
-            )
+            prepared = (model, execution, randomness)
+            rows, loss = _train_client(job, entrypoints, prepared, client, of_round, numerics)
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             if is_coded(job):
                 state |= received(job, model, base, of_round, client)
@@ -227,7 +231,12 @@ def _late(
 
 
 def _train_client(
-    job: JobSpec, entrypoints: EntryPoints, prepared: Prepared, client: int, round_num: int
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    prepared: Prepared,
+    client: int,
+    round_num: int,
+    numerics: int,
 ) -> tuple[int, float]:
     """Trains in place; (rows, mean loss over the round)."""
     model, execution, randomness = prepared
@@ -266,7 +275,7 @@ def _train_client(
                 for tensor, old in zip(model.buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue
-            clip(params, job.optimizer.clip_norm)
+            clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
             optimizer.step()
             loss_sum += loss
             num_rows += weight

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec, PhasesSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.shards import split_rows
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order import BatchOrder
@@ -26,6 +27,7 @@ from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
 from stratagem.worker.reference.loops import Result, add_in_tree, cut_rows, is_skipped
+from stratagem.worker.reference.norm import gradient_norm
 
 _CPU = torch.device("cpu")
 
@@ -113,12 +115,16 @@ class PhasesResult:
 
 
 def phases_loop(
-    job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_steps: int
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    num_shards: int,
+    num_steps: int,
+    numerics: int = CURRENT,
 ) -> PhasesResult:
     """Cycles of exact steps, predictions and corrections, each written where it happens."""
     spec = job.phases
     assert spec is not None
-    steps = _Steps(_Loop(job, entrypoints, num_shards), num_steps)
+    steps = _Steps(_Loop(job, entrypoints, num_shards, numerics), num_steps)
     with suppress(_Done):
         _train(spec, steps)
     return PhasesResult(steps.loop.result(steps.losses), steps.letters)
@@ -226,8 +232,10 @@ def _is_diverging(losses: list[float], spec: PhasesSpec) -> bool:
 class _Loop:
     """Model, data and optimizer; gradients come and go as one flat tensor (N,)."""
 
-    def __init__(self, job: JobSpec, entrypoints: EntryPoints, num_shards: int) -> None:
-        self._job, self._num_shards = job, num_shards
+    def __init__(
+        self, job: JobSpec, entrypoints: EntryPoints, num_shards: int, numerics: int
+    ) -> None:
+        self._job, self._num_shards, self._numerics = job, num_shards, numerics
         self._data = load_data(job, entrypoints, DataSources())["train"]
         self._model = build_model(job, entrypoints, device=_CPU, fresh=True)
         self._loss = make_loss(job.loss, entrypoints)
@@ -286,7 +294,8 @@ class _Loop:
         self._spread(gradient)
         steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
         set_learning_rate(self._optimizer, learning_rate(self._job.optimizer, step, steps))
-        clip(self._params, self._job.optimizer.clip_norm)
+        norm = gradient_norm(self._params, self._numerics)
+        clip(self._params, self._job.optimizer.clip_norm, norm)
         self._optimizer.step()
 
     def result(self, losses: list[float]) -> Result:
