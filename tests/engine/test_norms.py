@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stratagem.common.numerics import CURRENT, FIRST
 from stratagem.worker.exchange import AloneExchange, alone
-from stratagem.worker.norms import BLOCK, divided, norms_of, norms_of_few, total_norm
+from stratagem.worker.norms import BLOCK, FewGradients, divided, parts_of, total_norm
 from stratagem.worker.reference.loops import sharded_loop
 from stratagem.worker.reference.norm import gradient_norm
 from tests.engine.support import ALLOWED, assert_same_bits, in_buckets, job, trainer_of
@@ -41,19 +41,20 @@ def params_with(grads: list[Tensor]) -> list[nn.Parameter]:
 )
 def test_it_is_the_norm_of_the_rule(sizes: list[int], dtype: torch.dtype) -> None:
     grads = random(sizes, dtype)
-    norm = total_norm(norms_of(grads, CURRENT), CURRENT)
+    norm = total_norm(parts_of(grads, CURRENT), CURRENT)
     assert torch.equal(norm, gradient_norm(params_with(grads), CURRENT))
     exact = math.sqrt(math.fsum(each * each for grad in grads for each in grad.double().tolist()))
     assert math.isclose(norm.item(), exact, rel_tol=1e-13)
-    assert torch.equal(norm, total_norm(norms_of_few(grads, CURRENT), CURRENT))
+    few = FewGradients([grad.shape for grad in grads])
+    assert torch.equal(norm, total_norm(few.parts(grads, CURRENT), CURRENT))
 
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=6), cut=st.integers(0, 6))
 def test_whoever_holds_the_parameters(sizes: list[int], cut: int) -> None:
     grads = random(sizes)
-    parts = [*norms_of(grads[:cut], CURRENT), *norms_of(grads[cut:], CURRENT)]
-    assert torch.equal(total_norm(parts, CURRENT), total_norm(norms_of(grads, CURRENT), CURRENT))
+    parts = [*parts_of(grads[:cut], CURRENT), *parts_of(grads[cut:], CURRENT)]
+    assert torch.equal(total_norm(parts, CURRENT), total_norm(parts_of(grads, CURRENT), CURRENT))
 
 
 @BOTH
@@ -65,7 +66,7 @@ def test_dividing_beside_it_changes_nothing(numerics: int, sizes: list[int]) -> 
     found = [divided(grad, 3.0, numerics) for grad in together]
     after = [grad / 3.0 for grad in grads]
     assert all(map(torch.equal, together, after))
-    assert torch.equal(total_norm(found, numerics), total_norm(norms_of(after, numerics), numerics))
+    assert torch.equal(total_norm(found, numerics), total_norm(parts_of(after, numerics), numerics))
 
 
 def test_where_a_gradient_lies_and_how_many_threads_compute_change_nothing() -> None:
@@ -77,7 +78,7 @@ def test_where_a_gradient_lies_and_how_many_threads_compute_change_nothing() -> 
             found = []
             for num_threads in (1, 2):
                 torch.set_num_threads(num_threads)
-                found += [norms_of([view], CURRENT)[0], norms_of([view.clone()], CURRENT)[0]]
+                found += [parts_of([view], CURRENT)[0], parts_of([view.clone()], CURRENT)[0]]
             assert all(torch.equal(each, found[0]) for each in found)
     finally:
         torch.set_num_threads(threads)
@@ -85,10 +86,10 @@ def test_where_a_gradient_lies_and_how_many_threads_compute_change_nothing() -> 
 
 def test_a_gradient_that_lies_across_is_taken_in_its_own_order() -> None:
     across = torch.randn(300, 500).t()
-    norms = norms_of([across], CURRENT)
-    assert torch.equal(norms[0], norms_of([across.contiguous()], CURRENT)[0])
+    norms = parts_of([across], CURRENT)
+    assert torch.equal(norms[0], parts_of([across.contiguous()], CURRENT)[0])
     there = across.clone(memory_format=torch.preserve_format)
-    assert torch.equal(divided(there, 2.0, CURRENT), norms_of([across / 2.0], CURRENT)[0])
+    assert torch.equal(divided(there, 2.0, CURRENT), parts_of([across / 2.0], CURRENT)[0])
     assert torch.equal(there, across / 2.0)
 
 
@@ -96,13 +97,13 @@ def test_a_gradient_that_lies_across_is_taken_in_its_own_order() -> None:
 def test_what_is_not_finite_shows(value: float) -> None:
     (grad,) = random([BLOCK + 3])
     grad[BLOCK + 1] = value
-    assert not math.isfinite(total_norm(norms_of([grad], CURRENT), CURRENT).item())
+    assert not math.isfinite(total_norm(parts_of([grad], CURRENT), CURRENT).item())
 
 
 @BOTH
 def test_nothing_has_norm_0(numerics: int) -> None:
-    assert total_norm(norms_of([], numerics), numerics).item() == 0.0
-    assert total_norm(norms_of_few([], numerics), numerics).item() == 0.0
+    assert total_norm(parts_of([], numerics), numerics).item() == 0.0
+    assert total_norm(FewGradients([]).parts([], numerics), numerics).item() == 0.0
 
 
 @BOTH

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.errors import UserCodeError
-from stratagem.worker.norms import norms_of, total_norm
+from stratagem.worker.norms import parts_of, total_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def inspect(
     numerics: int,
     norms: Sequence[Tensor] | None = None,
 ) -> Finding:
-    """Looks at a step's mean loss, its weight and its gradients; norms: what `norms_of` says of
+    """Looks at a step's mean loss, its weight and its gradients; norms: what `parts_of` says of
     them, if it is known already.
 
     is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
     """
-    norm = total_norm(norms_of(grads, numerics) if norms is None else norms, numerics)
+    norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
     is_finite = are_finite(norm, grads)
     return Finding(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
 

@@ -34,7 +34,7 @@ from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.losses import counts_rows
-from stratagem.worker.norms import norms_of, total_norm
+from stratagem.worker.norms import parts_of, total_norm
 from stratagem.worker.optimizers import (
     clip,
     learning_rate,
@@ -317,7 +317,7 @@ class Trainer:
             return norm
         numerics = self.setup.numerics
         return total_norm(
-            norms_of([grad for grad in grads if grad is not None], numerics), numerics
+            parts_of([grad for grad in grads if grad is not None], numerics), numerics
         )
 
     def _predicted_step(self, phases: PhaseTraining) -> StepReport:

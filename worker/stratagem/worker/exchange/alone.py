@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stratagem.common.numerics import CURRENT
 from stratagem.worker.exchange.extras import Extras
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.norms import divided, norms_of_few
+from stratagem.worker.norms import FewGradients, divided
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
 """Gradients of these are summed as they are; narrower ones need wider storage."""
@@ -40,6 +40,7 @@ class AloneExchange:
         self._extras: Extras | None = None
         is_cpu = all(param.device.type == "cpu" for param in self._params)
         self._is_small = is_cpu and sum(param.nbytes for param in self._params) <= SMALL_BYTES
+        self._few = FewGradients([param.shape for param in self._params if self._is_small])
         self._hooks = (
             []
             if self._is_small
@@ -114,9 +115,9 @@ class AloneExchange:
                 self._norms[index] = divided(param.grad, divisor, self._numerics)
 
     def norms(self) -> list[Tensor] | None:
-        """What `norms_of` says of each gradient there is, where it is known."""
+        """What `parts_of` says of each gradient there is, where it is known."""
         if self._is_small:
-            return norms_of_few(self._gradients(), self._numerics)
+            return self._few.parts([param.grad for param in self._params], self._numerics)
         found = [norm for norm in self._norms if norm is not None]
         return found if len(found) == sum(self.reached()) else None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from stratagem.worker.engine.finite import are_finite
 from stratagem.worker.models.nodes import Trained
 from stratagem.worker.models.program import add_uses
-from stratagem.worker.norms import norms_of, total_norm
+from stratagem.worker.norms import parts_of, total_norm
 from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.rank_pass import Lane
 
@@ -100,7 +100,7 @@ class Agreement:
     def verdict(self, *, stop: bool) -> Verdict:
         """What all ranks say together. Norms are of the .grad of the first copies."""
         grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
-        found = dict(zip(grads, norms_of(list(grads.values()), self._numerics), strict=True))
+        found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
         own = total_norm(list(found.values()), self._numerics)
         is_finite = are_finite(own, list(grads.values()))
         firsts = {each.name for each in self.own if self.is_first(each)}
