@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from stratagem.client.cli.reporting import complain, reporting
+from stratagem.client.cli.reporting import PlainConsole, complain, reporting
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Role
 from stratagem.common.rpc.tokens import Scope, add_token, new_token, read_tokens, remove_token
@@ -234,7 +233,7 @@ def list_tokens(tokens_file: TokensFileOption) -> None:
         table = Table("name", "scopes", "expires", box=None, pad_edge=False)
         for each in read_tokens(tokens_file):
             table.add_row(each.name, ", ".join(each.scopes), _when(each.expires_s))
-        Console(highlight=False).print(table if table.row_count else "no tokens")
+        PlainConsole(highlight=False).print(table if table.row_count else "no tokens")
 
 
 @token.command("revoke")

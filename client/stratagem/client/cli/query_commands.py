@@ -20,7 +20,7 @@ from stratagem.client.cli.options import (
     WhichOption,
 )
 from stratagem.client.cli.progress import print_line
-from stratagem.client.cli.reporting import complain, reporting
+from stratagem.client.cli.reporting import PlainConsole, complain, reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.sync import Client
 from stratagem.client.views import LogLine
@@ -31,8 +31,8 @@ FAR_WIDTH = 160
 
 
 def make_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=FAR_WIDTH)
+    console = PlainConsole(highlight=False)
+    return console if console.is_terminal else PlainConsole(highlight=False, width=FAR_WIDTH)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
 import structlog
 import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from structlog.typing import EventDict, WrappedLogger
 
 from stratagem.common import tracing
@@ -24,6 +26,7 @@ from stratagem.common.errors import (
     UnavailableError,
     UserCodeError,
 )
+from stratagem.common.printable import printable
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
@@ -34,8 +37,22 @@ NO_COORDINATOR_HINT: Final = (
 )
 
 
+class PlainConsole(Console):
+    """A console on which nothing moves but what this program moves: in all that it prints, whoever
+    has written it, control characters are written out."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
 def complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def complain_of_warnings() -> None:

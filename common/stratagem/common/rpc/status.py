@@ -7,7 +7,6 @@ wrong come as BadRequest violations. Knows no service.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +34,7 @@ from stratagem.common.errors import (
     Violation,
     WrongStateError,
 )
+from stratagem.common.printable import printable
 
 Code = grpc.StatusCode
 
@@ -82,7 +82,6 @@ _DOMAIN: Final = "stratagem"
 _MAX_MESSAGE_BYTES: Final = 1800
 _MAX_DETAIL_BYTES: Final = 6000
 _MAX_VIOLATION_BYTES: Final = 1000
-_NOT_SHOWN: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def code_of(error: Exception) -> grpc.StatusCode | None:
@@ -115,7 +114,7 @@ def to_status(error: Exception) -> grpc.Status | None:
 
 def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
     """Text of a caller as others may see it: not too long, and nothing that moves a cursor."""
-    text = _NOT_SHOWN.sub(lambda found: f"\\x{ord(found[0]):02x}", text[:max_bytes])
+    text = printable(text[:max_bytes])
     raw = text.encode(errors="replace")
     if len(raw) <= max_bytes:
         return raw.decode()
@@ -137,12 +136,14 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
     """What the other side, or gRPC itself, wanted to say."""
-    code, message = error.code(), error.details() or error.code().name
+    code, message = error.code(), shown(error.details() or "") or error.code().name
     found = _details(error)
     kind = _BY_NAME.get(found.info.reason) if found.info.domain == _DOMAIN else None
     if kind is UserCodeError:
-        told = found.info.metadata
-        return UserCodeError(told["type"], told["message"], "", told["worker_id"], told["activity"])
+        told = {key: shown(value) for key, value in found.info.metadata.items()}
+        keys = ("type", "message", "worker_id", "activity")
+        kind_, said, worker_id, activity = (told.get(key, "") for key in keys)
+        return UserCodeError(kind_, said, "", worker_id, activity)
     if kind is StandbyError:
         return StandbyError(message, found.info.metadata["leader"])
     if kind is None:

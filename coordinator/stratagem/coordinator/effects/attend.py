@@ -24,14 +24,15 @@ from stratagem.common.rpc.status import shown
 from stratagem.coordinator.cancelled import stop_if_cancelled, task_group
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.intake import let_in
 from stratagem.coordinator.link import WorkerLink
 from stratagem.coordinator.watching.run_logs import Line
 from stratagem.v1 import types_pb2, worker_pb2
 
 log = structlog.get_logger()
 
-MAX_ERROR_CHARS: Final = 10_000
-"""Of what user code raised; ten times as many of its traceback, the end of it."""
+MAX_PROFILES: Final = 4
+"""Of one plan; our workers record its steps once, and its evaluation."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
 
@@ -50,9 +51,10 @@ async def attend(
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
     had_begun = False
+    profiles: list[int] = []
     while True:
         link = env.links.to(member, env.state)
-        attended = _Attended(env, member, request, on_progress, base)
+        attended = _Attended(env, member, request, on_progress, base, profiles)
         refusal: Exception | None = None
         try:
             return await attended.to_the_end(link)
@@ -81,6 +83,8 @@ class _Attended:
     request: worker_pb2.ExecuteRequest
     on_progress: OnProgress | None
     base: Digest | None
+    profiles: list[int]
+    """The sizes of those that were taken so far, over all streams of the plan."""
     is_accepted: bool = False
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
@@ -89,12 +93,16 @@ class _Attended:
             if self.base is not None:
                 pushes.create_task(self._bring(self.base))
             async for message in messages:
+                let_in(message, self.member.worker_id)
                 match message.WhichOneof("message"):
                     case "need_blob":
                         digest = Digest(message.need_blob.digest)
                         if digest not in blobs_named(self.request):
                             return _refused(self.member, _not_named(self.member, digest), "asking")
                         pushes.create_task(self._push(digest))
+                    case "profile" if self._is_wanted():
+                        self.profiles.append(message.profile.ByteSize())
+                        pushes.create_task(self._keep(message.profile))
                     case "result":
                         return message.result
                     case _:
@@ -113,6 +121,19 @@ class _Attended:
         except NotFoundError:  # of one that was under way and came before the plan
             await self.env.push(self.member, run_id, digest)
 
+    def _is_wanted(self) -> bool:
+        """A recording is, where the job asks for some and this is not one too many."""
+        if len(self.profiles) >= MAX_PROFILES:
+            return False
+        execution = json.loads(self.request.job_json).get("execution") or {}
+        return bool(execution.get("profiling"))
+
+    async def _keep(self, profile: worker_pb2.Profile) -> None:
+        session = self.request.session
+        profile.party, profile.segment = session.party, self.request.segment
+        profiles, run_id = self.env.profiles, RunId(session.run_id)
+        await self.env.in_thread(lambda: profiles.add(run_id, profile))
+
     def _note(self, message: worker_pb2.ExecuteResponse) -> None:
         match message.WhichOneof("message"):
             case "accepted":
@@ -121,8 +142,6 @@ class _Attended:
                 self.on_progress(message.progress)
             case "log":
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
-            case "profile":
-                self.env.profiles.add(RunId(self.request.session.run_id), message.profile)
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest) -> frozenset[str]:
@@ -158,11 +177,11 @@ def _refused(
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
     """The user's code raised, or the job is wrong: the party fails with that, for good."""
     record = ErrorRecord(
-        type=error.type[:MAX_ERROR_CHARS],
-        message=error.message[:MAX_ERROR_CHARS],
-        traceback=error.traceback[-10 * MAX_ERROR_CHARS :],
-        worker_id=error.worker_id[:MAX_ERROR_CHARS],
-        activity=error.activity[:MAX_ERROR_CHARS],
+        type=error.type,
+        message=error.message,
+        traceback=error.traceback,
+        worker_id=error.worker_id,
+        activity=error.activity,
     )
     said = f"{record.type}: {record.message}" if record.traceback else record.message
     reason = f"{said} (worker {record.worker_id}, {record.activity})"

@@ -15,8 +15,10 @@ import grpc
 
 from stratagem.common.environment import environment_of
 from stratagem.common.errors import UnavailableError
+from stratagem.common.rpc.status import shown
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.effects.intake import let_in
 from stratagem.coordinator.listening import tls_of
 from stratagem.coordinator.service import views
 from stratagem.v1 import coordinator_pb2 as pb
@@ -81,11 +83,12 @@ async def _worker(
         received_s = time.time()
         told = await link.stub.Describe(request, timeout=WORKER_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        found.problem = f"{error.code().name}: {error.details()}"
+        found.problem = shown(f"{error.code().name}: {error.details()}")
         return found
     except UnavailableError as error:
         found.problem = str(error)
         return found
+    let_in(told)
     found.round_trip_s = received_s - sent_s
     if quick.time_s:  # one that is older does not say
         found.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s

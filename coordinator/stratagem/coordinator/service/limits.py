@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from stratagem.common.errors import ConflictError, InvalidInputError, LimitError
+from stratagem.common.printable import is_printable, printable
 from stratagem.common.rpc.addresses import split_address
 from stratagem.common.rpc.intake import RETRY_AFTER_S
 from stratagem.v1 import types_pb2
@@ -23,7 +24,6 @@ MAX_WORD_CHARS: Final = 256
 MAX_LABELS: Final = 256
 MAX_ENDPOINT_BYTES: Final = 64 * 2**10
 
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -36,7 +36,7 @@ def check_note(note: str) -> None:
 
 def clipped_reason(reason: str) -> str:
     """What a worker says has failed: as much of it as a log needs."""
-    return _CONTROL.sub(" ", reason[:MAX_REASON_CHARS])
+    return printable(reason[:MAX_REASON_CHARS], is_line=True)
 
 
 def check_address(address: str, field: str = "address") -> None:
@@ -51,7 +51,7 @@ def check_address(address: str, field: str = "address") -> None:
 
 def check_capability(capability: types_pb2.Capability) -> None:
     """What a worker says of itself is journaled, and shown to people."""
-    for name in ("device", "device_name", "numerics_fingerprint"):
+    for name in ("device", "device_name", "numerics_fingerprint", "data_plane"):
         _check_word(f"capability.{name}", getattr(capability, name))
     _check_word("capability.numerics_description", capability.numerics_description, 4)
     for name in ("local_data", "tags"):
@@ -120,7 +120,7 @@ def _check_word(field: str, value: str, times: int = 1) -> None:
 
 
 def _check_printable(field: str, value: str) -> None:
-    if _CONTROL.search(value):
+    if not is_printable(value):
         raise InvalidInputError.at(field, f"{value[:80]!r} has control characters")
 
 

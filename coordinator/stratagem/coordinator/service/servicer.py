@@ -141,9 +141,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.DownloadProfileRequest, context: Context
     ) -> AsyncIterator[pb.DownloadProfileResponse]:
         run_id = self._run(request.run_id).run_id
-        text = await asyncio.to_thread(self._app.profiles.trace, run_id)
-        for start in range(0, len(text), CHUNK_BYTES):
-            yield pb.DownloadProfileResponse(data=text[start : start + CHUNK_BYTES])
+        pieces = await asyncio.to_thread(self._app.profiles.trace, run_id)
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            for start in range(0, len(piece), CHUNK_BYTES):
+                yield pb.DownloadProfileResponse(data=piece[start : start + CHUNK_BYTES])
 
     async def UploadData(
         self, request_iterator: AsyncIterator[pb.UploadDataRequest], context: Context

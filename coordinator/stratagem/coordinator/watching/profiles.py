@@ -2,16 +2,17 @@
 
 Joined into one trace in the Trace Event Format, which Chrome and Perfetto show: a process for each
 worker, all in the coordinator's time. Not needed for anything else; lost in no crash but a disk's.
+
+A recording is made by a worker, which may be anybody's: no more of it is unpacked than a limit, and
+it is read row by row, so that no thread holds the interpreter for long; see `recording.py`. All of
+this blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,14 +22,14 @@ import structlog
 from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import RunId
 from stratagem.common.whole_file import whole_file
+from stratagem.coordinator.watching.recording import Recording, Row, UnreadableError
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
-MAX_RUN_BYTES: Final = 16 * 2**20
-"""What a run has recorded beyond this is dropped."""
-MAX_EVENT_BYTES: Final = 64 * 2**20
-"""A recording that unpacks to more is dropped; no worker of ours sends one."""
+MAX_RUN_BYTES: Final = 256 * 2**20
+"""What a run has recorded beyond this, unpacked, is dropped."""
+PIECE_BYTES: Final = 2**20
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -43,100 +44,103 @@ class Profiles:
 
         One that cannot be read, which no worker of ours sends, is dropped.
         """
-        if not _is_readable(profile):
-            log.warning("a recording cannot be read", run_id=run_id, worker_id=profile.worker_id)
+        try:
+            recording = Recording.of(profile)
+        except UnreadableError as error:
+            reason = str(error)
+            log.warning("a recording is dropped", run_id=run_id, reason=reason)
             return
         folder = self._root / run_id
         folder.mkdir(parents=True, exist_ok=True)
-        content = profile.SerializeToString()
-        used = sum(path.stat().st_size for path in folder.iterdir())
-        if used + len(content) > MAX_RUN_BYTES:
+        party, worker = _UNSAFE.sub("_", recording.party), _UNSAFE.sub("_", recording.worker_id)
+        path = folder / f"{recording.segment:08}-{party}-{worker}"
+        others = (each for each in _kept(folder) if each != path)
+        used = sum(Recording.head_in(each).num_bytes for each in others)
+        if used + recording.num_bytes > MAX_RUN_BYTES:
             return
-        party = _UNSAFE.sub("_", profile.party)
-        worker = _UNSAFE.sub("_", profile.worker_id)
-        path = folder / f"{profile.segment:08}-{party}-{worker}"
         with whole_file(path, durable=False) as file:
-            file.write(content)
+            file.write(recording.packed())
 
     def delete(self, run_id: RunId) -> None:
         """Forget what a run has recorded."""
         shutil.rmtree(self._root / run_id, ignore_errors=True)
 
-    def trace(self, run_id: RunId) -> bytes:
-        """All of a run as one JSON text. Raises NotFoundError when nothing was recorded."""
-        folder = self._root / run_id
-        kept = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
+    def trace(self, run_id: RunId) -> Iterator[bytes]:
+        """All of a run as one JSON text, piece by piece: one recording is in memory at a time.
+
+        Raises NotFoundError when nothing was recorded.
+        """
+        kept = _kept(self._root / run_id)
+        heads = [Recording.head_in(path) for path in kept]
         if not kept:
             raise NotFoundError(
                 f"run {run_id!r} has recorded nothing; execution.profiling: true does, and the "
                 "first recording comes when some steps are done"
             )
-        profiles = [worker_pb2.Profile.FromString(path.read_bytes()) for path in kept]
-        return json.dumps(joined(profiles)).encode()
+        return _pieces(_text(heads, (Recording.read(path) for path in kept)))
 
 
-def joined(profiles: list[worker_pb2.Profile]) -> dict[str, Any]:
-    """One trace; times are microseconds since the earliest event, by the coordinator's clock."""
-    read = [(profile, _events(profile)) for profile in profiles]
-    first_ns = min((found["base_ns"] for _, found in read), default=0)
-    workers = sorted({profile.worker_id for profile, _ in read})
-    pids = {worker: number for number, worker in enumerate(workers, start=1)}
-    names = {profile.worker_id: _row_name(profile) for profile, _ in read}
-    events: list[dict[str, Any]] = []
+def _kept(folder: Path) -> list[Path]:
+    """Recordings; what cannot be read, or another version has written, is not one."""
+    found = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
+    return [path for path in found if Recording.is_one(path)]
+
+
+def joined(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[dict[str, Any]]:
+    """The events of one trace; times are microseconds since the earliest, by the coordinator's
+    clock."""
+    first_ns = min(head.base_ns for head in heads)
+    workers = {head.worker_id: head for head in heads}
+    pids = {worker: number for number, worker in enumerate(sorted(workers), start=1)}
     for worker, pid in pids.items():
-        events.append(_metadata("process_name", pid, {"name": names[worker]}))
-        events.append(_metadata("process_sort_index", pid, {"sort_index": pid}))
-    for profile, found in read:
-        shift_us = (found["base_ns"] - first_ns) / 1000
-        events += _timed(profile, pids[profile.worker_id], found["events"], shift_us)
-    return {
-        "traceEvents": events,
+        yield _metadata("process_name", pid, {"name": _row_name(workers[worker])})
+        yield _metadata("process_sort_index", pid, {"sort_index": pid})
+    for recording in recordings:
+        shift_us = (recording.base_ns - first_ns) / 1000
+        for row in recording.rows():
+            yield _timed(recording, pids[recording.worker_id], row, shift_us)
+
+
+def _text(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[str]:
+    about = {
         "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": first_ns,
+        "baseTimeNanoseconds": min(head.base_ns for head in heads),
         "clockErrorSeconds": {
-            profile.worker_id: profile.clock_error_s
-            for profile, _ in read
-            if profile.clock_error_s != float("inf")
+            head.worker_id: head.clock_error_s for head in heads if head.clock_error_s is not None
         },
     }
+    yield json.dumps(about)[:-1] + ', "traceEvents": ['
+    for number, event in enumerate(joined(heads, recordings)):
+        yield (", " if number else "") + json.dumps(event)
+    yield "]}"
 
 
-def _timed(
-    profile: worker_pb2.Profile, pid: int, rows: list[Any], shift_us: float
-) -> Iterator[dict[str, Any]]:
-    for name, category, begin_us, duration_us, thread in rows:
-        event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread}
-        event |= {"ts": round(begin_us + shift_us, 3), "dur": duration_us}
-        if category == "step":
-            event["args"] = {"segment": profile.segment, "party": profile.party}
-        yield event
+def _pieces(texts: Iterator[str]) -> Iterator[bytes]:
+    """The same in pieces that are worth a message each."""
+    waiting, num_bytes = [], 0
+    for text in texts:
+        raw = text.encode()
+        waiting.append(raw)
+        num_bytes += len(raw)
+        if num_bytes >= PIECE_BYTES:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+    yield b"".join(waiting)
 
 
-def _is_readable(profile: worker_pb2.Profile) -> bool:
-    try:
-        found = _events(profile)
-        int(found["base_ns"])
-        return all(
-            isinstance(name, str) and begin_us + duration_us >= 0 and thread is not None
-            for name, _category, begin_us, duration_us, thread in found["events"]
-        )
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError):
-        return False
+def _timed(recording: Recording, pid: int, row: Row, shift_us: float) -> dict[str, Any]:
+    name, category, begin_us, duration_us, thread = row
+    event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": thread}
+    event |= {"ts": round(begin_us + shift_us, 3), "dur": duration_us}
+    if category == "step":
+        event["args"] = {"segment": recording.segment, "party": recording.party}
+    return event
 
 
-def _events(profile: worker_pb2.Profile) -> dict[str, Any]:
-    with gzip.open(io.BytesIO(profile.events_gzip)) as file:
-        content = file.read(MAX_EVENT_BYTES + 1)
-    if len(content) > MAX_EVENT_BYTES:
-        return {"base_ns": 0, "events": []}
-    found: dict[str, Any] = json.loads(content)
-    return found
-
-
-def _row_name(profile: worker_pb2.Profile) -> str:
-    error = profile.clock_error_s
-    clock = "clock not compared" if error == float("inf") else f"clock ± {error * 1e3:.2f} ms"
-    return f"{profile.worker_id} ({profile.device_name}, {clock})"
+def _row_name(head: Recording) -> str:
+    error = head.clock_error_s
+    clock = "clock not compared" if error is None else f"clock ± {error * 1e3:.2f} ms"
+    return f"{head.worker_id} ({head.device_name}, {clock})"
 
 
 def _metadata(name: str, pid: int, args: dict[str, Any]) -> dict[str, Any]:
