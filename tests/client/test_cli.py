@@ -226,6 +226,15 @@ def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoord
     assert (done.stdout, output.exists()) == (f"{output}\n", True)
 
 
+def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -> None:
+    options = ("--coordinator", address)
+    assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
+    deleted = invoke("delete", "mine", *options)
+    assert (deleted.exit_code, deleted.stderr) == (0, "run mine is deleted\n")
+    assert "mine" not in fake.runs
+    assert invoke("delete", "mine", *options).exit_code == 1
+
+
 def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
     options = ("--coordinator", address)
     invoke("run", job_file, *options, "--run-id", "mine")
@@ -244,7 +253,7 @@ def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None
 
 
 def test_an_unknown_run_is_one_line(address: str) -> None:
-    for verb in ("status", "attach", "watch", "logs", "stop", "resume", "download"):
+    for verb in ("status", "attach", "watch", "logs", "stop", "resume", "delete", "download"):
         done = invoke(verb, "nope", "--coordinator", address)
         assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
 
@@ -315,7 +324,7 @@ def test_the_help_says_what_ctrl_c_does() -> None:
     verbs = invoke("--help").stdout
     for verb in (
         *("up", "coordinator", "worker", "run", "list", "status", "logs", "watch", "attach"),
-        *("stop", "resume", "download", "workers"),
+        *("stop", "resume", "delete", "download", "workers"),
     ):
         assert f" {verb} " in verbs
 

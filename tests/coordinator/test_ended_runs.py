@@ -19,7 +19,6 @@ from stratagem.common.errors import NotFoundError
 from stratagem.common.ids import Digest, RunId
 from stratagem.common.tensors.manifest import Purpose, build_manifest
 from stratagem.common.tensors.safefile import header_bytes
-from stratagem.coordinator import rows
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -58,6 +57,8 @@ from tests.core.test_plugins import Raising
 from tests.core.test_population import SECTIONS, population
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
 
+pytestmark = pytest.mark.usefixtures("timeless")
+
 JOBS = {
     "local": job(LOCAL, evaluation=EVALUATION, retention=1),
     "parallel": job(DATA_PARALLEL),
@@ -71,15 +72,6 @@ ERROR = RunFailed(
         type="ValueError", message="no", traceback="...", worker_id="a", activity="step"
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def _timeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a run ended is the wall clock's, which the simulation does not have."""
-    original = rows.view
-    monkeypatch.setattr(
-        rows, "view", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
-    )
 
 
 def of_run(journal: Path, table_name: str) -> int:

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 _SPAN: Final = re.compile(r"(\d+(?:\.\d+)?) *([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -20,5 +20,5 @@ def _seconds(value: object) -> object:
     return float(number) * _SECONDS[unit]
 
 
-Span = Annotated[float, BeforeValidator(_seconds)]
+Span = Annotated[float, BeforeValidator(_seconds), Field(gt=0)]
 """A setting in seconds, given with its unit."""

@@ -42,7 +42,7 @@ from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.perform import perform
-from stratagem.coordinator.housekeeping import keep_house
+from stratagem.coordinator.housekeeping import House
 from stratagem.coordinator.journal import Holder, Journal, Lead
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.link import Links
@@ -102,6 +102,7 @@ class App:
             settings=settings,
             yield_slots=self.supervisor.yield_slots,
         )
+        self._house = House(loop, settings, self.logs, self.profiles)
         self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -121,7 +122,7 @@ class App:
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         apps.append(cls(settings, loop, storage, entrance))
-        await loop.replay(apps[0]._show)
+        await loop.replay(apps[0]._show, renew_every_s=settings.lease_ttl_s / 3)
         apps[0]._forget_resting(loop.state.ended)
         failpoint("coordinator.replay.done")
         return apps[0]
@@ -139,7 +140,7 @@ class App:
                 group.create_task(self.loop.run())
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
-                group.create_task(keep_house(self.loop, self.settings))
+                group.create_task(self._house.keep())
                 group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
         finally:
             self.barriers.close()

@@ -6,6 +6,7 @@ written, the loop ends and says why: nothing may be decided after that.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -44,8 +45,10 @@ APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
 """Commands that share one transaction at most; bounds how long the first one waits."""
 
-PAGE_RUNS = 100
-"""That are put to rest in one transaction, at the start."""
+SUMMED_UP_FACTS = 50_000
+SUMMED_UP_RUNS = 500
+"""At the start, what has ended is put to rest whenever so many facts, or runs, have been read: one
+who is stopped before the end has not read them for nothing."""
 
 log = structlog.get_logger()
 
@@ -108,44 +111,56 @@ class Loop:
         """Commands that wait to be decided."""
         return self._queue.qsize()
 
-    async def replay(self, show: Callable[[list[Committed]], None]) -> None:
+    async def replay(
+        self, show: Callable[[list[Committed]], None], renew_every_s: float = math.inf
+    ) -> None:
         """Rebuild the state from the journal: runs at rest from their summaries, the others from
-        their facts, of which show is told run by run."""
+        their facts, of which show is told run by run.
+
+        May take minutes, in which others run on the event loop, and the lead is kept.
+        """
         resting, others = await self.recorded.runs()
         self.state = put_to_rest(self.state, resting)
-        num_facts = 0
-        walls_s: dict[RunId, float] = {}
-        deleted: set[RunId] = set()
+        num_facts = num_since = 0
+        read: dict[RunId, float] = {}
         async for facts in self.recorded.pages(others):
-            for item in facts:
-                run_id = item.entry.run_id
-                with limits.lifted():
-                    self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
-                walls_s[run_id] = item.wall_s
-                if run_id == CLUSTER:
-                    self._num_of_cluster = item.index + 1
-                if isinstance(item.entry.fact, RunDeleted):
-                    deleted.add(run_id)
-            num_facts += len(facts)
-            self.world = world_of(self.state)
+            self._fold(facts)
+            read |= {item.entry.run_id: item.wall_s for item in facts}
+            num_facts, num_since = num_facts + len(facts), num_since + len(facts)
             show(facts)
-        for run_id in deleted:
-            await self.recorded.forget(run_id)
-        await self._sum_up(walls_s)
+            if num_since >= SUMMED_UP_FACTS or len(read) > SUMMED_UP_RUNS:
+                last = facts[-1].entry.run_id  # there may be more of it
+                await self._sum_up(
+                    {run_id: at_s for run_id, at_s in read.items() if run_id != last}
+                )
+                read, num_since = {last: read[last]}, 0
+            if time.monotonic() - self.renewed_s > renew_every_s:
+                await self.renew()
+        await self._sum_up(read)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
         num_runs = len(self.state.runs) + len(self.state.ended)
         counts = {"facts": num_facts, "runs": num_runs, "summaries": len(resting)}
         log.info("journal replayed", **counts, term=self.term)
 
+    def _fold(self, facts: list[Committed]) -> None:
+        for item in facts:
+            run_id = item.entry.run_id
+            with limits.lifted():
+                self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
+            if run_id == CLUSTER:
+                self._num_of_cluster = item.index + 1
+        self.world = world_of(self.state)
+
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
-        """Put to rest what has ended under a version that made other summaries, or none."""
-        run_ids = list(walls_s)
-        for start in range(0, len(run_ids), PAGE_RUNS):
-            some = {run_id: walls_s[run_id] for run_id in run_ids[start : start + PAGE_RUNS]}
-            found = _at_rest(self.state, self.world, some)
-            await self.recorded.append((), found)
-            self.state = put_to_rest(self.state, [run for run, _ in found])
+        """Of these runs, all of whose facts were read: put to rest what has ended under a version
+        that made other summaries, or none, and forget what was being deleted."""
+        found = _at_rest(self.state, self.world, walls_s)
+        await self.recorded.append((), found)
+        self.state = put_to_rest(self.state, [run for run, _ in found])
+        for run_id in walls_s:
+            if run_id != CLUSTER and self.state.find(run_id) is None:
+                await self.recorded.forget(run_id)
 
     async def submit(self, command: Command) -> tuple[Entry, ...]:
         """Have a command decided; the facts it led to, durable. Raises what it was refused with,

@@ -12,6 +12,7 @@ from typing import TypeVar
 from stratagem.common import limits
 from stratagem.common.ids import RunId
 from stratagem.coordinator import rows
+from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.commands import Command
 from stratagem.coordinator.core.rest import num_to_recall, recall
 from stratagem.coordinator.core.showing import RunView
@@ -59,10 +60,12 @@ class Recorded:
         await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
 
     async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
-        """The runs that are summed up, and those (the cluster, too) whose facts have to be read."""
+        """The runs that are summed up, and those whose facts have to be read, the cluster first:
+        how a run is shown depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(rows.VERSION))
         ended = [rows.ended_run(brief) for brief in briefs.values() if brief is not None]
-        return ended, [run_id for run_id, brief in briefs.items() if brief is None]
+        others = [run_id for run_id, brief in briefs.items() if brief is None]
+        return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
 
     async def pages(self, run_ids: Iterable[RunId]) -> AsyncIterator[list[Committed]]:
         """All facts of these runs, one run after the other."""

@@ -102,6 +102,19 @@ class Settings(BaseSettings):
         validate_default=True,
         description="a lost worker that no active run needs is forgotten after this",
     )
+    keep_runs: int = Field(
+        default=10_000,
+        ge=0,
+        description="of the runs that have ended, so many are kept; the oldest are deleted",
+    )
+    keep_runs_for: Span = Field(
+        default="90d", validate_default=True, description="an ended run is deleted after this"
+    )
+    keep_logs_for: Span = Field(
+        default="30d",
+        validate_default=True,
+        description="log and profile of an ended run are deleted after this, if not with the run",
+    )
     max_uploads: int = Field(default=16, gt=0, description="data sets that arrive at once")
     max_watchers: int = Field(
         default=1000, gt=0, description="clients that follow a run's events or log"

@@ -128,6 +128,17 @@ def stop(
         complain(f"run {run_id} is stopping; go on later with: stratagem resume {run_id}")
 
 
+def delete(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Delete a run that has ended, with its states and its log."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).delete()
+        complain(f"run {run_id} is deleted")
+
+
 def download(
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,

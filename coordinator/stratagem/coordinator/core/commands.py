@@ -66,6 +66,17 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpireRuns:
+    """Delete runs that ended before this time of the leader's clock, and all but the newest of
+    those that have ended; the oldest first, and not more than so many at once."""
+
+    ended_before_s: float
+    num_kept: int
+    limit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RegisterWorker:
     member: Member
     address: str
@@ -130,17 +141,8 @@ class Tick:
 
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
-Command = (
-    SubmitRun
-    | ClaimData
-    | CancelRun
-    | ResumeRun
-    | DeleteRun
-    | AboutWorkers
-    | Report
-    | ReportTrouble
-    | Tick
-)
+AboutRuns = SubmitRun | ClaimData | CancelRun | ResumeRun | DeleteRun | ExpireRuns
+Command = AboutRuns | AboutWorkers | Report | ReportTrouble | Tick
 
 
 class RefusalKind(StrEnum):

@@ -28,6 +28,7 @@ from stratagem.coordinator.core.commands import (
     DeleteRun,
     DrainWorker,
     Entry,
+    ExpireRuns,
     ForgetWorkers,
     LeaveWorker,
     LoseWorker,
@@ -61,7 +62,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.forgetting import forget_workers
+from stratagem.coordinator.core.forgetting import expire_runs, forget_workers
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, World
 
 MAX_DECISIONS = 10_000
@@ -84,6 +85,8 @@ def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Ref
             return _resume(state, command)
         case DeleteRun():
             return _delete(state, command)
+        case ExpireRuns():
+            return expire_runs(state, command)
         case Report():
             return _report(state, command)
         case ReportTrouble():

@@ -153,6 +153,12 @@ class RunDeleted(Value):
     by: str = ""
 
 
+class RunExpired(RunDeleted):
+    """Nobody asked: it has been kept for as long as ended runs are."""
+
+    reason: str = ""
+
+
 class PartyFailed(Value):
     """The user's code raised in a party, or it cannot go on; the strategy around it decides.
 
@@ -453,6 +459,7 @@ Fact = (
     | RunCompleted
     | RunReleased
     | RunDeleted
+    | RunExpired
     | PartyFailed
     | MembersFormed
     | ProcessDied

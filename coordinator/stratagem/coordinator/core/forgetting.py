@@ -1,14 +1,21 @@
-"""Which workers may be forgotten: lost long ago, or too many, and named by no active run."""
+"""What may be forgotten: workers that were lost and runs that ended long ago, or too many of them,
+and that no run needs."""
 
 from itertools import chain
 
-from stratagem.common.ids import WorkerId
+from stratagem.common.ids import Digest, WorkerId
 from stratagem.coordinator.core.apply import CLUSTER
 from stratagem.coordinator.core.asking import parties_of
-from stratagem.coordinator.core.commands import Entry, ForgetWorkers
+from stratagem.coordinator.core.commands import Entry, ExpireRuns, ForgetWorkers
 from stratagem.coordinator.core.effects import slots
-from stratagem.coordinator.core.facts import WorkersForgotten
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord
+from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    EndedRun,
+    RunRecord,
+    WorkerRecord,
+    initial_of,
+)
 from stratagem.coordinator.strategies.table import strategy_of
 
 
@@ -53,3 +60,28 @@ def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
     """Whether it has data of its own that one of these runs trains on, and waits for."""
     names = worker.capability.local_data
     return any(run.job.data.worker_local in names for run in runs)
+
+
+def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[Entry, ...]:
+    """The facts that delete them. A run that has not come to rest stays, and so does one that
+    another run has begun from."""
+    ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
+    num_too_many = max(0, len(ended) - command.num_kept)
+    old = [
+        run
+        for number, run in enumerate(ended)
+        if number < num_too_many or run.ended_s < command.ended_before_s
+    ]
+    if not old:
+        return ()
+    named = {run.initial for run in state.ended.values()} | set(
+        map(initial_of, state.runs.values())
+    )
+    free = [run for run in old if not _own_blobs(run) & named]
+    fact = RunExpired(reason=command.reason)
+    return tuple(Entry(run.run_id, fact) for run in free[: command.limit])
+
+
+def _own_blobs(run: EndedRun) -> frozenset[Digest | None]:
+    """Without the state of another run that it began from itself."""
+    return frozenset(run.blobs) - {run.initial}

@@ -19,6 +19,7 @@ from stratagem.coordinator.core.state import (
     RunPhase,
     RunRecord,
     World,
+    initial_of,
 )
 from stratagem.coordinator.strategies.table import is_installed
 
@@ -43,6 +44,8 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
         submitted_by=run.submitted_by,
         blobs=tuple(sorted(blobs)),
         owner=run.owner,
+        ended_s=run.changed_s,
+        initial=initial_of(run),
     )
     return ended, view
 

@@ -95,6 +95,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "RunCompleted": lambda e: f"completed: {e.reason}",
     "RunReleased": lambda e: "the workers have let go of the run",
     "RunDeleted": lambda e: _by("deleted", e),
+    "RunExpired": lambda e: f"deleted: {e.reason}",
     "PartyFailed": lambda e: f"failed: {e.reason}",
     "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
     "ProcessDied": lambda e: (

@@ -103,6 +103,10 @@ class EndedRun:
     submitted_by: str
     blobs: tuple[Digest, ...]
     """That must stay."""
+    ended_s: float
+    """Leader-clock time of its newest fact."""
+    initial: Digest | None
+    """The state that its job has named to begin from."""
     owner: str = ""
 
     @property
@@ -171,3 +175,8 @@ def best_commit(record: RunRecord) -> Commit | None:
         return None
     sign = 1.0 if evaluation.mode == "max" else -1.0
     return max(scored, key=lambda c: (sign * c.metrics[key], -c.segment))
+
+
+def initial_of(run: RunRecord) -> Digest | None:
+    """The state that the run's job has named to begin from."""
+    return None if run.job.initial is None else run.job.initial.digest

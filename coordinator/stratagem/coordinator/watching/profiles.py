@@ -65,6 +65,10 @@ class Profiles:
         """Forget what a run has recorded."""
         shutil.rmtree(self._root / run_id, ignore_errors=True)
 
+    def run_ids(self) -> list[RunId]:
+        """Of the runs that have recorded something."""
+        return [RunId(path.name) for path in self._root.glob("*")]
+
     def trace(self, run_id: RunId) -> Iterator[bytes]:
         """All of a run as one JSON text, piece by piece: one recording is in memory at a time.
 

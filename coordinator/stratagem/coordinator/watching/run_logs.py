@@ -88,6 +88,10 @@ class RunLogs:
         self._full.discard(run_id)
         self._path(run_id).unlink(missing_ok=True)
 
+    def run_ids(self) -> list[RunId]:
+        """Of the logs that there are."""
+        return [RunId(path.stem) for path in self._root.glob("*.jsonl")]
+
     async def tail(
         self, run_id: RunId, *, follow: bool, is_over: Callable[[RunId], bool]
     ) -> AsyncIterator[Line]:
