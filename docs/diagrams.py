@@ -21,7 +21,8 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.decide import parties_of, world_of
 from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected, decode
+from stratagem.coordinator.core.encoding import decode
+from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
 from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.strategies.contract import Outlook

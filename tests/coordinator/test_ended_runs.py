@@ -30,6 +30,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
+from stratagem.coordinator.core.encoding import decode
 from stratagem.coordinator.core.facts import (
     ROOT,
     ErrorRecord,
@@ -40,7 +41,6 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
-    decode,
 )
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase

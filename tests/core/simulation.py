@@ -30,6 +30,7 @@ from stratagem.coordinator.core.effects import (
     RunSegment,
     TrainClient,
 )
+from stratagem.coordinator.core.encoding import decode, encode
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Capability,
@@ -42,8 +43,6 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
     UpdateReceived,
-    decode,
-    encode,
 )
 from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import CoordinatorState

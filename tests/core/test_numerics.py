@@ -5,7 +5,8 @@ import pytest
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.numerics import CURRENT, FIRST, check_numerics
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
-from stratagem.coordinator.core.facts import RunSubmitted, decode
+from stratagem.coordinator.core.encoding import decode
+from stratagem.coordinator.core.facts import RunSubmitted
 from tests.core.simulation import RUN, Simulation, job, register
 
 pytestmark = pytest.mark.core

@@ -14,7 +14,8 @@ from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
 from stratagem.client.sync import Client
 from stratagem.common.ids import RunId
-from stratagem.coordinator.core.facts import RunCompleted, RunReleased, encode
+from stratagem.coordinator.core.encoding import encode
+from stratagem.coordinator.core.facts import RunCompleted, RunReleased
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

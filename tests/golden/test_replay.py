@@ -9,7 +9,8 @@ from stratagem.common.ids import RunId
 from stratagem.common.numerics import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import decide
-from stratagem.coordinator.core.facts import SCHEMA_VERSION, RunSubmitted, encode
+from stratagem.coordinator.core.encoding import SCHEMA_VERSION, encode
+from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.journal import Holder, Journal, Record
 from tests.core.simulation import job
 from tests.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL

@@ -17,7 +17,8 @@ from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tokens import Scope, add_token, new_token
 from stratagem.coordinator.app import App
-from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted, decode
+from stratagem.coordinator.core.encoding import decode
+from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.listening import Security
 from stratagem.coordinator.service.servicer import CoordinatorServicer

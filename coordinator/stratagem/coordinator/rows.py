@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from stratagem.coordinator.core.commands import Entry
-from stratagem.coordinator.core.facts import SCHEMA_VERSION, decode, encode
+from stratagem.coordinator.core.encoding import SCHEMA_VERSION, decode, encode
 from stratagem.coordinator.core.showing import RunView
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.journal import Record, Summary

@@ -2,13 +2,11 @@
 
 A fact says what was decided or observed (a placement, a selection, a digest) and never how to
 decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
-digests, metrics. Adding an optional field keeps SCHEMA_VERSION; changing a meaning raises it and
-adds an entry to UPGRADES.
+digests, metrics. How they are written down stands in encoding.py.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -17,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from stratagem.common.frozen import frozen
 from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
 
-SCHEMA_VERSION = 1
 ROOT = Party("")
 
 _Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -481,25 +478,3 @@ Fact = (
 )
 
 KINDS: Mapping[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}
-
-UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(kind, schema version) -> the payload in the next version; absent: that did not change it."""
-
-
-def encode(fact: Fact) -> tuple[str, str]:
-    """The kind and the payload as JSON."""
-    return type(fact).__name__, fact.model_dump_json()
-
-
-def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
-    """The fact of a journal entry written by this or an earlier version."""
-    if kind not in KINDS or schema_version > SCHEMA_VERSION:
-        raise ValueError(
-            f"the journal holds {kind} of schema {schema_version}, written by a newer version; "
-            f"this one knows schemas up to {SCHEMA_VERSION}"
-        )
-    payload = json.loads(payload_json)
-    for version in range(schema_version, SCHEMA_VERSION):
-        upgrade = UPGRADES.get((kind, version))
-        payload = upgrade(payload) if upgrade else payload
-    return KINDS[kind].model_validate(payload)
