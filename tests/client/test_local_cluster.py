@@ -1,17 +1,20 @@
 """LocalCluster keeps processes alive and leaves none behind; stand-ins play the processes."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from stratagem.client import guard, supervisor
 from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.preloaded import Process
 from stratagem.common.errors import (
     ConflictError,
     InvalidInputError,
@@ -148,6 +151,72 @@ def test_one_folder_serves_one_cluster_at_a_time(tmp_path: Path) -> None:
         make_cluster(tmp_path, workers=0).start()
     with make_cluster(tmp_path, workers=0):
         pass
+
+
+def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors left, say, when a process is to be started again."""
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+    really = supervisor.start
+
+    def start(*args: Any, **options: Any) -> Process:
+        if failures:
+            raise failures.pop()
+        return really(*args, **options)
+
+    with make_cluster(tmp_path, workers=1) as cluster:
+        monkeypatch.setattr(supervisor, "start", start)
+        cluster.kill("worker-0")
+        cluster.wait_restarted("worker-0", 1)
+        assert failures == []
+        cluster.kill("worker-0")  # the thread is as good as before
+        cluster.wait_restarted("worker-0", 2)
+
+
+def test_an_end_that_cannot_be_watched_is_found_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_descriptor(_: Process) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(supervisor, "end_descriptor", end_descriptor)
+    with make_cluster(tmp_path, workers=1) as cluster:
+        pid = cluster.processes["worker-0"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        cluster.wait_restarted("worker-0", 1)
+
+
+def test_what_cannot_be_started_at_all_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, **__: Any) -> Process:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "python4")
+
+    monkeypatch.setattr(supervisor, "start", start)
+    said = "cannot be started: FileNotFoundError.*python4"
+    with pytest.raises(UnavailableError, match=said), make_cluster(tmp_path, workers=1):
+        pass
+
+
+def test_a_supervisor_that_fails_ends_its_processes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_cluster(tmp_path, workers=1) as cluster:
+        processes = [psutil.Process(view.pid) for view in cluster.processes.values()]
+
+        def wait(*_: object) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(supervisor.Supervisor, "_wait", wait)
+        os.kill(processes[1].pid, signal.SIGKILL)  # wakes the thread
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+        assert alive == []
+        said = pytest.raises(UnavailableError, match=r"have ended, because.*MemoryError: no room")
+        with said:
+            cluster.wait_restarted("worker-0", 1)
+        for ask in (lambda: cluster.address, lambda: cluster.kill("worker-0"), cluster.wait_ready):
+            with pytest.raises(UnavailableError, match="MemoryError: no room"):
+                ask()
 
 
 def test_wrong_names_and_counts_are_refused(tmp_path: Path) -> None:

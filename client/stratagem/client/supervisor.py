@@ -3,8 +3,9 @@
 All are started at once. A process that needs others reads their addresses, a line each, from its
 standard input once they are ready; when it is started again they stand in its arguments. It is
 ready when its ready file names an address, and is started again when it ends; one that keeps ending
-soon waits longer each time. No child outlives this process, however that ends (see preloaded.py).
-Knows nothing of what the commands do.
+soon, or cannot be started, waits longer each time. Should the thread itself fail, it ends all
+processes, and every later question is answered with the reason. No child outlives this process,
+however that ends (see preloaded.py). Knows nothing of what the commands do.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
+
 from stratagem.client.preloaded import Process, end_descriptor, start
 from stratagem.client.process import Command, ProcessView, read_address, stop, tail
 from stratagem.common.errors import NotFoundError, UnavailableError
 
+log = structlog.get_logger(__name__)
+
 BOOT_TICK_S: Final = 0.02
 """How often the ready file of a process that is starting is looked at."""
+BLIND_TICK_S: Final = 0.2
+"""The same of a process whose end nothing tells: on other systems, or without descriptors."""
 STABLE_S: Final = 10.0
 """A process that lived this long has not died "soon"."""
 FREE_RESTARTS: Final = 2
@@ -51,6 +58,8 @@ class _Child:
     """How the last process has ended; see Command.exit_variable."""
     is_ordered: bool = False
     """The present process was sent a signal by who uses this supervisor."""
+    problem: str = ""
+    """Why it could not be started, or looked after, the last time this was tried."""
     started_s: float = 0.0
     due_s: float = 0.0
 
@@ -67,6 +76,8 @@ class Supervisor:
     _wake: tuple[int, int] = field(init=False)
     _thread: threading.Thread = field(init=False)
     _is_closing: bool = field(init=False, default=False)
+    _defect: str = field(init=False, default="")
+    """Why the thread has ended by itself."""
 
     def __post_init__(self) -> None:
         self._children = {each.name: _Child(each) for each in self.commands}
@@ -83,6 +94,7 @@ class Supervisor:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not all(child.is_ready for child in self._children.values()):
+                self._raise_if_defective()
                 for child in self._children.values():
                     self._raise_if_hopeless(child)
                 left_s = deadline_s - time.monotonic()
@@ -95,19 +107,29 @@ class Supervisor:
         with self._changed:
             child = self._child(name)
             is_back = self._changed.wait_for(
-                lambda: self._is_closing or (child.is_ready and child.num_starts > num_starts),
+                lambda: (
+                    self._is_closing
+                    or bool(self._defect)
+                    or (child.is_ready and child.num_starts > num_starts)
+                ),
                 timeout_s,
             )
+            self._raise_if_defective()
             if not is_back or self._is_closing:
-                raise UnavailableError(f"{name} was not started again within {timeout_s:g} s")
+                reason = f": {child.problem}" if child.problem else ""
+                raise UnavailableError(
+                    f"{name} was not started again within {timeout_s:g} s{reason}"
+                )
 
     def views(self) -> tuple[ProcessView, ...]:
         with self._changed:
+            self._raise_if_defective()
             return tuple(self._view(child) for child in self._children.values())
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         """Send a signal; after SIGKILL the process is gone, and on its way back, on return."""
         with self._changed:
+            self._raise_if_defective()
             child = self._child(name)
             if child.process is None:
                 return
@@ -134,13 +156,35 @@ class Supervisor:
     # ---- the thread ----
 
     def _run(self) -> None:
-        while not self._is_closing:
+        try:
+            while not self._is_closing:
+                with self._changed:
+                    for child in self._children.values():
+                        self._try_to_look_after(child)
+                    timeout_s = self._next_look_s()
+                self._wait(timeout_s)
+        except BaseException as error:  # without this thread nobody would be started again
+            log.error("the supervisor of local processes has failed", exc_info=error)
             with self._changed:
-                for child in self._children.values():
-                    self._look_after(child)
-                timeout_s = self._next_look_s()
-            self._wait(timeout_s)
-        self._stop_all()
+                self._defect = f"{type(error).__name__}: {error}"
+        finally:
+            self._stop_all()
+
+    def _try_to_look_after(self, child: _Child) -> None:
+        """Whatever goes wrong with one process (no descriptors or memory left, a full disk, a
+        folder that is gone) is tried again later, and is nothing to the others."""
+        try:
+            self._look_after(child)
+            return
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem != child.problem:
+            log.warning("cannot look after a process", process=child.command.name, reason=problem)
+        child.problem = problem
+        child.num_quick_ends += 1
+        delay_s = max(BOOT_TICK_S, _restart_delay_s(child.num_quick_ends))
+        child.due_s = time.monotonic() + delay_s
+        self._changed.notify_all()
 
     def _look_after(self, child: _Child) -> None:
         if child.process is None:
@@ -171,6 +215,7 @@ class Supervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
+        """A process that was started is noted at once: whatever fails next, it is not forgotten."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)
@@ -180,11 +225,13 @@ class Supervisor:
         with command.log_file.open("ab") as log:
             child.log_begin = log.tell()
             child.process = start(argv, environment, log, with_input=not self._has_needs(child))
-        if sys.platform == "linux":
-            child.end = end_descriptor(child.process)
         child.num_starts += 1
         child.started_s = time.monotonic()
+        child.problem = ""
         self._changed.notify_all()
+        if sys.platform == "linux":
+            with suppress(OSError):  # without one it is looked after now and then
+                child.end = end_descriptor(child.process)
 
     def _note_end(self, child: _Child) -> None:
         assert child.process is not None
@@ -208,13 +255,15 @@ class Supervisor:
 
     def _next_look_s(self) -> float | None:
         """When to look again if nothing wakes us; None: not before that."""
-        looks = [None if sys.platform == "linux" else 0.2]
+        looks: list[float] = []
         for child in self._children.values():
             if child.process is None:
                 looks.append(max(0.0, child.due_s - time.monotonic()))
-            elif child.process is not None and not child.is_ready:
+            elif not child.is_ready:
                 looks.append(BOOT_TICK_S)
-        return min((each for each in looks if each is not None), default=None)
+            elif child.end is None:
+                looks.append(BLIND_TICK_S)
+        return min(looks, default=None)
 
     def _wait(self, timeout_s: float | None) -> None:
         poller = select.poll()
@@ -249,9 +298,18 @@ class Supervisor:
 
     # ---- words ----
 
+    def _raise_if_defective(self) -> None:
+        if self._defect:
+            raise UnavailableError(
+                f"the processes have ended, because what kept them alive has failed: {self._defect}"
+            )
+
     def _raise_if_hopeless(self, child: _Child) -> None:
-        """An ordinary error exit before the first readiness: starting again would not help."""
+        """No start, or an ordinary error exit before the first readiness: to try again would not
+        help."""
         has_been_ready = child.command.name in self._addresses
+        if child.problem and not has_been_ready:
+            raise UnavailableError(f"{child.command.name} cannot be started: {child.problem}")
         status = child.last_exit
         if has_been_ready or status is None or status < 0 or status == KILLED_BY_FAILPOINT:
             return
@@ -262,9 +320,13 @@ class Supervisor:
         )
 
     def _not_ready(self, timeout_s: float) -> str:
-        waiting = [name for name, child in self._children.items() if not child.is_ready]
-        logs = self._children[waiting[0]].command.log_file.parent if waiting else ""
-        return f"not ready after {timeout_s:g} s: {', '.join(waiting)}; their logs lie in {logs}"
+        waiting = [child for child in self._children.values() if not child.is_ready]
+        logs = waiting[0].command.log_file.parent if waiting else ""
+        names = [
+            f"{child.command.name} ({child.problem})" if child.problem else child.command.name
+            for child in waiting
+        ]
+        return f"not ready after {timeout_s:g} s: {', '.join(names)}; their logs lie in {logs}"
 
     def _view(self, child: _Child) -> ProcessView:
         return ProcessView(
