@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import grpc
 
+from stratagem.client.forks import check_fork, is_lost, note_closed, note_open
 from stratagem.common.backoff import Backoff
 from stratagem.common.errors import (
     InvalidInputError,
@@ -65,6 +66,7 @@ class Connection:
         patience_s: how long a single call waits for a coordinator that has gone away.
         proof: what the coordinator is shown, and how it is known.
         """
+        note_open(self)
         log.debug(
             tune_malloc()
         )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
@@ -83,12 +85,16 @@ class Connection:
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 
     async def close(self) -> None:
+        if is_lost():
+            return  # the channel belongs to the process of which this one is a fork
+        note_closed(self)
         await self._channel.close()
 
     async def call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
         """One unary call; every call of the service may be repeated."""
+        check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
         give_up_s = began_s + self._patience_s
@@ -118,6 +124,7 @@ class Connection:
 
         open_stream is called for every attempt and knows from where to go on.
         """
+        check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         while True:
             asked = self._coordinators.present

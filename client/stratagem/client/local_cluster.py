@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from stratagem.client.process import Command, ProcessView
 from stratagem.client.supervisor import Supervisor
-from stratagem.common.errors import ConflictError, InvalidInputError, NotFoundError
+from stratagem.common.errors import ConflictError, InvalidInputError, NotFoundError, WrongStateError
 from stratagem.common.rpc.addresses import split_address
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class LocalCluster:
     _supervisor: Supervisor | None = field(init=False, default=None)
     _folder: Path = field(init=False, default_factory=Path)
     _lock: int = field(init=False, default=-1)
+    _owner: int = field(init=False, default=0)
+    """The process that has started it; in a fork of that it is not ours to end."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -87,7 +89,7 @@ class LocalCluster:
         """Start all processes and wait until they are ready."""
         if self._supervisor is not None:
             return self
-        self._folder = self._make_folder()
+        self._folder, self._owner = self._make_folder(), os.getpid()
         self._supervisor = Supervisor([self._coordinator(), *map(self._worker, self.worker_names)])
         self._supervisor.start()
         try:
@@ -98,8 +100,8 @@ class LocalCluster:
         return self
 
     def close(self) -> None:
-        """End all processes (SIGTERM, after a grace SIGKILL). Idempotent."""
-        if self._supervisor is None:
+        """End all processes (SIGTERM, after a grace SIGKILL). Idempotent; nothing in a fork."""
+        if self._supervisor is None or self._owner != os.getpid():
             return
         self._supervisor.close()
         self._supervisor = None
@@ -172,6 +174,10 @@ class LocalCluster:
     def _running(self) -> Supervisor:
         if self._supervisor is None:
             raise NotFoundError("this local cluster is not running; call start()")
+        if self._owner != os.getpid():
+            raise WrongStateError(
+                f"this local cluster belongs to process {self._owner}, of which this one is a fork"
+            )
         return self._supervisor
 
     def _make_folder(self) -> Path:

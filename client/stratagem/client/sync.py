@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from stratagem.client.client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun
+from stratagem.client.forks import check_fork, is_lost
 from stratagem.client.jobs import Job
 from stratagem.client.uploads import InlineData
 from stratagem.client.views import Event, LogLine, Progress, RunStatus, Worker
@@ -49,6 +50,9 @@ class LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """Run to the end and give back the result; an interrupt cancels the coroutine."""
+        if is_lost():  # the thread is not in this fork
+            coroutine.close()
+            check_fork()
         tasks: list[asyncio.Task[Value]] = []
 
         async def tracked() -> Value:
@@ -81,10 +85,15 @@ class LoopThread:
             while (item := self.call(advance())) is not _END:
                 yield item  # type: ignore[misc]
         finally:
-            if not self._loop.is_closed():  # closing the loop has closed the source
+            if (
+                not self._loop.is_closed() and not is_lost()
+            ):  # closing the loop has closed the source
                 self.call(close())
 
     def close(self) -> None:
+        """Nothing in a fork, where neither the loop nor what it has open is ours."""
+        if is_lost():
+            return
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -148,7 +157,7 @@ class Client:
 
     def close(self) -> None:
         """Idempotent. Runs go on."""
-        if self._loop is not None:
+        if self._loop is not None and not is_lost():
             self._loop.call(self._client.close())
             self._loop.close()
             self._loop = None
