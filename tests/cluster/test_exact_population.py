@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.client.sync import Client
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
 from stratagem.coordinator.strategies.population_run import member_job
@@ -253,6 +253,8 @@ def test_what_decides_the_layout_goes_with_the_state(
     )
     outcome = train(client, spec)
     state, history = population_loop(spec, frozenset({*FOUND, "optimizer.name"}))
+    turned = dict(reversed(STRUCTURAL.items()))
+    assert with_fields(spec, {"search_space": turned}) == spec
     assert not outcome.of("PartyFailed")
     assert outcome.status.reason == "3 generations committed"
     assert copies_of(outcome) == history

@@ -11,8 +11,10 @@ from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.job.search import read_search_space
 from stratagem.common.json_text import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
+from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import (
+    ROOT,
     GenerationClosed,
     MemberEvolved,
     ModelBuilt,
@@ -21,7 +23,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.evolution import draw, explored, stream
-from stratagem.coordinator.strategies.population_run import member_job
+from stratagem.coordinator.strategies.population_run import PopulationRun, form, member_job
 from stratagem.coordinator.strategies.structure import (
     known_structure,
     variants,
@@ -227,3 +229,52 @@ def test_a_population_of_an_earlier_version_ends_as_it_would_have() -> None:
             rng.choice([0])
             expected = draw(spec.search_space, rng)
             assert copied.params == expected
+
+
+@given(st.permutations(sorted(SPACE)), st.integers(0, 100), st.booleans())
+def test_the_order_of_a_search_space_has_no_meaning(
+    names: list[str], seed: int, is_listed: bool
+) -> None:
+    """Equal jobs have equal text, and draw equal values, in both forms."""
+    written: dict[str, Any] = {name: SPACE[name] for name in names}
+    if is_listed:
+        shared = JobSpec.from_json(document(SPACE)).document()["search_space"]
+        assert isinstance(shared, dict)
+        by_name = {each["name"]: each for each in shared["dimensions"]}  # type: ignore[index, union-attr, call-overload]
+        written = {"dimensions": [by_name[name] for name in names], "frozen": {}}
+    first = JobSpec.from_json(document(SPACE))
+    other = JobSpec.from_json(document(written))
+    assert (other, hash(other)) == (first, hash(first))
+    assert other.canonical_json() == first.canonical_json()
+    assert formed_of(other) == formed_of(first)
+
+
+def formed_of(spec: JobSpec) -> PopulationFormed:
+    return form(spec, PopulationRun(ROOT))
+
+
+def test_the_same_job_in_another_order_is_the_same_job() -> None:
+    """Also where the first one was submitted by a version that kept the order."""
+    names = sorted(SPACE, reverse=True)
+    simulation = start(document(SPACE), "a")
+    number = len(simulation.journal)
+    again = document({name: SPACE[name] for name in names})
+    assert again != document(SPACE)
+    assert simulation.tell(SubmitRun(RUN, again, 1.0)) == ()
+    assert len(simulation.journal) == number
+
+
+def test_copies_draw_in_the_same_order_as_the_first_members() -> None:
+    """Two runs whose jobs are equal but for the order end with the same hyperparameters."""
+    ends = []
+    for names in (sorted(SPACE), sorted(SPACE, reverse=True)):
+        text = {name: SPACE[name] for name in names}
+        shared = JobSpec.from_json(document(text)).document()["search_space"]
+        listed = dict(shared)  # type: ignore[call-overload]
+        listed["dimensions"] = sorted(
+            listed["dimensions"], key=lambda each: names.index(each["name"])
+        )
+        simulation = start(document(listed, generations=4), "a", "b")
+        ends.append(evolve(simulation))
+    assert ends[0] == ends[1]
+    assert ends[0]

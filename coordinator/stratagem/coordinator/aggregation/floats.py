@@ -99,6 +99,7 @@ def _middles(dtype: str) -> Wide:
     """What lies half-way between each finite magnitude and the next, in order of the codes."""
     magnitudes = _values_of_codes(dtype)[: _MAX_FINITE[dtype] + 1]
     middles: Wide = (magnitudes[:-1] + magnitudes[1:]) / 2
+    middles.flags.writeable = False  # all callers share it
     return middles
 
 
@@ -116,4 +117,5 @@ def _values_of_codes(dtype: str) -> Wide:
     if dtype == "float8_e5m2":  # the other one has no infinity
         value[(codes & 0x7F) == _MAX_FINITE[dtype] + 1] = np.inf
     result: Wide = np.where(codes & 0x80, -value, value)
+    result.flags.writeable = False  # all callers share it
     return result
