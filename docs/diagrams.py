@@ -149,6 +149,7 @@ def _scenarios(strategy: dict[str, object]) -> Iterator[Simulation]:
     if federated:
         yield _rejected(text)
         yield from map(_deadline, (1, 2))
+        yield _waits_for_quorum()
         yield _worker_local_lost()
 
 
@@ -238,6 +239,17 @@ def _deadline(quorum: int) -> Simulation:
     simulation.queue.clear()
     simulation.now_s = 61.0
     simulation.tell(Tick())
+    simulation.run()
+    return simulation
+
+
+def _waits_for_quorum() -> Simulation:
+    """All clients fail, and are asked again on another worker."""
+    simulation = _opened(job({**FEDERATED, "options": {"on_missing_quorum": "wait"}}))
+    simulation.queue.clear()
+    for client in (0, 1):
+        rejected = UpdateRejected(party=ROOT, round_num=1, client=client, reason="ValueError: no")
+        simulation.tell(Report(RUN, rejected))
     simulation.run()
     return simulation
 

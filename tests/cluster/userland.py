@@ -214,3 +214,53 @@ def gated_clients(folder: str, client_id: int = 0, num_clients: int = 1) -> dict
     x, y = rows_of(46)
     own = x[client_id::num_clients], y[client_id::num_clients]
     return {"train": Gated(own, folder, f"client{client_id}")}
+
+
+class FailingRows(Gated):
+    """The rows of a client that fails in some rounds: it takes one batch in each.
+
+    Takes are counted in a file, as a process that ends forgets them; a round that is tried again
+    counts anew.
+    """
+
+    def __init__(self, rows: Rows, folder: str, name: str, how: str, rounds: list[int]) -> None:
+        super().__init__(rows, folder, name)
+        self.how, self.rounds = how, rounds
+
+    def take(self, indices: Tensor) -> Rows:
+        x, y = super().take(indices)
+        done = self.folder / f"{self.name}.done"
+        round_num = 1 + (len(done.read_text()) if done.exists() else 0)
+        if round_num not in self.rounds:
+            done.write_text("x" * round_num)
+            return x, y
+        if self.how != "exit":  # it is asked no more in this round
+            done.write_text("x" * round_num)
+        match self.how:
+            case "exit":
+                os._exit(3)
+            case "raise":
+                raise KeyError("label")
+            case "memory":
+                raise MemoryError
+            case "torch memory":
+                torch.empty(1 << 50)
+            case "not finite":
+                return torch.full_like(x, torch.nan), y
+        raise AssertionError(self.how)
+
+
+def failing_clients(
+    folder: str,
+    how: str = "raise",
+    failing: list[int] | None = None,
+    rounds: list[int] | None = None,
+    client_id: int = 0,
+    num_clients: int = 1,
+) -> dict[str, Any]:
+    """46 rows, dealt to the clients; those named fail in these rounds, the others are gated."""
+    x, y = rows_of(46)
+    own = x[client_id::num_clients], y[client_id::num_clients]
+    if client_id not in (failing or []):
+        return {"train": Gated(own, folder, f"client{client_id}")}
+    return {"train": FailingRows(own, folder, f"client{client_id}", how, rounds or [])}

@@ -292,10 +292,11 @@ def test_random_rounds_select_from_the_roster() -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_client_that_ends_three_processes_fails_the_run(moves: bool) -> None:
+def test_client_that_ends_three_processes_is_rejected_alone(moves: bool) -> None:
     simulation = opened({**FEDERATED, "num_clients": 2}, "a", "b")
     num_deaths = 0
-    while simulation.state.runs[RUN].ended is None:
+    while not simulation.facts(UpdateRejected):
+        assert num_deaths < 3
         # Lost, the client moves to the other worker; that one is lost, too, and brings it back.
         name, number = ("ab"[num_deaths % 2], num_deaths // 2) if moves else ("a", num_deaths)
         if moves:
@@ -304,10 +305,16 @@ def test_client_that_ends_three_processes_fails_the_run(moves: bool) -> None:
         simulation.tell(register(name, number + 1, told))
         num_deaths += 1
     assert num_deaths == 3
-    run = simulation.state.runs[RUN]
-    assert run.ended is RunPhase.FAILED
-    assert run.reason.startswith("round 1: client 0 has ended 3 worker processes; the last one, ")
-    assert run.reason.endswith(" ended by SIGABRT")
+    (rejected,) = simulation.facts(UpdateRejected)
+    assert (rejected.client, rejected.cause) == (0, "crashed")
+    assert rejected.reason.startswith("it has ended 3 worker processes; the last one, ")
+    assert rejected.reason.endswith(" ended by SIGABRT")
+    assert not simulation.state.runs[RUN].is_reproducible
+    (other,) = trained(simulation)
+    assert other.client == 1
+    simulation.tell(Report(RUN, do(other)[0]))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
 def test_all_that_a_worker_had_to_do_is_suspected_where_nobody_knows_what_it_did() -> None:

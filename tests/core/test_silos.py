@@ -1,23 +1,27 @@
 """Federated clients that are parties of their own, in the pure core."""
 
+from collections import Counter, deque
 from typing import Any
 
 import pytest
 
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.commands import LoseWorker, Report
-from stratagem.coordinator.core.effects import CollectUpdate, RunSegment, TrainClient
+from stratagem.coordinator.core.effects import Build, CollectUpdate, RunSegment, TrainClient
 from stratagem.coordinator.core.facts import (
+    ErrorRecord,
     MembersFormed,
     PartyFailed,
     RoundClosed,
     SegmentCommitted,
     UpdateReceived,
+    UpdateRejected,
 )
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.table import require
-from tests.core.simulation import RUN, Simulation, job, member, register, start
+from tests.core.simulation import RUN, Simulation, ending, job, member, register, start
 
 pytestmark = pytest.mark.core
 
@@ -108,11 +112,106 @@ def test_crash_or_loss_after_any_command_ends_the_same() -> None:
             assert [(fact.segment, fact.digest) for fact in commits(simulation)] == expected
 
 
-def test_a_silo_whose_code_raises_fails_the_run() -> None:
-    simulation = start(job(silos()), *"ab")
-    simulation.tell(Report(RUN, PartyFailed(party="client1", reason="ValueError: no")))
+ERROR = ErrorRecord(
+    type="KeyError", message="'label'", traceback="at line 3", worker_id="a", activity="step 2"
+)
+
+
+def segments(simulation: Simulation) -> list[RunSegment]:
+    return [each for each in pending(simulation.state) if isinstance(each, RunSegment)]
+
+
+def fail_silos(simulation: Simulation, *clients: int, error: ErrorRecord | None = ERROR) -> None:
+    """Once these silos train, their parties fail; goes on until the end."""
+    while simulation.queue:
+        for effect in segments(simulation):
+            if effect.party in {f"client{n}" for n in clients}:
+                failed = PartyFailed(party=effect.party, reason="KeyError: 'label'", error=error)
+                simulation.tell(Report(RUN, failed))
+        if simulation.queue:
+            simulation.tell(simulation.queue.popleft())
+
+
+def test_a_silo_whose_code_raises_is_rejected_alone_in_every_round() -> None:
+    simulation = start(job(silos()), *"abcd")
+    fail_silos(simulation, 1)
     run = simulation.state.runs[RUN]
-    assert (run.ended, run.reason) == (RunPhase.FAILED, "ValueError: no")
+    assert run.ended is RunPhase.COMPLETED
+    assert run.reason == "3 rounds committed; rejected: client 1 in 3 rounds (KeyError: 'label')"
+    rejected = simulation.facts(UpdateRejected)
+    assert [(fact.round_num, fact.client, fact.cause) for fact in rejected] == [
+        (number, 1, Cause.EXCEPTION) for number in (1, 2, 3)
+    ]
+    assert [[a.client for a in fact.accepted] for fact in simulation.facts(RoundClosed)] == [
+        [0]
+    ] * 3
+    assert run.is_reproducible
+    final = run
+    simulation.crash()
+    assert simulation.state.runs[RUN] == final
+
+
+def test_a_silo_that_cannot_even_be_built_is_rejected_alone_in_every_round() -> None:
+    """It never says how many rows it has; its party keeps its memberships from round to round."""
+    simulation = start(job(silos()), *"abcd")
+    while simulation.queue:
+        for effect in pending(simulation.state):
+            if isinstance(effect, Build) and effect.party == "client1":
+                failed = PartyFailed(party="client1", reason="no rows", error=ERROR)
+                simulation.tell(Report(RUN, failed))
+        if simulation.queue:
+            simulation.tell(simulation.queue.popleft())
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert len(simulation.facts(UpdateRejected)) == 3
+    formed = [
+        fact.membership for fact in simulation.facts(MembersFormed) if fact.party == "client1"
+    ]
+    assert len(formed) == len(set(formed)) == 3
+
+
+def test_silos_that_all_fail_end_the_run_with_the_exception() -> None:
+    simulation = start(job(silos()), *"abcd")
+    fail_silos(simulation, 0, 1)
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "round 1: 0 of 2 updates; 2 raised KeyError: 'label' (clients 0, 1)"
+    assert run.error == ERROR
+
+
+def test_a_silo_that_fails_ends_a_run_in_which_none_may() -> None:
+    options = {"inner": INNER, "on_client_error": "fail"}
+    simulation = start(job(silos(options=options)), *"abcd")
+    fail_silos(simulation, 1)
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.reason) == (RunPhase.FAILED, "round 1: client 1: KeyError: 'label'")
+    assert run.error == ERROR
+
+
+def test_a_silo_that_ends_its_processes_is_rejected_as_crashed() -> None:
+    simulation = start(job(silos(rounds=1)), *"abcd")
+    starts = Counter[str]()
+    while not simulation.facts(UpdateRejected):
+        assert starts.total() < 12  # those that die side by side count as one
+        while not (mine := [e for e in segments(simulation) if e.party == "client1"]):
+            simulation.tell(simulation.queue.popleft())
+        name = mine[0].members[0].worker_id
+        told = ending(name, starts[name], status=3, run_id=RUN, party="client1", step=2)
+        starts[name] += 1
+        simulation.queue = deque(
+            each for each in simulation.queue if getattr(each.fact, "party", "") != "client1"
+        )
+        simulation.tell(register(name, starts[name], told))
+    (rejected,) = simulation.facts(UpdateRejected)
+    assert (rejected.client, rejected.cause) == (1, Cause.CRASHED)
+    assert "has ended 3 worker processes" in rejected.reason
+    assert not simulation.state.runs[RUN].is_reproducible
+
+
+def test_a_silo_is_not_asked_again_in_its_round() -> None:
+    options = {"inner": INNER, "on_missing_quorum": "wait"}
+    found = JobSpec.from_json(job(silos(options=options)))
+    (violation,) = require(found).check(found)
+    assert violation.field == "strategy.options.on_missing_quorum"
 
 
 def test_rounds_with_some_of_the_silos() -> None:

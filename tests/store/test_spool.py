@@ -12,7 +12,7 @@ from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import DataCheck
-from stratagem.coordinator.core.facts import Cause
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.spool import upload
 from stratagem.coordinator.spool.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
 from tests.store.programs import run

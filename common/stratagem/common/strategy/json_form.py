@@ -185,6 +185,8 @@ _FEDERATED_OPTIONS: Final = Shape(
         "late_updates": Form(_read_late_updates, _write_late_updates),
         "max_staleness": UNSIGNED,
         "inner": _INNER,
+        "on_client_error": TEXT,
+        "on_missing_quorum": TEXT,
     },
     is_extras=True,
 )

@@ -49,6 +49,12 @@ _COUNT_IF_SET: Final = Rule(lambda v: v is None or AT_LEAST_1.holds(v), AT_LEAST
 _IS_SCHEDULE: Final = Rule(
     lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
 )
+CLIENT_ERROR_POLICIES: Final = ("reject", "fail")
+QUORUM_POLICIES: Final = ("fail", "wait")
+_IS_CLIENT_ERROR_POLICY: Final = Rule(
+    lambda value: value in CLIENT_ERROR_POLICIES, "must be reject or fail"
+)
+_IS_QUORUM_POLICY: Final = Rule(lambda value: value in QUORUM_POLICIES, "must be fail or wait")
 _POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
 
 MAX_REPLICAS: Final = 16_384
@@ -145,7 +151,10 @@ class FederatedOptions:
     """What a round does beyond its shared form.
 
     quorum: how many of the selected clients make a round: a share (float) or a count (int);
-    None = all of them, however long it takes. round_deadline_s: when to settle for the quorum.
+    None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
+    settle for the quorum. on_client_error: "reject" leaves a client that fails out of the round,
+    "fail" ends the run with it. on_missing_quorum: "fail" ends a run whose round has too few
+    updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
     server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
     mean is it. over_select: how many clients more than needed are drawn; the round closes with the
     first that suffice. late_updates: None refuses an update whose round has closed. max_staleness:
@@ -164,6 +173,8 @@ class FederatedOptions:
     late_updates: Discount | None = None
     max_staleness: int = field(default=DEFAULT_MAX_STALENESS, metadata=must(AT_LEAST_1))
     inner: Strategy | None = None
+    on_client_error: str = field(default="reject", metadata=must(_IS_CLIENT_ERROR_POLICY))
+    on_missing_quorum: str = field(default="fail", metadata=must(_IS_QUORUM_POLICY))
 
     def __post_init__(self) -> None:
         check_fields(self)

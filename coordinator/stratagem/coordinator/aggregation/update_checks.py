@@ -13,7 +13,7 @@ from stratagem.common.errors import StratagemError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.coordinator.aggregation.floats import is_finite, storage
-from stratagem.coordinator.core.facts import Cause
+from stratagem.coordinator.core.causes import Cause
 
 
 class UpdateRejectedError(StratagemError):

@@ -20,6 +20,7 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     Noted,
     RoundClosed,
+    RoundWaits,
     RunCancelled,
     RunCompleted,
     RunDeleted,
@@ -30,6 +31,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
     UpdateReceived,
+    UpdateRejected,
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
@@ -134,6 +136,8 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     record = _with_end(record, fact)
     record = _with_results(record, fact)
+    if _needs_its_journal(fact):
+        record = replace(record, is_reproducible=False)
     try:
         record, used = _transition(record, fact, time_s)
     except Exception as error:  # the border to plug-ins; replay meets the same error
@@ -180,6 +184,18 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
     return replace(record, ended=ended, reason=fact.reason)
 
 
+def _needs_its_journal(fact: Fact) -> bool:
+    """Whether time or machines have decided something, in whatever party: the result cannot be made
+    again from the job alone."""
+    match fact:
+        case RoundClosed() | Noted() | GenerationClosed():
+            return fact.by_policy
+        case UpdateRejected():
+            return not fact.cause.is_of_the_job
+        case _:
+            return isinstance(fact, RoundWaits)
+
+
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
     """The run's own commits and metrics; those of a party below are its strategy's business."""
     if getattr(fact, "party", ROOT) != ROOT:
@@ -213,14 +229,12 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             if fact.digest:
                 commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
                 record = _with_commit(_with_metrics(record, fact.metrics), commit)
-            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
+            return record
         case GenerationClosed():
             commit = Commit(fact.generation, fact.step, fact.digest, fact.metrics)
-            record = _with_commit(_with_metrics(record, fact.metrics), commit)
-            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
         case RoundClosed():
-            record = _with_metrics(record, fact.metrics)
-            return replace(record, is_reproducible=record.is_reproducible and not fact.by_policy)
+            return _with_metrics(record, fact.metrics)
         case _:
             return record
 

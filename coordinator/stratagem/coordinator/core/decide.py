@@ -56,7 +56,6 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     RunSubmitted,
     UpdateReceived,
-    UpdateRejected,
     WorkerDraining,
     WorkerLeft,
     WorkerLost,
@@ -156,8 +155,9 @@ def key_of(fact: Fact) -> str | None:
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"
-        case UpdateReceived() | UpdateRejected():
-            return f"update/{fact.party}/{fact.round_num}/{fact.client}"
+        case UpdateReceived():
+            # No rejection stands in its way: a client that has failed may be asked again.
+            return f"received/{fact.party}/{fact.round_num}/{fact.client}"
         case RunSubmitted():
             return "submitted"
         case _:

@@ -7,13 +7,13 @@ digests, metrics. How they are written down stands in encoding.py.
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from stratagem.common.frozen import frozen
 from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
+from stratagem.coordinator.core.causes import Cause
 
 ROOT = Party("")
 
@@ -136,6 +136,8 @@ class RunResumed(Value):
 class RunFailed(Value):
     reason: str
     error: ErrorRecord | None = None
+    cause: Cause = Cause.UNKNOWN
+    """What kind of failure it is, where a strategy around the party may ask."""
 
 
 class RunCompleted(Value):
@@ -165,6 +167,7 @@ class PartyFailed(Value):
     party: Party
     reason: str
     error: ErrorRecord | None = None
+    cause: Cause = Cause.UNKNOWN
 
 
 # ---- parties that train synchronously ----
@@ -264,6 +267,8 @@ class ClientEvaluated(Value):
     segment: int
     client: int
     sums: Metrics
+    reason: str = ""
+    """Why it could not evaluate; there are no sums then."""
 
 
 class ClientBinding(Value):
@@ -320,29 +325,26 @@ class UpdateReceived(Value):
     """That the client has made; 0 in journals of versions that took the newest update for all."""
 
 
-class Cause(StrEnum):
-    """Why an update of a federated client does not count; few, as they are labels of a metric."""
-
-    NOT_FINITE = "not_finite"
-    LAYOUT = "layout"
-    """Other names, shapes, types or aliases than the run's model has."""
-    SIZE = "size"
-    """More bytes than were announced, or than the model has."""
-    CODEC = "codec"
-    """What cannot be decoded, or what its codec cannot hold."""
-    NUM_SAMPLES = "num_samples"
-    LATE = "late"
-    """Its round has been closed without it; never journaled."""
-    UNKNOWN = "unknown"
-    """As journaled by versions that did not say."""
-
-
 class UpdateRejected(Value):
     party: Party
     round_num: int
     client: int
     reason: str
     cause: Cause = Cause.UNKNOWN
+    error: ErrorRecord | None = None
+    """What was raised, the first time that it is said in a round."""
+
+
+class RoundWaits(Value):
+    """The open round has too few updates, and goes on until there are enough."""
+
+    party: Party
+    round_num: int
+    reason: str
+    num_needed: int | None = None
+    """It closes with so many updates; None: when all have answered, and one of them well."""
+    asked_again: tuple[int, ...] = ()
+    """Clients that have failed, and that train once more: their worker is another one now."""
 
 
 class Accepted(Value):
@@ -470,6 +472,7 @@ Fact = (
     | ClientsAssigned
     | UpdateReceived
     | UpdateRejected
+    | RoundWaits
     | RoundClosed
     | Noted
     | PopulationFormed

@@ -56,6 +56,11 @@ def _closed(fact: f.RoundClosed) -> str:
     return f"{text}: {metrics_text(fact.metrics)}" if fact.metrics else text
 
 
+def _waits(fact: f.RoundWaits) -> str:
+    again = f"; asked again: {', '.join(map(str, fact.asked_again))}" if fact.asked_again else ""
+    return f"{fact.reason}; the round waits{again}"
+
+
 def _score(score: float | None) -> str:
     return "invalid" if score is None else f"{score:.6g}"
 
@@ -108,7 +113,11 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
     ),
     "Evaluated": lambda e: f"segment {e.segment} evaluated: {metrics_text(e.metrics)}",
-    "ClientEvaluated": lambda e: f"segment {e.segment}: evaluated by client {e.client}",
+    "ClientEvaluated": lambda e: (
+        f"segment {e.segment}: client {e.client} could not evaluate it: {e.reason}"
+        if e.reason
+        else f"segment {e.segment}: evaluated by client {e.client}"
+    ),
     "RosterFormed": lambda e: f"roster of {len(e.clients)} clients formed",
     "ClientsSelected": lambda e: f"round {e.round_num}: {len(e.clients)} clients selected",
     "ClientsAssigned": _assigned,
@@ -119,6 +128,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),
+    "RoundWaits": _waits,
     "Noted": lambda e: f"{e.kind}: {e.reason}" if e.reason else e.kind,
     "PopulationFormed": lambda e: f"population of {len(e.params)} members formed",
     "MemberEvolved": _evolved,

@@ -176,16 +176,21 @@ def _refused(
 
 async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
     """The user's code raised, or the job is wrong: the party fails with that, for good."""
-    record = ErrorRecord(
+    record = record_of(error)
+    said = f"{record.type}: {record.message}" if record.traceback else record.message
+    reason = f"{said} (worker {record.worker_id}, {record.activity})"
+    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
+
+
+def record_of(error: types_pb2.UserError) -> ErrorRecord:
+    """What a worker says was raised."""
+    return ErrorRecord(
         type=error.type,
         message=error.message,
         traceback=error.traceback,
         worker_id=error.worker_id,
         activity=error.activity,
     )
-    said = f"{record.type}: {record.message}" if record.traceback else record.message
-    reason = f"{said} (worker {record.worker_id}, {record.activity})"
-    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
 
 
 def _line(line: worker_pb2.LogLine) -> Line:

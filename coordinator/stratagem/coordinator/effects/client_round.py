@@ -18,13 +18,14 @@ from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.effects.aggregate import fold
-from stratagem.coordinator.effects.attend import attend, fail_party
+from stratagem.coordinator.effects.attend import attend
 from stratagem.coordinator.effects.coded_step import codec_of
 from stratagem.coordinator.effects.coded_update import CodedUpload
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.late import count_if_late, report_update
+from stratagem.coordinator.effects.rejecting import defect, reject, reject_for_error
 from stratagem.coordinator.link import session, state_ref
 from stratagem.coordinator.spool.offload import Offload
 from stratagem.coordinator.spool.spool import SpoolKey
@@ -34,7 +35,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 
 
 async def train_client(env: Env, effect: TrainClient) -> None:
-    """Train, pull, and report UpdateReceived or UpdateRejected, or why the run fails."""
+    """Train, pull, and report UpdateReceived or UpdateRejected."""
     link = env.links.to(effect.member, env.state)
     session_ref = session(effect.run_id, child_party(effect.party, f"client{effect.client}"))
     request = worker_pb2.ExecuteRequest(
@@ -60,10 +61,16 @@ async def train_client(env: Env, effect: TrainClient) -> None:
         raise
     match result.WhichOneof("outcome"):
         case "error":
-            await fail_party(env, effect.run_id, effect.party, result.error)
+            _close(env, effect, session_ref)
+            await reject_for_error(env, effect, result.error)
         case "client_round":
             env.yield_slots(effect)
-            await _collect(env, effect, session_ref, result.client_round, looked)
+            done = result.client_round
+            if wrong := defect(done.loss, done.num_steps, _metrics(done)):
+                _close(env, effect, session_ref)
+                await reject(env, effect, *wrong)
+            else:
+                await _collect(env, effect, session_ref, done, looked)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
 
@@ -97,22 +104,24 @@ async def _collect(
         count_if_late(env, effect)
         raise
     except UpdateRejectedError as error:
-        rejected = UpdateRejected(
-            party=effect.party,
-            round_num=effect.round_num,
-            client=effect.client,
-            reason=error.reason,
-            cause=error.cause,
-        )
-        await report_update(env, effect, rejected)
+        _close(env, effect, session_ref)
+        await reject(env, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
-    # The worker would keep one update of every client that it plays.
-    link = env.links.to(effect.member, env.state)
-    env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
+    _close(env, effect, session_ref)
     received = _received(effect, result, entry)
     with env.folds.reporting(effect.run_id, received):
         await report_update(env, effect, received)
+
+
+def _close(env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
+    """The worker would keep one update of every client that it plays."""
+    link = env.links.to(effect.member, env.state)
+    env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
+
+
+def _metrics(result: worker_pb2.ClientRoundResult) -> dict[str, float]:
+    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())}
 
 
 def _received(
@@ -129,7 +138,7 @@ def _received(
         loss=result.loss,
         seconds=result.seconds,
         traffic=dict(sorted(result.traffic.items())),
-        metrics={f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())},
+        metrics=_metrics(result),
         num_steps=max(1, result.num_steps),
     )
 

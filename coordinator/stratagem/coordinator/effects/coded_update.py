@@ -21,7 +21,7 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.blobs import BlobStore
-from stratagem.coordinator.core.facts import Cause
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.spool.spool import Spool, SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 

@@ -14,10 +14,12 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.effects import CollectUpdate
-from stratagem.coordinator.core.facts import Cause, UpdateReceived, UpdateRejected
+from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.late import report_update
+from stratagem.coordinator.effects.rejecting import defect, reject
 from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 
@@ -26,17 +28,13 @@ WINDOW_BYTES = 4 << 20
 
 async def collect_update(env: Env, effect: CollectUpdate) -> None:
     """Copy, check, and report UpdateReceived or UpdateRejected."""
+    if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
+        await reject(env, effect, *wrong)
+        return
     try:
         entry = await env.in_thread(lambda: _collect(env, effect))
     except UpdateRejectedError as error:
-        rejected = UpdateRejected(
-            party=effect.party,
-            round_num=effect.round_num,
-            client=effect.client,
-            reason=error.reason,
-            cause=error.cause,
-        )
-        await report_update(env, effect, rejected)
+        await reject(env, effect, error.cause, error.reason)
         return
     failpoint("coordinator.silo.collected")
     received = UpdateReceived(

@@ -18,13 +18,15 @@ from stratagem.common.tensors.safefile import from_open, header_of
 from stratagem.common.tensors.transfer import push_frames
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.broadcast import SharedFrames
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect, TrainClient
-from stratagem.coordinator.core.facts import Cause, Fact, Member, UpdateReceived
+from stratagem.coordinator.core.facts import Fact, Member, UpdateReceived
 from stratagem.coordinator.core.foresight import foreseen
 from stratagem.coordinator.core.pending import pending_of
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.effects.ahead import FoldsAhead
+from stratagem.coordinator.effects.told import Told
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.settings import Settings
@@ -67,6 +69,7 @@ class Env:
     refused: Counter[Cause] = field(default_factory=Counter)
     """Updates of federated clients that do not count, since the start."""
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    told: Told = field(default_factory=Told)
     folds: FoldsAhead = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +179,7 @@ class Env:
     def forget(self, run_id: RunId) -> None:
         """The run has ended: stop what is on its way to workers, which forget it now."""
         self.folds.forget(run_id)
+        self.told.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
         for run_party in [each for each in self.job_texts if each[0] == run_id]:

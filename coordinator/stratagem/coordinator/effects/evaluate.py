@@ -4,10 +4,12 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated
-from stratagem.coordinator.effects.attend import attend, fail_party
+from stratagem.coordinator.effects.attend import attend, fail_party, record_of
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.evaluation import client_sums, fold_parts
+from stratagem.coordinator.effects.rejecting import log_error
 from stratagem.coordinator.link import session, state_ref
+from stratagem.coordinator.strategies.rejections import reason_of
 from stratagem.v1 import worker_pb2
 
 
@@ -26,6 +28,17 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
     )
     result = await attend(env, effect.member, request, base=effect.base.digest)
     match result.WhichOneof("outcome"):
+        case "error" if effect.client is not None:
+            error = record_of(result.error)
+            log_error(env, effect.run_id, effect.client, error)
+            fact = ClientEvaluated(
+                party=effect.party,
+                segment=effect.base.segment,
+                client=effect.client,
+                sums={},
+                reason=reason_of(error) or error.type,
+            )
+            await env.report(effect.run_id, fact)
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "evaluate":

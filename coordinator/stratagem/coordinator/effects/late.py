@@ -4,8 +4,9 @@ What is wrong with an update stands in the journal, as UpdateRejected; that one 
 not, since nothing follows from it.
 """
 
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
-from stratagem.coordinator.core.facts import Cause, UpdateReceived, UpdateRejected
+from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.strategies.table import strategy_of
 

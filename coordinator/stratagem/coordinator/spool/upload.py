@@ -27,7 +27,7 @@ from stratagem.coordinator.aggregation.update_checks import (
     check_layout,
 )
 from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
-from stratagem.coordinator.core.facts import Cause
+from stratagem.coordinator.core.causes import Cause
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """A power cut costs an upload at most this much."""

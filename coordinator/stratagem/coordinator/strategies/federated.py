@@ -45,31 +45,39 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies import late_updates
+from stratagem.coordinator.strategies.closing import ask_again, close
 from stratagem.coordinator.strategies.contract import PartyView, Standing
+from stratagem.coordinator.strategies.federated_deaths import (
+    crashed,
+    too_deadly,
+    with_death,
+    with_helper,
+)
+from stratagem.coordinator.strategies.federated_evaluation import (
+    evaluated,
+    evaluation_crashed,
+    evaluators_left,
+    with_evaluation,
+    with_metrics,
+)
 from stratagem.coordinator.strategies.federated_outlook import outlook as outlook
 from stratagem.coordinator.strategies.federated_rounds import (
     assign,
-    close,
     complete,
-    evaluated,
     form_roster,
     new_helper,
     open_round,
-    too_deadly,
 )
 from stratagem.coordinator.strategies.federated_run import (
     FederatedRun,
+    again_after_resumption,
     due_clients,
-    evaluators_left,
     in_round,
     next_round,
     spec_of,
-    with_death,
-    with_evaluation,
-    with_helper,
-    with_metrics,
 )
 from stratagem.coordinator.strategies.placement import eligible
+from stratagem.coordinator.strategies.rejections import forbidden
 
 
 def check(job: JobSpec) -> list[Violation]:
@@ -97,7 +105,7 @@ def decide_round(
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
     """The next step of the round; while it is open, what `train` decides of its clients."""
-    if failed := too_deadly(value):
+    if failed := too_deadly(value) or forbidden(job, value):
         return failed
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is not None:
@@ -109,19 +117,20 @@ def decide_round(
         return helper
     if value.committed is None:
         return None
-    if metrics := evaluated(job, value):
-        return metrics
+    if spoken := evaluation_crashed(value) or evaluated(job, value):
+        return spoken
     if not value.roster:
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
-        return complete(value)
+        return complete(job, value)
     if given_up := late_updates.give_up(value, workers):
         return given_up
     if not value.selected:
         return open_round(job, value, now_s)
     if value.accepted:
         return None
-    return close(job, value, now_s) or train(workers)
+    ended = crashed(value) or close(job, value, now_s)
+    return ended or ask_again(job, value, workers) or train(workers)
 
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
@@ -156,16 +165,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case ClientEvaluated():
             return with_evaluation(value, fact)
         case RunResumed():
-            return replace(
-                value,
-                helper=(),
-                assigned={},
-                holders=frozenset(),
-                num_unassigned=len(value.selected) - len(value.updates) - len(value.rejected),
-                late={},
-                left={},
-                deaths={},
-            )
+            return again_after_resumption(job, value, now_s)
         case _:
             return in_round(value, fact)
 

@@ -6,6 +6,7 @@ from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook
 from stratagem.coordinator.strategies.federated_run import FederatedRun, lacking, spec_of
 from stratagem.coordinator.strategies.placement import eligible, why_none
+from stratagem.coordinator.strategies.rejections import said
 
 
 def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
@@ -41,6 +42,11 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "SELECTING", ""
     answered = len(value.updates) + len(value.rejected)
     count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    if value.rejected:
+        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if value.is_waiting and not lacking(value, world.holds):
+        count += "; that is too few: it waits for other workers of failed clients"
+        return RunPhase.RECOVERING, "TRAINING", count
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"
     if lost := lacking(value, world.holds):

@@ -20,17 +20,15 @@ from stratagem.coordinator.core.facts import (
     ClientEvaluated,
     ClientsAssigned,
     ClientsSelected,
-    Evaluated,
     Fact,
     Member,
-    MembersFormed,
-    ProcessDied,
     RoundClosed,
+    RoundWaits,
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.strategies.deaths import Deaths, after
+from stratagem.coordinator.strategies.deaths import Deaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,13 @@ class FederatedRun:
     num_unassigned: int = 0
     """Selected clients that wait for a worker."""
     updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
-    rejected: Mapping[int, str] = field(default_factory=dict)
+    rejected: Mapping[int, UpdateRejected] = field(default_factory=dict)
+    rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """By client: how many closed rounds have rejected it, and why the newest of them did."""
+    is_waiting: bool = False
+    """The open round has too few updates, and does not close before there are enough."""
+    tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
+    """The workers on which a client has failed in the open round, and is not asked again."""
     server_state: tuple[Digest, ...] = ()
     """What the server optimizer keeps beside the committed state, one blob per slot."""
     accepted: tuple[Accepted, ...] = ()
@@ -87,8 +91,8 @@ class FederatedRun:
     to_evaluate: tuple[Base, ...] = ()
     evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Round -> the clients that evaluate it on their own rows; else the helper does."""
-    evaluations: Mapping[int, Mapping[int, Mapping[str, float]]] = field(default_factory=dict)
-    """Round -> client -> its sums."""
+    evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
+    """Round -> client -> what it says."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """What was taken from a worker in this round, because it was lost."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
@@ -110,19 +114,20 @@ def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun
     moved = {a.client for a in fact.assignments}
     kept = {c: a for c, a in value.assigned.items() if c not in moved}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
-    assigned = {**kept, **new}
-    todo = [c for c in value.selected if c not in value.updates and c not in value.rejected]
     left = dict(value.left)
     for client in sorted(moved & value.assigned.keys()):
         member = value.assigned[client][0]
-        left[member] = (*left.get(member, ()), f"client {client}")
+        left[member] = (*left.get(member, ()), task_of(client))
+    return _assigned(replace(value, membership=fact.membership, left=left), {**kept, **new})
+
+
+def _assigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
+    todo = [c for c in value.selected if c not in value.updates and c not in value.rejected]
     return replace(
         value,
-        membership=fact.membership,
         assigned=assigned,
         holders=frozenset(assigned[c][0] for c in todo if c in assigned),
         num_unassigned=sum(c not in assigned for c in todo),
-        left=left,
     )
 
 
@@ -156,71 +161,9 @@ def due_clients(value: FederatedRun) -> list[int]:
     return due
 
 
-def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
-    """A worker process ended: count it against what it did, or all that it had to do."""
-    member, tasks = died.member, set(value.left.get(died.member, ()))
-    if member in value.helper and (value.committed is None or value.to_evaluate):
-        tasks.add(_task_of_helper(value))
-    for client, (assigned, _) in value.assigned.items():
-        if assigned == member and client not in value.updates and client not in value.rejected:
-            tasks.add(f"client {client}")
-    if died.at is not None:
-        tasks &= {_task_at(value, died.at)}
-    deaths = {task: after(value.deaths.get(task, Deaths()), died, now_s, ()) for task in tasks}
-    return replace(value, deaths={**value.deaths, **deaths})
-
-
-def _task_of_helper(value: FederatedRun) -> str:
-    return "the build" if value.committed is None else "the evaluation"
-
-
-def _task_at(value: FederatedRun, at: Party) -> str:
-    """What is done in the sessions of a party: see effects.client_round, evaluate and build."""
-    name = at.rpartition("/")[2]
-    client = name.removeprefix("client")
-    return f"client {client}" if client.isdecimal() else _task_of_helper(value)
-
-
-def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
-    """Another worker builds and evaluates; remembers what was taken from the one before."""
-    left = dict(value.left)
-    task = _task_of_helper(value)
-    for member in value.helper:
-        if member not in fact.members and (value.committed is None or value.to_evaluate):
-            left[member] = (*left.get(member, ()), task)
-    return replace(
-        value,
-        membership=fact.membership,
-        helper=fact.members,
-        fingerprint=fact.fingerprint,
-        left=left,
-    )
-
-
 def evaluates_at_clients(job: JobSpec) -> bool:
     """Rows that never leave their worker can be evaluated only there."""
     return job.data.worker_local is not None and job.evaluation is not None
-
-
-def with_evaluation(value: FederatedRun, fact: ClientEvaluated) -> FederatedRun:
-    known = {**value.evaluations.get(fact.segment, {}), fact.client: fact.sums}
-    return replace(value, evaluations={**value.evaluations, fact.segment: known})
-
-
-def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
-    done = value.evaluations.get(segment, {})
-    return [client for client in value.evaluators.get(segment, ()) if client not in done]
-
-
-def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
-    segment = fact.segment
-    return replace(
-        value,
-        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
-        evaluators={n: each for n, each in value.evaluators.items() if n != segment},
-        evaluations={n: each for n, each in value.evaluations.items() if n != segment},
-        metrics=fact.metrics,
-    )
 
 
 def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
@@ -240,12 +183,67 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
             updates = {**value.updates, fact.client: fact}
             return replace(value, updates=updates, trained=_counted(value, fact))
         case UpdateRejected():
-            return replace(value, rejected={**value.rejected, fact.client: fact.reason})
+            return replace(value, rejected={**value.rejected, fact.client: fact})
+        case RoundWaits():
+            return _waiting(value, fact)
         case RoundClosed():
             trained = {**value.trained, **fact.metrics}
             return replace(value, accepted=fact.accepted, deadline_s=None, trained=trained)
         case _:
             return value
+
+
+def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
+    """No deadline any more; some of the clients that have failed have another chance."""
+    again = set(fact.asked_again)
+    tried = {
+        client: value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        for client in again & value.assigned.keys()
+    }
+    value = replace(
+        value,
+        is_waiting=True,
+        deadline_s=None,
+        num_needed=fact.num_needed,
+        tried={**value.tried, **tried},
+        rejected={c: each for c, each in value.rejected.items() if c not in again},
+        deaths={t: each for t, each in value.deaths.items() if t not in map(task_of, again)},
+    )
+    return _assigned(value, {c: a for c, a in value.assigned.items() if c not in again})
+
+
+def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+    """Workers have forgotten the run. Clients of the open round that have failed are asked again,
+    and it has its whole time."""
+    time_s = spec_of(job).options.round_deadline_s
+    has_deadline = time_s is not None and value.selected and not value.accepted
+    fresh = replace(
+        value,
+        helper=(),
+        rejected={} if not value.accepted else value.rejected,
+        is_waiting=False,
+        tried={},
+        deadline_s=now_s + time_s if has_deadline and time_s is not None else value.deadline_s,
+        late={},
+        left={},
+        deaths={},
+    )
+    return _assigned(fresh, {})
+
+
+def task_of(client: int) -> str:
+    """What a client has to do in a round, as the key of its deaths."""
+    return f"client {client}"
+
+
+def _with_rejections(value: FederatedRun) -> Mapping[int, tuple[int, str]]:
+    if not value.rejected:
+        return value.rejections
+    new = {
+        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
+        for client, fact in value.rejected.items()
+    }
+    return {**value.rejections, **new}
 
 
 def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
@@ -278,6 +276,9 @@ def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fed
         num_unassigned=0,
         updates={},
         rejected={},
+        rejections=_with_rejections(value),
+        is_waiting=False,
+        tried={},
         accepted=(),
         left={},
         deaths={},

@@ -22,6 +22,7 @@ from stratagem.coordinator.core.facts import (
     ProcessDied,
     RunCompleted,
     RunFailed,
+    RunResumed,
 )
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.contract import Nestable, PartyView, Standing
@@ -100,7 +101,9 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
         case RunCompleted():
             return None
         case RunFailed():
-            return PartyFailed(party=child.party, reason=fact.reason, error=fact.error)
+            return PartyFailed(
+                party=child.party, reason=fact.reason, error=fact.error, cause=fact.cause
+            )
         case _:
             return fact
 
@@ -108,6 +111,11 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
 def transition(child: Child, fact: Fact, now_s: float) -> Child:
     """Fold a fact of the child's party or of the whole run."""
     return replace(child, value=_strategy(child).transition(child.job, child.value, fact, now_s))
+
+
+def again(child: Child) -> Child:
+    """The child after a failure: it begins anew from where it stands, with its whole budget."""
+    return transition(child, RunResumed(), now_s=0.0)
 
 
 def is_of(child: Child, fact: Fact) -> bool:

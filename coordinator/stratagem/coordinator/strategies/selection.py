@@ -36,6 +36,15 @@ def select(
             raise AssertionError(f"unknown client selection {selection!r}")
 
 
+def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:
+    """How many updates a round needs; of_all: where the job does not say."""
+    if quorum is None:
+        return of_all
+    if isinstance(quorum, int):
+        return min(quorum, num_selected)
+    return max(1, math.ceil(quorum * num_selected - 1e-9))
+
+
 def num_random(fraction: float, num_clients: int) -> int:
     """How many clients a random share is."""
     return max(1, math.floor(fraction * num_clients + 1e-9))

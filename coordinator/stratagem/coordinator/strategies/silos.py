@@ -8,7 +8,7 @@ only models leave it.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId, child_party
@@ -23,6 +23,7 @@ from stratagem.common.strategy import (
     Random,
     dump_strategy,
 )
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
 from stratagem.coordinator.core.facts import (
     ClientsSelected,
@@ -31,14 +32,16 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     PartyFailed,
     ProcessDied,
-    RunFailed,
     RunResumed,
+    UpdateRejected,
 )
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies import federated, nested
+from stratagem.coordinator.strategies.closing import WAIT
 from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.rejections import cause_of, reason_of, rejection
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
 
 
@@ -48,7 +51,8 @@ class SiloRun:
 
     rounds: FederatedRun
     clients: Mapping[int, Child]
-    failure: PartyFailed | None = None
+    failures: Mapping[int, PartyFailed] = field(default_factory=dict)
+    """By client, in the open round; each becomes the rejection of its client alone."""
 
 
 def check(job: JobSpec) -> list[Violation]:
@@ -69,6 +73,9 @@ def check(job: JobSpec) -> list[Violation]:
     if job.optimizer.schedule is not None:
         text = "counts rounds under Federated, and steps inside a silo; leave it out"
         violations.append(Violation("optimizer.schedule", text))
+    if spec.options.on_missing_quorum == WAIT:
+        text = 'a silo that has failed is not asked again in its round; use "fail"'
+        violations.append(Violation("strategy.options.on_missing_quorum", text))
     if isinstance(spec.options.inner, PopulationBased):
         text = "a population is no client: its members end with different models"
         violations.append(Violation("strategy.options.inner", text))
@@ -114,13 +121,25 @@ def init(job: JobSpec, party: Party) -> SiloRun:
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round; between its opening and its closing, those of the clients."""
     rounds = value.rounds
-    if value.failure is not None:
-        return RunFailed(reason=value.failure.reason, error=value.failure.error)
     if not _has_begun(rounds) and nested.decide(_sample(job, rounds.party), world, now_s) is None:
         return None  # nothing is built for silos that have no place
     return federated.decide_round(
         job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
     )
+
+
+def _failed(value: SiloRun) -> UpdateRejected | None:
+    """The rejection of the first client whose party has failed."""
+    for client in _unanswered(value):
+        if (fact := value.failures.get(client)) is None:
+            continue
+        cause, reason = fact.cause, fact.reason
+        if fact.error is not None:
+            cause, reason = cause_of(fact.error), reason_of(fact.error)
+        elif cause is Cause.UNKNOWN:
+            cause = Cause.EXCEPTION
+        return rejection(value.rounds, client, cause, reason, fact.error)
+    return None
 
 
 def _has_begun(rounds: FederatedRun) -> bool:
@@ -133,6 +152,8 @@ def _sample(job: JobSpec, party: Party) -> Child:
 
 
 def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
+    if failed := _failed(value):
+        return failed
     training = _in_training(value)
     for client, child in training.items():
         siblings = [other for number, other in training.items() if number != client]
@@ -143,10 +164,10 @@ def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
 
 def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRun:
     """Fold one fact: of the rounds, or of a client's party."""
-    if isinstance(fact, PartyFailed):
-        return replace(value, failure=fact)
     for client, child in value.clients.items():
         if nested.is_of(child, fact):
+            if isinstance(fact, PartyFailed):
+                return replace(value, failures={**value.failures, client: fact})
             folded = nested.transition(child, fact, now_s)
             if isinstance(fact, ModelBuilt) and fact.party == child.party:
                 # It was built to know the client's rows; what is trained is the global state.
@@ -157,7 +178,7 @@ def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRu
         return _opened(job, value)
     if isinstance(fact, RunResumed):
         clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
-        return replace(value, clients=clients, failure=None)
+        return replace(value, clients=clients, failures={})
     return value
 
 
@@ -170,8 +191,10 @@ def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
             clients[client] = _based(job, value, client, known)
         else:
             party = child_party(value.rounds.party, f"client{client}")
-            clients[client] = nested.begin(party, client_job(job, client, 1), horizon=0)
-    return replace(value, clients=clients)
+            begun = nested.begin(party, client_job(job, client, 1), horizon=0)
+            # One that has failed before it knew its rows goes on from its membership.
+            clients[client] = begun if known is None else nested.again(known)
+    return replace(value, clients=clients, failures={})
 
 
 def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:

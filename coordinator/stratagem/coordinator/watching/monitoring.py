@@ -24,9 +24,10 @@ from stratagem.common.metrics.guard import Guard, deployment_of
 from stratagem.common.metrics.process import SHARED, ProcessStats
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.asking import outlook_of
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import KINDS, Cause
+from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
@@ -60,9 +61,10 @@ UPDATES: Final = Metric(
 REFUSED: Final = Metric(
     "stratagem_coordinator_updates_refused_total",
     "counter",
-    "updates of federated clients that do not count, since the start: not_finite, layout (other "
-    "names, shapes or types than the model), size, codec, num_samples; late (the round was closed "
-    "while the client trained or sent)",
+    "updates of federated clients that do not count, since the start: not_finite, not_finite_loss, "
+    "layout (other names, shapes or types than the model), size, codec, num_samples, exception, "
+    "memory, crashed, timeout, refused_by_site; late (the round was closed while the client "
+    "trained or sent)",
     ("cause",),
 )
 FACTS: Final = Metric(

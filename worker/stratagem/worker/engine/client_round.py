@@ -133,7 +133,8 @@ class ClientRunner:
         failpoint("worker.client_round.after_training")
         tensors = state.copied(state.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
-        skipped = {"skipped_steps": float(num_skipped)} if self._job.window.may_skip else {}
+        may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
+        skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
         metrics = {"max_grad_norm": max_norm, **skipped}
         return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
 

@@ -162,6 +162,7 @@ def federated_loop(
     """Each round: local epochs per client, the mean over rows, the server's step.
 
     `clients_of(round)` names the clients of a round; all of them by default. Rounds count from 1.
+    One whose every step was left out has no part in the mean.
     `late_of(round)` names those whose update comes late, with the round that they trained for.
     """
     strategy = job.strategy
@@ -185,7 +186,11 @@ def federated_loop(
             base = before[of_round]
             model.load_state_dict(base)
             prepared = (model, execution, randomness)
-            rows, loss = _train_client(job, entrypoints, prepared, client, of_round, numerics)
+            rows, loss, has_learned = _train_client(
+                job, entrypoints, prepared, client, of_round, numerics
+            )
+            if not has_learned:
+                continue
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             if is_coded(job):
                 state |= received(job, model, base, of_round, client)
@@ -237,8 +242,8 @@ def _train_client(
     client: int,
     round_num: int,
     numerics: int,
-) -> tuple[int, float]:
-    """Trains in place; (rows, mean loss over the round)."""
+) -> tuple[int, float, bool]:
+    """Trains in place; (rows, mean loss over the round, whether any step was applied)."""
     model, execution, randomness = prepared
     scale = LossScale.of(job.execution)
     strategy = job.strategy
@@ -252,7 +257,7 @@ def _train_client(
     rate = learning_rate(job.optimizer, round_num - 1, strategy.rounds)
     set_learning_rate(optimizer, rate)
     epochs = strategy.options.local_epochs
-    loss_sum, num_rows, num_steps = 0.0, 0.0, 0
+    loss_sum, num_rows, num_steps, num_applied = 0.0, 0.0, 0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):
         order = client_order(len(data), job.seed, client, epoch)
         for rows in torch.split(order, job.batch_size):
@@ -277,9 +282,10 @@ def _train_client(
                 continue
             clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
             optimizer.step()
+            num_applied += 1
             loss_sum += loss
             num_rows += weight
-    return len(data), loss_sum / num_rows if num_rows else 0.0
+    return len(data), loss_sum / num_rows if num_rows else 0.0, num_applied > 0
 
 
 def cut_rows(job: JobSpec, rows: Tensor, size: int | None = None) -> list[Tensor]:

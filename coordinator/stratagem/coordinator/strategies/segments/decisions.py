@@ -4,13 +4,8 @@ from collections.abc import Callable
 
 from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.facts import (
-    Fact,
-    Member,
-    MembersFormed,
-    RunCompleted,
-    RunFailed,
-)
+from stratagem.coordinator.core.causes import Cause
+from stratagem.coordinator.core.facts import Fact, Member, MembersFormed, RunCompleted, RunFailed
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.placement import eligible
@@ -20,7 +15,8 @@ from stratagem.coordinator.strategies.segments.run import PartyRun, Placed, Shap
 def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | None:
     """The next fact: a death too many, the end, or other members."""
     if run.deaths.are_too_many:
-        return RunFailed(reason=why(f"segment {run.open_segment}", run.deaths))
+        reason = why(f"segment {run.open_segment}", run.deaths)
+        return RunFailed(reason=reason, cause=Cause.CRASHED)
     if run.committed is not None and run.committed.segment == num_segments(job, run):
         return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
     return members_due(job, run, shape, world)
