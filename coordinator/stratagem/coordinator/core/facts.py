@@ -137,7 +137,6 @@ class RunFailed(Value):
     reason: str
     error: ErrorRecord | None = None
     cause: Cause = Cause.UNKNOWN
-    """What kind of failure it is, where a strategy around the party may ask."""
 
 
 class RunCompleted(Value):
@@ -261,14 +260,14 @@ class Evaluated(Value):
 
 
 class ClientEvaluated(Value):
-    """A client has evaluated a state on rows of its own; see strategies.client_metrics."""
+    """A client has evaluated a state on its own rows, or cannot; see strategies.client_metrics."""
 
     party: Party
     segment: int
     client: int
     sums: Metrics
     reason: str = ""
-    """Why it could not evaluate; there are no sums then."""
+    """Why there are none."""
 
 
 class ClientBinding(Value):
