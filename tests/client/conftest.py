@@ -6,6 +6,7 @@ import pytest
 
 from stratagem.client.sync import Client
 from tests.client.fake_coordinator import FakeCoordinator, served
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -21,5 +22,5 @@ def address(fake: FakeCoordinator) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
-    with Client(address, patience_s=10) as client:
+    with Client(address, patience_s=PATIENCE_S) as client:
         yield client

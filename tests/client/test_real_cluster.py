@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from stratagem.client import Event, LocalCluster, Phase, Progress
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -58,7 +59,7 @@ def write_job(folder: Path, **changes: object) -> Path:
 def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path) -> None:
     job = write_job(tmp_path, model={"entrypoint": "mymodel:build", "kwargs": {"fails_at": 3}})
     command = [*PROGRAM, "run", str(job), "--local", "1", "--data-dir", str(tmp_path / "state")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"

@@ -156,7 +156,7 @@ async def test_a_leader_that_cannot_reach_its_journal_answers_nobody(
     tmp_path: Path, postgres: Postgres
 ) -> None:
     url = postgres.new_schema()
-    settings = Settings(data_dir=tmp_path, _cli_parse_args=False, journal=url, lease_ttl_s=0.3)
+    settings = Settings(data_dir=tmp_path, _cli_parse_args=False, journal=url, lease_ttl_s=1.5)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
         app = await App.lead(settings, entrance)
         running = asyncio.create_task(app.run())

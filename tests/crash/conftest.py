@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 
 from stratagem.client.local_cluster import LocalCluster
-from tests.crash.rig import NUM_WORKERS, ROOT, Rig
+from tests.crash.rig import NUM_WORKERS, ROOT, WORKER_TTL_S, Rig
 
 LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
 """Asked for the ends of the logs when the test fails."""
@@ -19,7 +19,7 @@ def shared_rig() -> Iterator[Rig]:
         failpoints=True,
         import_path=(ROOT,),
         environment={
-            "STRATAGEM_COORDINATOR_WORKER_TTL_S": "5",
+            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
             "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
         },
     )

@@ -19,6 +19,8 @@ from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
+WORKER_TTL_S = 15.0
+"""Of the leases in the shared cluster: longer than a busy machine stands still."""
 NUM_WORKERS = 3
 KILLED_BY_FAILPOINT = 137
 TAIL_CHARS = 8000

@@ -21,7 +21,7 @@ from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
 from tests.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.sweep
 
 CASES = [
     # Between two updates of the first round, and in the second round.

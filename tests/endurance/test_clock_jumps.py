@@ -20,7 +20,7 @@ from tests.crash.test_coordinator_faults import paced
 from tests.endurance.wall_clocks import WallClocks
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.sweep
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 JUMPS_S = (HOUR_S, -HOUR_S, DAY_S)

@@ -13,7 +13,7 @@ from tests.crash.hands import hands
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.sweep
 
 NUM_CONNECTIONS = 1000
 MAX_KB_EACH = 100

@@ -28,7 +28,7 @@ from tests.crash.test_coordinator_faults import paced
 from tests.endurance.disks import cut_off, fill, mounted
 from tests.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.sweep
 
 FLAGS = ("--lease-ttl-s", "5", "--worker-ttl-s", "5", "--heartbeat-interval-s", "0.5")
 LOCKED_S = 10.0

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.soak import ROOT, Sample, measure, runs, soak, table, uploads
 from stratagem.client import LocalCluster
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.sweep
 
 PROCESSES = ("coordinator", "worker-0", "worker-1")
 UPLOAD_MB = 8.0

@@ -26,7 +26,7 @@ from tests.golden.replay import FOLDER, load
 from tests.hostile.attack import PROTOCOL
 from tests.metrics.scrape import labelled, scrape_from_outside
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.sweep
 
 NUM_WATCHERS, NUM_ROUNDS = 20, 400
 MAX_KB_EACH = 300

@@ -12,9 +12,10 @@ import grpc
 import grpc.aio
 
 from tests.hostile.promises import Method, documented
+from tests.patience import AT_ONCE_S
 
 LIMIT_S: Final = 2.0
-SLACK_S: Final = 15.0
+SLACK_S: Final = AT_ONCE_S
 """On top of the limit, of a machine that has other things to do; what takes longer never ends."""
 PROTOCOL: Final = (("stratagem-protocol", "1"),)
 NEVER: Final = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 
 @pytest.mark.sweep
 def test_programs_compile(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_programs_compile(tmp_path: Path) -> None:
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

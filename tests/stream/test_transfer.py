@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import google_crc32c
+import grpc
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from stratagem.common.tensors.safefile import blob_digest
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.common.tensors.transfer import Retry, pull, push
 from stratagem.v1 import worker_pb2
+from tests.patience import PATIENCE_S, growing
 from tests.stream.rig import Store, fragile_wire, serving, stub_of
 from tests.stream.strategies import make_tensor, same_bits
 
@@ -252,18 +254,26 @@ async def test_silent_caller_is_told_so() -> None:
     header = worker_pb2.SetStateRequest(
         header=worker_pb2.SetStateHeader(digest="0" * 64, manifest=to_proto(manifest))
     )
-    async with (
-        serving(Store(idle_timeout_s=1.0)) as port,
-        open_channel(f"127.0.0.1:{port}") as channel,
-    ):
-        for messages in ([], [header]):
-            call = stub_of(channel).SetState()
-            for message in messages:
-                await call.write(message)
-                assert (await call.read()).resume_offset == 0
-            with pytest.raises(Exception, match=r"silent for 1 s") as raised:
-                await call.read()
-            assert raised.value.code().name == "DEADLINE_EXCEEDED"  # type: ignore[attr-defined]
+    for timeout_s in growing(1.0):
+        heard = True
+        async with (
+            serving(Store(idle_timeout_s=timeout_s)) as port,
+            open_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            for messages in ([], [header]):
+                call = stub_of(channel).SetState()
+                try:
+                    for message in messages:
+                        await call.write(message)
+                        assert (await call.read()).resume_offset == 0
+                except grpc.aio.AioRpcError:  # on a busy machine
+                    heard = False
+                with pytest.raises(Exception, match=rf"silent for {timeout_s:g} s") as raised:
+                    await call.read()
+                assert raised.value.code().name == "DEADLINE_EXCEEDED"  # type: ignore[attr-defined]
+        if heard:
+            return
+    pytest.fail("the header never came in time")
 
 
 MEMORY = """
@@ -305,6 +315,10 @@ asyncio.run(main())
 def test_a_download_needs_its_tensor_and_little_more() -> None:
     """96 MiB are received in place: a second copy of them would be seen."""
     run = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", MEMORY],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -73,7 +73,15 @@ def read_address(path: Path) -> str:
     return str(json.loads(text)["address"]) if text.startswith("{") else text
 
 
-def tail(path: Path, begin: int) -> str:
-    """The end of what a log file holds from that byte on."""
-    text = path.read_bytes()[begin:][-TAIL_BYTES:].decode(errors="replace").strip()
+def size_of(log_file: Path) -> int:
+    """How much it holds; nothing once somebody has removed it."""
+    try:
+        return log_file.stat().st_size
+    except OSError:
+        return 0
+
+
+def tail(path: Path, begin: int, end: int) -> str:
+    """The last of what a log file holds between these bytes."""
+    text = path.read_bytes()[begin:end][-TAIL_BYTES:].decode(errors="replace").strip()
     return text or "(nothing)"

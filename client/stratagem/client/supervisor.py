@@ -24,7 +24,7 @@ from typing import Final
 import structlog
 
 from stratagem.client.preloaded import Process, end_descriptor, start
-from stratagem.client.process import Command, ProcessView, read_address, stop, tail
+from stratagem.client.process import Command, ProcessView, read_address, size_of, stop, tail
 from stratagem.common.errors import NotFoundError, UnavailableError
 
 log = structlog.get_logger(__name__)
@@ -51,8 +51,8 @@ class _Child:
     num_quick_ends: int = 0
     log_begin: int = 0
     """The byte of its log file at which the present process began."""
-    last_log_begin: int = 0
-    """The same of the one that ended last."""
+    last_log: tuple[int, int] = (0, 0)
+    """Where the one that ended last began and ended there: the next one writes to the same file."""
     last_exit: int | None = None
     last_words: str = ""
     """How the last process has ended; see Command.exit_variable."""
@@ -238,7 +238,8 @@ class Supervisor:
         now_s = time.monotonic()
         if child.process.stdin is not None:
             child.process.stdin.close()
-        child.last_exit, child.last_log_begin = child.process.returncode, child.log_begin
+        child.last_exit = child.process.returncode
+        child.last_log = (child.log_begin, size_of(child.command.log_file))
         how = "stopped" if child.is_ordered else child.last_exit
         child.last_words = f"{child.process.pid}:{how}"
         child.process, child.is_ready = None, False
@@ -316,7 +317,7 @@ class Supervisor:
         log_file = child.command.log_file
         raise UnavailableError(
             f"{child.command.name} ended with status {status} before it was ready; "
-            f"{log_file} ends with:\n{tail(log_file, child.last_log_begin)}"
+            f"{log_file} ends with:\n{tail(log_file, *child.last_log)}"
         )
 
     def _not_ready(self, timeout_s: float) -> str:
