@@ -211,10 +211,14 @@ class AsyncRun:
         request = pb.CancelRunRequest(run_id=self.run_id)
         await connection.call(connection.stub.CancelRun, request)
 
-    async def resume(self) -> None:
-        """Go on from the last commit of a run that was cancelled or has failed."""
+    async def resume(self, from_segment: int | None = None) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed.
+
+        from_segment: go on from this one of the commits that are kept; what followed it happens
+        anew.
+        """
         connection = self._connection
-        request = pb.ResumeRunRequest(run_id=self.run_id)
+        request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
         await connection.call(connection.stub.ResumeRun, request)
 
     async def delete(self) -> None:

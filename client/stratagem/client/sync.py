@@ -214,9 +214,13 @@ class RunHandle:
         """Stop the run; its last commit stays and can be resumed."""
         self._loop.call(self._run.cancel())
 
-    def resume(self) -> None:
-        """Go on from the last commit of a run that was cancelled or has failed."""
-        self._loop.call(self._run.resume())
+    def resume(self, from_segment: int | None = None) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed.
+
+        from_segment: go on from this one of the commits that are kept; what followed it happens
+        anew.
+        """
+        self._loop.call(self._run.resume(from_segment))
 
     def delete(self) -> None:
         """Forget an ended run and its states."""

@@ -598,17 +598,23 @@ class ResumeRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    FROM_SEGMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    from_segment: _builtins.int
+    """A kept commit of the run, by its segment; what followed it happens anew. Absent: the last one."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        from_segment: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_segment", b"_from_segment", "from_segment", b"from_segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_segment", b"_from_segment", "from_segment", b"from_segment", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__from_segment: _TypeAlias = _typing.Literal["from_segment"]  # noqa: Y015
+    _WhichOneofArgType__from_segment: _TypeAlias = _typing.Literal["_from_segment", b"_from_segment"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_segment) -> _WhichOneofReturnType__from_segment | None: ...
 
 Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
 

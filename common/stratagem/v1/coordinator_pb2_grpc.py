@@ -173,8 +173,9 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
-        the run is active or completed; UNAVAILABLE while its workers still let go of it.
+        """Continues a cancelled or failed run from its last commit, or from an earlier one that is kept.
+        NOT_FOUND; FAILED_PRECONDITION when the run is active or completed, or from_segment is no commit
+        to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,8 +70,9 @@ class CoordinatorServiceStub:
     two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
     """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
-    """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
-    the run is active or completed; UNAVAILABLE while its workers still let go of it.
+    """Continues a cancelled or failed run from its last commit, or from an earlier one that is kept.
+    NOT_FOUND; FAILED_PRECONDITION when the run is active or completed, or from_segment is no commit
+    to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteRunRequest, _coordinator_pb2.DeleteRunResponse]
     """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
@@ -150,8 +151,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
     """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
-    the run is active or completed; UNAVAILABLE while its workers still let go of it.
+    """Continues a cancelled or failed run from its last commit, or from an earlier one that is kept.
+    NOT_FOUND; FAILED_PRECONDITION when the run is active or completed, or from_segment is no commit
+    to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteRunRequest, _coordinator_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
@@ -263,8 +265,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
-        """Continues a cancelled or failed run from its last commit. NOT_FOUND; FAILED_PRECONDITION when
-        the run is active or completed; UNAVAILABLE while its workers still let go of it.
+        """Continues a cancelled or failed run from its last commit, or from an earlier one that is kept.
+        NOT_FOUND; FAILED_PRECONDITION when the run is active or completed, or from_segment is no commit
+        to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
         """
 
     @_abc_1.abstractmethod

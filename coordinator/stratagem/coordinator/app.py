@@ -14,6 +14,7 @@ import structlog
 
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
+from stratagem.common.failures import sole
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.logs import identify
 from stratagem.common.malloc import give_back
@@ -30,6 +31,7 @@ from stratagem.coordinator.core.facts import (
     RoundClosed,
     RunCompleted,
     RunDeleted,
+    RunResumed,
     SegmentCommitted,
     SegmentFinished,
     UpdateRejected,
@@ -234,6 +236,9 @@ class App:
                 self.env.refused[fact.cause] += 1
             case RunCompleted():
                 self._delete_updates(run_id)
+            case RunResumed(from_segment=int()):
+                self._delete_updates(run_id)  # of rounds that happen anew
+                self._do(self._collecting.ask())
             case RunDeleted():
                 self.feed.forget(run_id)
                 self.logs.delete(run_id)
@@ -286,6 +291,7 @@ class App:
     def _chore_done(self, task: asyncio.Task[None]) -> None:
         self._chores.discard(task)
         error = None if task.cancelled() else task.exception()
+        error = error and sole(error)
         if isinstance(error, OSError | StratagemError):
             log.warning("chore failed", reason=str(error))
         elif error is not None:

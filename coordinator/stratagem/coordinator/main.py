@@ -11,7 +11,7 @@ import structlog
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 
-from stratagem.common import tracing
+from stratagem.common import failures, tracing
 from stratagem.common.descriptors import raise_descriptor_limit
 from stratagem.common.errors import StratagemError
 from stratagem.common.logs import setup_logging
@@ -51,13 +51,13 @@ def main() -> None:
         tracing.start("coordinator", settings.name)
         asyncio.run(_serve(settings))
     except* FencedError as group:
-        log.error("another coordinator leads", reason=str(group.exceptions[0]))
+        log.error("another coordinator leads", reason=failures.told(group))
         sys.exit(EXIT_FENCED)
     except* OSError as group:
-        log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
+        log.error("coordinator ends", reason=failures.told(group))
         sys.exit(1)
     except* StratagemError as group:
-        log.error("coordinator ends", reason="; ".join(map(str, group.exceptions)))
+        log.error("coordinator ends", reason=failures.told(group))
         sys.exit(1)
     finally:
         tracing.stop()

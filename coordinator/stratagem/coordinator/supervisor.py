@@ -14,6 +14,7 @@ import structlog
 
 from stratagem.common.backoff import Backoff
 from stratagem.common.errors import StratagemError
+from stratagem.common.failures import leaves, told
 from stratagem.common.ids import RunId
 from stratagem.coordinator.cancelled import stop_if_cancelled
 from stratagem.coordinator.core.effects import Effect, slots
@@ -149,12 +150,12 @@ class Supervisor:
         reason = ""
         try:
             await self._perform(effect)
-        except* StratagemError as group:
-            reason = "; ".join(str(error) for error in group.exceptions)
-            bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
-        except* Exception as group:
-            reason = "; ".join(f"{type(each).__name__}: {each}" for each in group.exceptions)
-            bound.exception("effect raised, trying again", pause_s=pause_s)
+        except Exception as error:  # the task supervisor
+            reason = told(error)
+            if all(isinstance(each, StratagemError) for each in leaves(error)):
+                bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
+            else:
+                bound.exception("effect raised, trying again", reason=reason, pause_s=pause_s)
         if reason:
             self.num_failures[type(effect).__name__] += 1
         return reason

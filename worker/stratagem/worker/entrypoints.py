@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from stratagem.common.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.failures import leaves, told
 from stratagem.common.frozen import thawed
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -153,12 +154,14 @@ class user_code:  # reads as a statement
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:
     """The error in words: type and message as raised, traceback from the user's first frame on."""
-    kind = type(error)
+    lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+    first, *others = leaves(error)
+    kind = type(first)
     name = kind.__qualname__
     if kind.__module__ != "builtins":
         name = f"{kind.__module__}.{name}"
-    lines = traceback.format_exception(kind, error, _users_part(error.__traceback__))
-    return UserCodeError(name, str(error), "".join(lines), activity=activity)
+    text = "; ".join([str(first), *map(told, others)])
+    return UserCodeError(name, text, "".join(lines), activity=activity)
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

@@ -145,7 +145,7 @@ def watch(
                 print_line(console, f"{item.index:>5}  {item.phase:<10}  {item.sentence}")
 
 
-def resume(
+def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
     local: LocalOption = None,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
@@ -153,33 +153,43 @@ def resume(
     detach: DetachOption = False,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
+    from_segment: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            metavar="SEGMENT",
+            min=0,
+            help="Go on from this commit; what followed it happens anew. `status` lists them.",
+        ),
+    ] = None,
 ) -> None:
     """Go on with a run that was stopped or has failed.
 
-    It goes on from its last commit, and is followed to its end.
+    It goes on from its last commit, or from the one that --from names, and is followed to its end.
 
     With --local N for a run that was started with --local, in the same folder.
     """
     with reporting():
         if local is None:
             with client_of(coordinator, proof) as client:
-                handle, from_index = _resumed(client, run_id)
+                handle, from_index = _resumed(client, run_id, from_segment)
                 following = _Following(handle, form, from_index=from_index)
                 _follow_remote(following, coordinator, detach=detach)
             return
         known = LocalRun.load(data_dir, check_run_id(run_id))
         with _local_client(known, local, data_dir) as client:
-            handle, from_index = _resumed(client, run_id)
+            handle, from_index = _resumed(client, run_id, from_segment)
             _follow_local(_Following(handle, form, from_index=from_index), local)
 
 
-def _resumed(client: Client, run_id: str) -> tuple[RunHandle, int]:
+def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
     """The run, going on, and the index of its first event from now on."""
     handle = client.get(run_id)
     before = handle.status()
-    if not before.phase.is_final:  # its cluster was killed while it ran: it goes on by itself
+    # Its cluster may have been killed while it ran: then it goes on by itself.
+    if not before.phase.is_final and segment is None:
         return handle, before.event_index
-    handle.resume()
+    handle.resume(segment)
     return handle, before.event_index + 1
 
 

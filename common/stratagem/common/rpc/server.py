@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.failures import sole
 from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
@@ -291,7 +292,9 @@ def _ending() -> UnavailableError:
     return UnavailableError("this process ends, and what the call waited for with it")
 
 
-async def _abort(context: Context, method: str, error: Exception, calls: CallStats) -> NoReturn:
+async def _abort(context: Context, method: str, raised: Exception, calls: CallStats) -> NoReturn:
+    found = sole(raised)
+    error = found if isinstance(found, Exception) else raised
     status = to_status(error)
     if status is not None:
         calls.refuse(name_of(method), status.code.name, type(error).__name__)
@@ -299,5 +302,5 @@ async def _abort(context: Context, method: str, error: Exception, calls: CallSta
         await context.abort_with_status(status)
     calls.refuse(name_of(method), *DEFECT)
     error_id = secrets.token_hex(6)
-    log.error("call failed", method=method, error_id=error_id, exc_info=error)
+    log.error("call failed", method=method, error_id=error_id, exc_info=raised)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}")

@@ -13,7 +13,12 @@ Knows bytes and digests. What a blob holds is the business of `common/tensors/sa
 
 from stratagem.coordinator.blobs.directory import DirectoryBlobs
 from stratagem.coordinator.blobs.shared import SharedBlobs
-from stratagem.coordinator.blobs.store import BlobStore, BlobWriter, DamagedBlobError
+from stratagem.coordinator.blobs.store import (
+    BlobStore,
+    BlobWriter,
+    DamagedBlobError,
+    MissingBlobError,
+)
 from stratagem.coordinator.blobs.temporary import Scratch
 
 __all__ = [
@@ -21,6 +26,7 @@ __all__ = [
     "BlobWriter",
     "DamagedBlobError",
     "DirectoryBlobs",
+    "MissingBlobError",
     "Scratch",
     "SharedBlobs",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.durable import (
@@ -26,7 +26,7 @@ from stratagem.coordinator.blobs.durable import (
     pieces,
     sync_folder,
 )
-from stratagem.coordinator.blobs.store import Adopt, BlobWriter, DamagedBlobError
+from stratagem.coordinator.blobs.store import Adopt, BlobWriter, DamagedBlobError, MissingBlobError
 from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned, time_of
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +81,7 @@ class DirectoryBlobs:
         try:
             descriptor = open_regular(self.path(digest))
         except FileNotFoundError:  # collected since the line above
-            raise NotFoundError(f"blob {digest} is not in the store") from None
+            raise MissingBlobError(digest) from None
         file = os.fdopen(descriptor, "rb", buffering=0)
         try:
             self._verify(digest, descriptor)
@@ -93,7 +93,7 @@ class DirectoryBlobs:
     def path(self, digest: Digest) -> Path:
         """Where the blob lies; not verified. Raises NotFoundError."""
         if not self.exists(digest):
-            raise NotFoundError(f"blob {digest} is not in the store")
+            raise MissingBlobError(digest)
         return self._path(digest)
 
     def exists(self, digest: Digest) -> bool:

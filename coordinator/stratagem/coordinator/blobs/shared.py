@@ -33,7 +33,7 @@ from stratagem.coordinator.blobs.objects import (
     term_of,
     unique_name,
 )
-from stratagem.coordinator.blobs.store import BlobWriter, DamagedBlobError
+from stratagem.coordinator.blobs.store import BlobWriter, DamagedBlobError, MissingBlobError
 from stratagem.coordinator.blobs.temporary import Scratch
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -164,7 +164,7 @@ class SharedBlobs:
                     continue
             if is_damaged:
                 raise DamagedBlobError(digest)
-        raise NotFoundError(f"blob {digest} is not in the store")
+        raise MissingBlobError(digest)
 
     def _copy(self, digest: Digest, found: Found) -> BinaryIO:
         opened: list[BinaryIO] = []

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from stratagem.common.errors import IntegrityError
+from stratagem.common.errors import IntegrityError, NotFoundError
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.durable import DurableFile, space_needed
 from stratagem.coordinator.blobs.temporary import Scratch, new_temporary
@@ -22,7 +22,16 @@ class DamagedBlobError(IntegrityError):
     """The bytes of a stored blob are not those that were stored; reading it again is no use."""
 
     def __init__(self, digest: Digest) -> None:
+        self.digest = digest
         super().__init__(f"blob {digest} is damaged: its bytes have another digest")
+
+
+class MissingBlobError(NotFoundError):
+    """A blob is not in the store: it was collected, or somebody has removed it."""
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        super().__init__(f"blob {digest} is not in the store")
 
 
 class BlobStore(Protocol):

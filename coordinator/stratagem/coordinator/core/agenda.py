@@ -81,7 +81,7 @@ class Agenda:
         for run_id in sorted(self._due, key=self._numbers.__getitem__):
             fact = ask(state.runs[run_id], self.world, now_s)
             if fact is not None:
-                return Entry(run_id, fact, key_of(fact))
+                return Entry(run_id, fact, key_of(fact, state.runs[run_id].num_returns))
             self._due.discard(run_id)
         return None
 

@@ -38,6 +38,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
     WorkersForgotten,
 )
+from stratagem.coordinator.core.returning import returned
 from stratagem.coordinator.core.state import (
     Commit,
     CoordinatorState,
@@ -159,6 +160,8 @@ def _transition(
     record: RunRecord, fact: Fact, time_s: float
 ) -> tuple[RunRecord, frozenset[Member]]:
     """The run with the fact folded in, and the workers that what is now due would use."""
+    if isinstance(fact, RunResumed) and fact.from_segment is not None:
+        record = returned(record, fact)
     strategy = strategy_of(record.job)
     value = strategy.transition(record.job, record.value, fact, time_s)
     due = strategy.pending(record.run_id, record.job, value)

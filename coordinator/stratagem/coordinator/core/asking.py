@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from stratagem.common.errors import StratagemError, Violation
+from stratagem.common.failures import told
 from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
@@ -24,7 +25,7 @@ class Raised(str):
 
     @classmethod
     def by(cls, error: Exception) -> "Raised":
-        return cls(f"the strategy raised {type(error).__name__}: {error}")
+        return cls(f"the strategy raised {told(error)}")
 
 
 def objections_to(job: JobSpec) -> list[Violation]:

@@ -38,6 +38,8 @@ class CancelRun:
 class ResumeRun:
     run_id: RunId
     by: str = ""
+    from_segment: int | None = None
+    """One of the kept commits; None: the last one."""
 
 
 @dataclass(frozen=True, slots=True)

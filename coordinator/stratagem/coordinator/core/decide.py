@@ -62,7 +62,14 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.forgetting import expire_runs, forget_workers
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, World
+from stratagem.coordinator.core.returning import resumed_from
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    EndedRun,
+    RunPhase,
+    RunRecord,
+    World,
+)
 
 MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
@@ -147,17 +154,18 @@ def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
             continue
         fact = ask(run, world, now_s)
         if fact is not None:
-            yield Entry(run_id, fact, key_of(fact))
+            yield Entry(run_id, fact, key_of(fact, run.num_returns))
 
 
-def key_of(fact: Fact) -> str | None:
-    """Idempotency keys of facts that must not happen twice."""
+def key_of(fact: Fact, num_returns: int = 0) -> str | None:
+    """Idempotency keys of facts that must not happen twice, unless the run goes back between."""
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"
         case UpdateReceived():
             # No rejection stands in its way: a client that has failed may be asked again.
-            return f"received/{fact.party}/{fact.round_num}/{fact.client}"
+            again = f"/{num_returns}" if num_returns else ""
+            return f"received/{fact.party}/{fact.round_num}/{fact.client}{again}"
         case RunSubmitted():
             return "submitted"
         case _:
@@ -221,7 +229,15 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | 
     if not run.is_released:
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
-    return (Entry(command.run_id, RunResumed(by=command.by)),)
+    if command.from_segment is None:
+        return (Entry(command.run_id, RunResumed(by=command.by)),)
+    assert isinstance(run, RunRecord), "its facts have to be recalled first"
+    fact = resumed_from(run, command.from_segment, command.by)
+    return (
+        _refuse(RefusalKind.PRECONDITION, fact)
+        if isinstance(fact, str)
+        else (Entry(command.run_id, fact),)
+    )
 
 
 def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
@@ -300,7 +316,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
         return (Entry(command.run_id, RunFailed(reason=reason)),)
     if reason:
         return _refuse(RefusalKind.STALE, reason)
-    return (Entry(command.run_id, command.fact, key_of(command.fact)),)
+    return (Entry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
 
 
 def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:

@@ -131,6 +131,15 @@ class RunCancelled(Value):
 
 class RunResumed(Value):
     by: str = ""
+    from_segment: int | None = None
+    """The kept commit that the run goes on from; what followed it has not happened. None: its last
+    one, with all that has happened since."""
+    step: int = 0
+    """Of that commit."""
+    digest: Digest = Digest("")
+    by_policy: bool = False
+    """True when the strategy keeps more than the commit holds, which begins anew: the result is
+    not what it would have been without."""
 
 
 class RunFailed(Value):

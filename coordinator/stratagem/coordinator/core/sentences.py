@@ -33,6 +33,13 @@ def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
     return f"{text} by {fact.by}" if fact.by else text
 
 
+def _resumed(fact: f.RunResumed) -> str:
+    if fact.from_segment is None:
+        return "resumed from the last commit"
+    anew = "; what else its strategy keeps begins anew" if fact.by_policy else ""
+    return f"resumed from commit {fact.from_segment} at step {fact.step}{anew}"
+
+
 def _finished(fact: f.SegmentFinished) -> str:
     more = metrics_text(fact.metrics)
     if not fact.step:  # of a job that trains nothing
@@ -95,7 +102,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
-    "RunResumed": lambda e: _by("resumed from the last commit", e),
+    "RunResumed": lambda e: _by(_resumed(e), e),
     "RunFailed": lambda e: f"failed: {e.reason}",
     "RunCompleted": lambda e: f"completed: {e.reason}",
     "RunReleased": lambda e: "the workers have let go of the run",

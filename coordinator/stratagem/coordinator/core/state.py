@@ -84,6 +84,8 @@ class RunRecord:
     is_released: bool = True
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
+    num_returns: int = 0
+    """How often it has gone on from an earlier commit: what has happened may happen again."""
     touched: frozenset[Member] = frozenset()
     """Members that were ever given a session and have not been released."""
     has_raised: bool = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from stratagem.common.failures import told
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.effects import AggregateRound, Effect
@@ -125,5 +126,6 @@ class FoldsAhead:
 
 
 def _note(task: asyncio.Task[Folded]) -> None:
-    if not task.cancelled() and task.exception() is not None:  # nobody may be left to see it
-        log.info("fold ahead of its round failed", reason=str(task.exception()))
+    error = None if task.cancelled() else task.exception()
+    if error is not None:  # nobody may be left to see it
+        log.info("fold ahead of its round failed", reason=told(error))

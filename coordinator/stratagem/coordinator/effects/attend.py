@@ -19,6 +19,7 @@ from stratagem.common.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from stratagem.common.failures import leaves, told
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.rpc.status import shown
 from stratagem.coordinator.cancelled import stop_if_cancelled, task_group
@@ -55,15 +56,15 @@ async def attend(
     while True:
         link = env.links.to(member, env.state)
         attended = _Attended(env, member, request, on_progress, base, profiles)
-        refusal: Exception | None = None
+        refusal: BaseException | None = None
         try:
             return await attended.to_the_end(link)
         except* UnavailableError as group:
-            reason = str(group.exceptions[0])
+            reason = told(group)
         except* InvalidInputError as group:
             if attended.is_accepted:
                 raise
-            refusal = group.exceptions[0]
+            refusal = leaves(group)[0]
         stop_if_cancelled()
         if refusal is not None:
             return _refused(member, refusal)
@@ -163,7 +164,7 @@ def _not_named(member: Member, digest: str) -> PermissionDeniedError:
 
 
 def _refused(
-    member: Member, error: Exception, activity: str = "reading the job"
+    member: Member, error: BaseException, activity: str = "reading the job"
 ) -> worker_pb2.ExecuteResult:
     told = types_pb2.UserError(
         type=type(error).__name__,

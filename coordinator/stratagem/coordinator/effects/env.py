@@ -11,6 +11,7 @@ import structlog
 
 from stratagem.common.errors import StaleError
 from stratagem.common.failpoints import failpoint
+from stratagem.common.failures import told
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Manifest, to_proto
@@ -88,8 +89,9 @@ class Env:
 
     def _chore_done(self, task: asyncio.Task[None]) -> None:
         self.chores.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.info("not done", what=task.get_name(), reason=str(task.exception()))
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.info("not done", what=task.get_name(), reason=told(error))
 
     def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
         run = self.state.runs.get(run_id)
@@ -209,8 +211,9 @@ class Env:
     def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
         if self.pushes.get(key) is task:
             del self.pushes[key]
-        if not task.cancelled() and task.exception() is not None:  # nobody may be left to see it
-            log.info("blob not brought", worker_id=key[0].worker_id, reason=str(task.exception()))
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # nobody may be left to see it
+            log.info("blob not brought", worker_id=key[0].worker_id, reason=told(error))
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)

@@ -3,8 +3,9 @@
 from typing import assert_never
 
 from stratagem.common import tracing
+from stratagem.common.failures import leaves
 from stratagem.common.logs import about
-from stratagem.coordinator.blobs import DamagedBlobError
+from stratagem.coordinator.blobs import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
@@ -18,6 +19,8 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import RunFailed
+from stratagem.coordinator.core.pending import blobs_of
+from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.effects.aggregate import aggregate_round
 from stratagem.coordinator.effects.build import build
 from stratagem.coordinator.effects.client_round import train_client
@@ -28,6 +31,8 @@ from stratagem.coordinator.effects.evaluate import evaluate_state
 from stratagem.coordinator.effects.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.release import release
 from stratagem.coordinator.effects.segment import run_segment
+from stratagem.coordinator.strategies.contract import Nestable
+from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.log_ids import ids_of
 
 
@@ -39,17 +44,32 @@ async def perform(env: Env, effect: Effect) -> None:
     with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
         try:
             await _perform(env, effect)
-        except* DamagedBlobError as group:
-            await _fail(env, effect, group)
+        except* (DamagedBlobError, MissingBlobError) as group:
+            await _fail(env, effect, leaves(group)[0])
 
 
-async def _fail(env: Env, effect: Effect, group: BaseExceptionGroup[DamagedBlobError]) -> None:
+async def _fail(env: Env, effect: Effect, error: BaseException) -> None:
     """The run ends, rather than trying for ever what only a sound copy can mend."""
-    errors: list[BaseException] = [group]
-    while isinstance(errors[0], BaseExceptionGroup):
-        errors = list(errors[0].exceptions)
+    assert isinstance(error, DamagedBlobError | MissingBlobError)
+    run = env.state.runs.get(effect.run_id)
+    if run is None or not env.is_due(effect):
+        return  # nobody needs it any more, and so it was collected
+    if error.digest not in blobs_of(run):  # what a worker has asked for is none of the run's
+        raise error
+    await env.report(effect.run_id, RunFailed(reason=_without(run, error)))
+
+
+def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
+    """Why the run fails, and what helps."""
+    which = [commit.segment for commit in run.commits if commit.digest == error.digest]
+    what = f"commit {which[-1]}: {error}" if which else str(error)
     advice = "put a sound copy in its place, then resume the run"
-    await env.report(effect.run_id, RunFailed(reason=f"{errors[0]}; {advice}"))
+    others = sorted(c.segment for c in retained(run) if c.digest != error.digest)
+    if which and others and isinstance(strategy_of(run.job), Nestable):
+        kept = f"{'is' if len(others) == 1 else 'are'} {', '.join(map(str, others))}"
+        advice += f", or go on from an earlier commit (kept {kept}): "
+        advice += f"stratagem resume {run.run_id} --from {others[-1]}"
+    return f"{what}; {advice}"
 
 
 async def _perform(env: Env, effect: Effect) -> None:

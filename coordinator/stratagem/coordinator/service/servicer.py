@@ -121,7 +121,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def ResumeRun(
         self, request: pb.ResumeRunRequest, context: Context
     ) -> pb.ResumeRunResponse:
-        await self._app.loop.submit(ResumeRun(RunId(request.run_id), current_caller().name))
+        segment = request.from_segment if request.HasField("from_segment") else None
+        resume = ResumeRun(RunId(request.run_id), current_caller().name, segment)
+        await self._app.loop.submit(resume)
         return pb.ResumeRunResponse()
 
     async def DeleteRun(

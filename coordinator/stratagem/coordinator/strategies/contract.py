@@ -56,6 +56,8 @@ class Standing:
     """Nothing that was trained waits for its commit or its evaluation."""
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that were sent in the newest segment, as in SegmentFinished."""
+    keeps_more: bool = False
+    """The party needs more of its past than the committed state, and an earlier one lacks it."""
 
 
 class Strategy(Protocol):

@@ -273,7 +273,14 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
 def standing(value: FederatedRun) -> Standing:
     """The committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
-    return Standing(value.committed, metrics, value.num_rows, loss, is_idle=not value.to_evaluate)
+    return Standing(
+        value.committed,
+        metrics,
+        value.num_rows,
+        loss,
+        is_idle=not value.to_evaluate,
+        keeps_more=bool(value.server_state or value.late),
+    )
 
 
 def rebase(

@@ -4,6 +4,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.failures import told
 from stratagem.common.job import JobSpec
 from stratagem.common.json_text import suggest
 from stratagem.common.strategy import Custom, Federated, Local, ModelParallel
@@ -71,7 +72,7 @@ def _why_not(job: JobSpec) -> str:
         try:
             point.load()
         except Exception as error:  # code of another package
-            return f"{name!r} cannot be imported: {type(error).__name__}: {error}"
+            return f"{name!r} cannot be imported: {told(error)}"
     packages = [each for each in registered() if each not in BUILT_IN]
     known = ", ".join(packages) or f"none (entry-point group {GROUP})"
     return f"{name!r} has no implementation here; registered are {known}{suggest(name, packages)}"
