@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError
+from stratagem.common.numerics import CURRENT, FIRST
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import blob_digest, header_bytes, read_header
 from stratagem.coordinator.aggregation import fold
 from stratagem.coordinator.aggregation.floats import narrow, storage, widen
-from stratagem.coordinator.aggregation.fold import FoldStoppedError, fold_weighted_mean
+from stratagem.coordinator.aggregation.fold import (
+    FoldStoppedError,
+    fold_weighted_mean,
+    mean_factors,
+)
 from stratagem.coordinator.blobs import BlobWriter, DirectoryBlobs
 from stratagem.coordinator.spool.spool import Spool
 from tests.store.programs import run
@@ -38,6 +43,9 @@ def reference(manifest: Manifest, seeds: list[int], weights: list[int]) -> bytes
             widen(spec.dtype, raw, values)
             terms.append(weight * values)
         total = terms[0]
+        if len(raws) == 1:
+            out.append(raws[0])
+            continue
         for term in terms[1:]:
             total = total + term
         result = np.empty(total.shape, storage(spec.dtype))
@@ -113,8 +121,16 @@ def test_windows_of_any_size_give_the_same(
     assert data == reference(manifest, list(range(len(weights))), weights)
 
 
-def test_one_client_alone_gets_its_own_bits_back(tmp_path: Path) -> None:
-    assert Round(tmp_path).fold([1]) == data_of(MANIFEST, 0)
+@pytest.mark.parametrize("weight", [1, 3, 7, 49, 1001])
+def test_one_client_alone_gets_its_own_bits_back(tmp_path: Path, weight: int) -> None:
+    assert Round(tmp_path).fold([weight]) == data_of(MANIFEST, 0)
+
+
+def test_runs_under_the_first_rules_round_a_float64_of_one_client_twice() -> None:
+    assert mean_factors([7], FIRST) == ([7.0], 7.0)
+    assert mean_factors([7], CURRENT) == ([1.0], 1.0)
+    for numerics in (FIRST, CURRENT):
+        assert mean_factors([3, 1], numerics) == ([3.0, 1.0], 4.0)
 
 
 def test_integers_that_differ_come_from_the_most_samples_and_are_logged(
@@ -177,9 +193,10 @@ def test_a_fold_stops_when_asked_and_leaves_nothing(
 def test_a_sum_beyond_float64_is_refused(tmp_path: Path) -> None:
     manifest = manifest_of([("w", "float64", (1,))])
     a_round = Round(tmp_path, manifest)
-    entry = accept(a_round.spool, 0, manifest, np.array([1e308], "<f8").tobytes())
+    large = np.array([1e308], "<f8").tobytes()
+    entries = [accept(a_round.spool, client, manifest, large) for client in range(2)]
     with pytest.raises(LimitError, match="range of float64"):
-        fold_weighted_mean([entry], [100], manifest, a_round.writer())
+        fold_weighted_mean(entries, [100, 1], manifest, a_round.writer())
 
 
 @pytest.mark.parametrize("weights", [[], [0], [-1], [1, 1]])

@@ -1,12 +1,13 @@
 """The weighted mean of a round's updates, window by window.
 
 For each element: the sum over clients, in the order given, of samples × value in float64, divided
-by all samples and rounded once to the element's type. Updates of earlier rounds weigh less and are
-rebased first (rebasing.py). Integers and bools come from the client of this round with most samples
-(the first of equals), which is also what all clients say where they agree; where they
-do not, it is logged. Memory is some windows, whatever the size of the model and the number of
-clients, and the order of arrival cannot matter. A server optimizer, where there is one, takes the
-mean from here in float64. Made to run in a thread; knows nothing of rounds.
+by all samples and rounded once to the element's type; what only one client says is taken as it is.
+Updates of earlier rounds weigh less and are rebased first (rebasing.py). Integers and bools come
+from the client of this round with most samples (the first of equals), which is also what all
+clients say where they agree; where they do not, it is logged. Memory is some windows, whatever the
+size of the model and the number of clients, and the order of arrival cannot matter. A server
+optimizer, where there is one, takes the mean from here in float64. Made to run in a thread; knows
+nothing of rounds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import structlog
 from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError, StratagemError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
+from stratagem.common.numerics import CURRENT
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safefile import header_bytes
@@ -64,7 +66,7 @@ class _Window:
     """Late updates count by what they have changed."""
 
 
-def fold_weighted_mean(
+def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly everybody wants)
     entries: Sequence[SpoolEntry],
     weights: Sequence[float],
     manifest: Manifest,
@@ -73,6 +75,7 @@ def fold_weighted_mean(
     should_stop: Callable[[], bool] = lambda: False,
     server: ServerStep | None = None,
     rebasing: Rebasing | None = None,
+    numerics: int = CURRENT,
 ) -> tuple[Digest, tuple[Digest, ...]]:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
 
@@ -86,7 +89,7 @@ def fold_weighted_mean(
     """
     try:
         _check_arguments(entries, weights, manifest)
-        folder = _Folder(entries, weights, server, rebasing)
+        folder = _Folder(entries, weights, mean_factors(weights, numerics), server, rebasing)
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
@@ -112,6 +115,14 @@ def fold_weighted_mean(
     finally:
         if rebasing is not None:
             rebasing.close()
+
+
+def mean_factors(weights: Sequence[float], numerics: int) -> tuple[list[float], float]:
+    """What each update is multiplied by, and what the sum is divided by. One update counts 1: its
+    mean is what it says, to the bit."""
+    if numerics >= 2 and len(weights) == 1:
+        return [1.0], 1.0
+    return [float(weight) for weight in weights], math.fsum(weights)
 
 
 def _check_arguments(
@@ -153,13 +164,13 @@ class _Folder:
         self,
         entries: Sequence[SpoolEntry],
         weights: Sequence[float],
+        factors: tuple[list[float], float],
         server: ServerStep | None,
         rebasing: Rebasing | None,
     ) -> None:
         self._server, self._rebasing = server, rebasing
         self._sources = [_Source(entry) for entry in entries]
-        self._weights = [float(weight) for weight in weights]
-        self._total_weight = math.fsum(weights)
+        self._factors, self._divisor = factors
         self._voters = [
             i for i in range(len(weights)) if rebasing is None or not rebasing.is_late(i)
         ]
@@ -204,10 +215,10 @@ class _Folder:
                 if window.is_rebased:
                     assert self._rebasing is not None
                     self._rebasing.apply(index, window.dtype, window.offset, target)
-                target *= self._weights[index]
+                target *= self._factors[index]
                 if index:
                     total += term
-            total /= self._total_weight
+            total /= self._divisor
             if window.is_optimized:
                 assert self._server is not None
                 self._server.apply(window.dtype, window.offset, total)

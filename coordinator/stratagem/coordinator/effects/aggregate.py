@@ -127,6 +127,7 @@ def fold(
         should_stop=cancelled.is_set,
         server=server,
         rebasing=rebasing,
+        numerics=env.numerics_of(effect.run_id),
     )
     return digest, slots, parse_header(io.BytesIO(header), digest)
 

@@ -200,7 +200,7 @@ def federated_loop(
             else:
                 changed = {name: (state[name], base[name], world[name]) for name in trained}
                 updates.append(_late(strategy, rows, round_num - of_round, state, changed))
-        means = {name: _mean_of(name, updates) for name in world}
+        means = {name: _mean_of(name, updates, numerics) for name in world}
         for name in trained & means.keys():
             means[name] = server_step(strategy, world[name], means[name], slots[name])
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
@@ -331,13 +331,15 @@ def is_skipped(job: JobSpec, loss: float, params: list[nn.Parameter], scale: Los
     return scale.absorbs("gradient" if has_loss else "loss") or job.window.may_skip
 
 
-def _mean_of(name: str, updates: list[Update]) -> Tensor:
-    """Σ n·w / Σ n as float64, in order of client; integers from the client of this round with most
-    rows."""
+def _mean_of(name: str, updates: list[Update], numerics: int) -> Tensor:
+    """Σ n·w / Σ n as float64, in order of client, or what the only client says (under 1 not to the
+    bit, in float64); integers from the client of this round with most rows."""
     first = updates[0].state[name]
     if not first.is_floating_point():
         on_time = [each for each in updates if not each.staleness]
         return max(on_time, key=lambda each: each.weight).state[name]
+    if numerics >= 2 and len(updates) == 1:
+        return first.double()
     total = torch.zeros(first.shape, dtype=torch.float64)
     for each in updates:
         total += each.state[name].double() * each.weight
