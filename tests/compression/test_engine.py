@@ -4,12 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from stratagem.common.errors import InvalidInputError, UserCodeError
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import CompressionSpec, JobSpec, with_fields
+from stratagem.common.numerics import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.execution import precision
 from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.exchange.layout import BUCKET_BYTES
 from stratagem.worker.exchange.plan import Party
 from stratagem.worker.exchange.transport import SoloTransport
@@ -281,3 +286,55 @@ def test_nodes_take_up_their_public_copies(name: str) -> None:
     assert_same_bits(second.copy_state(with_mean=False)[0], expected)
     num_params = sum(1 for name in tensors if name.startswith("node0/model/"))
     assert sum(1 for name in tensors if name.startswith("node0/public/")) == num_params
+
+
+@pytest.mark.parametrize("numerics", [FIRST, CURRENT])
+@pytest.mark.parametrize("name", ["fp16", "ternary"])
+def test_each_number_has_a_loop_of_its_own(name: str, numerics: int) -> None:
+    data = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data)
+    trainer = trainer_of(spec, numerics=numerics)
+    train(trainer, 5, bucket_bytes=1)
+    expected = compressed_loop(spec, ALLOWED, 3, 5, numerics=numerics)
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+@settings(max_examples=40, deadline=None)
+@given(weight=st.integers(1, 5000), sizes=st.lists(st.sampled_from([0, 1, 7, 40]), min_size=1))
+def test_a_mean_gradient_that_the_codec_can_say_is_kept_to_the_bit(
+    codec: str, weight: int, sizes: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(weight)
+    narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}[codec]
+    means = [torch.randn(size, generator=generator).to(narrow).float() for size in sizes]
+    params = [(str(place), nn.Parameter(torch.zeros(size))) for place, size in enumerate(sizes)]
+    coded = Compressor(CompressionSpec.parse(codec), params, num_extras=1, seed=3)
+    layout = GradientBuckets(params, num_extras=1).layout
+    coded.begin_step(1, range(1))
+    coded.weigh(0, float(weight))
+    gradients = [mean * weight for mean in means]
+    for portion in coded.portions(layout):
+        coded.code(0, portion, gradients)
+    assert all(torch.equal(g / weight, mean) for g, mean in zip(gradients, means, strict=True))
+    coded.end(0, torch.tensor([weight], dtype=torch.float64))
+    for adds in (False, True):
+        said = [torch.zeros_like(mean) for mean in means]
+        pieces = coded.cut(coded.message(0), coded.portions(layout))
+        for portion, piece in zip(coded.portions(layout), pieces, strict=True):
+            own = said[portion.places.start : portion.places.stop]
+            coded.decode(0, portion, piece, own, adds=adds)
+        assert all(map(torch.equal, said, gradients))
+
+
+def test_a_shard_without_counted_rows_says_nothing() -> None:
+    params = [("w", nn.Parameter(torch.zeros(40)))]
+    coded = Compressor(CompressionSpec.parse("ternary"), params, num_extras=1, seed=3)
+    (portion,) = coded.portions(GradientBuckets(params, num_extras=1).layout)
+    coded.begin_step(1, range(1))
+    coded.weigh(0, 0.0)
+    gradient = torch.zeros(40)
+    coded.code(0, portion, [gradient])
+    coded.end(0, torch.zeros(1, dtype=torch.float64))
+    coded.decode(0, portion, coded.message(0), [gradient], adds=True)
+    assert not gradient.any()

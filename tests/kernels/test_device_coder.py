@@ -82,6 +82,7 @@ def whole(compressor: Compressor) -> Portion:
 
 
 def code(compressor: Compressor, shard: int, tensors: Sequence[Tensor], extras: Tensor) -> None:
+    compressor.weigh(shard, extras[0].item())
     compressor.code(shard, whole(compressor), tensors)
     compressor.end(shard, extras)
 

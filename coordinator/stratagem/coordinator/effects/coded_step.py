@@ -36,7 +36,11 @@ def codec_of(job: JobSpec) -> str:
 
 
 def reply_to(
-    job: JobSpec, layout: Sequence[TensorLayout], messages: Sequence[bytes], step: int
+    job: JobSpec,
+    layout: Sequence[TensorLayout],
+    messages: Sequence[bytes],
+    step: int,
+    numerics: int,
 ) -> Reply:
     """messages: of the shards 0, 1, ... in order. Raises IntegrityError where they are none of
     this codec's."""
@@ -44,7 +48,7 @@ def reply_to(
     assert spec is not None
     codec = make_codec(spec, layout, job.seed)
     num_extras, rest = divmod(len(messages[0]) - codec.payload_bytes, 8)
-    if num_extras < 0 or rest:
+    if num_extras < 1 or rest:
         raise IntegrityError(f"messages of {len(messages[0])} bytes are none of {spec.codec}")
     raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
     if are_forwarded(len(messages), len(messages[0]), raw_bytes):
@@ -54,7 +58,7 @@ def reply_to(
         return Reply(manifest, (memoryview(data),))
     seed = job.seed if spec.seed is None else spec.seed
     try:
-        sums, extras = sum_messages(codec, messages, seed, step)
+        sums, extras = sum_messages(codec, messages, seed, step, numerics)
     except ValueError as error:
         raise IntegrityError(str(error)) from error
     shapes = [("sums", "float32", sums.shape), ("extras", "float64", extras.shape)]

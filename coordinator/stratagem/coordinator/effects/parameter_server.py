@@ -165,7 +165,10 @@ class _Step:
         if any(inflow.coded for inflow in inflows):
             messages, layout = await _messages(inflows)
             job = self._env.job_of(self._effect.run_id, self._effect.party)
-            reply = await self._env.in_thread(lambda: reply_to(job, layout, messages, step))
+            numerics = self._env.numerics_of(self._effect.run_id)
+            reply = await self._env.in_thread(
+                lambda: reply_to(job, layout, messages, step, numerics)
+            )
             manifest, windows = reply.manifest, reply.windows()
         else:
             buckets = _buckets(inflows)

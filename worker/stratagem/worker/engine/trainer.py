@@ -82,6 +82,7 @@ class Trainer:
             self.num_extras,
             mark=_FIXED,
             absorbs=self._execution.scale.is_dynamic,
+            numerics=setup.numerics,
         )
         self._saved = Saved(
             self.model,
@@ -204,6 +205,8 @@ class Trainer:
             failpoint("worker.step.before_backward")
             if must_weigh:
                 exchange.weigh(weight * self._execution.scale.value)
+            if self.compressor is not None:
+                self.compressor.weigh(shard, weight)
 
         window = Window(
             cuts,

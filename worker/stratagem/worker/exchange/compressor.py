@@ -4,7 +4,8 @@ The unit is the shard. Whoever owns it codes its gradient, and everybody, the ow
 decoding gives. So sums have the same bits whoever owns which shards and whatever carries them, as a
 message or not at all. What the codec keeps (residuals) belongs to the shard and changes only when
 the step has been applied. Portions of a shard are coded in the torch thread, while the thread of an
-exchange sends and decodes those before.
+exchange sends and decodes those before. What is coded is the shard's mean gradient, and its weight
+stands beside it; see common.compression.step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
 from stratagem.common.compression.feedback import RESIDUAL
+from stratagem.common.compression.step import unit
 from stratagem.common.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.exchange.coder import State, coder_of
 from stratagem.worker.exchange.layout import Layout
 from stratagem.worker.exchange.portions import Portion, plan_portions
@@ -63,6 +66,7 @@ class Compressor:
         seed: int,
         may_skip: bool = False,
         mark: int = 0,
+        numerics: int = CURRENT,
     ) -> None:
         """may_skip: gradients that are not finite do not end the run but spoil their step: the
         extra number `mark` becomes NaN."""
@@ -79,7 +83,7 @@ class Compressor:
         self._device = params[0][1].device if params else torch.device("cpu")
         self._coder = coder_of(spec, layout, self._codec, self._device)
         self._portions: dict[str, list[Portion]] = {}
-        self._may_skip, self._mark = may_skip, mark
+        self._may_skip, self._mark, self._numerics = may_skip, mark, numerics
         self._seed = seed if spec.seed is None else spec.seed
         self._num_extras = num_extras
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
@@ -88,6 +92,7 @@ class Compressor:
         self._owned: range | None = None
         self._states: dict[int, State] = {}
         self._coded: dict[int, _Coded] = {}  # of the step under way
+        self._units: dict[int, float] = {}  # of its own shards
         self._step = 0
 
     def portions(self, layout: Layout) -> list[Portion]:
@@ -99,9 +104,13 @@ class Compressor:
 
     def begin_step(self, step: int, owned: range) -> None:
         """Forgets a step that was not applied. `owned` may change only after `load_state`."""
-        self._step, self._coded = step, {}
+        self._step, self._coded, self._units = step, {}, {}
         if self.keeps_state and owned != self._owned:
             self._own(owned)
+
+    def weigh(self, shard: int, weight: float) -> None:
+        """The own shard's weight, which is also the first of its extras; before it is coded."""
+        self._units[shard] = unit(weight, self._numerics)
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
         """Codes a portion of the shard and leaves in its gradients, of all parameters, what was
@@ -111,8 +120,13 @@ class Compressor:
         before = self._states[shard] if self.keeps_state else {}
         kept = {name: before[name] for name in portion.state_names} if before else {}
         chosen = gradients[portion.places.start : portion.places.stop]
+        own = self._units[shard]
         try:
+            if own != 1.0:
+                torch._foreach_div_(list(chosen), own)
             payload, after = portion.coder.code(chosen, kept, self._key(shard))
+            if own != 1.0:
+                torch._foreach_mul_(list(chosen), own)
         except NonFiniteError as error:
             if not self._may_skip:
                 raise self._not_finite(error) from None
@@ -136,12 +150,18 @@ class Compressor:
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
         if not is_last:
-            return payload
+            return self._with_weight(payload, torch.tensor([self._units[shard]]).double())
         assert coded.extras is not None
         return torch.cat([payload, coded.extras.view(torch.uint8)])
 
     def piece_bytes(self, portion: Portion, *, is_last: bool) -> int:
-        return portion.num_bytes + 8 * self._num_extras * is_last
+        beside = self._num_extras if is_last else int(self._numerics >= 2)
+        return portion.num_bytes + 8 * beside
+
+    def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:
+        """A piece that is not the last: what is decoded before the extras come, too, needs the
+        weight. weight: float64 (1,)."""
+        return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
 
     def message(self, shard: int) -> Tensor:
         """Of an own shard: uint8 on the CPU."""
@@ -155,7 +175,9 @@ class Compressor:
         sizes = [portion.num_bytes for portion in reversed(portions)]
         *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
         last, *others = payloads
-        return [*reversed(others), torch.cat([last, extras])]
+        weight = extras[:8].clone().view(torch.float64)
+        beside = [self._with_weight(each, weight) for each in reversed(others)]
+        return [*beside, torch.cat([last, extras])]
 
     def decode(
         self,
@@ -168,10 +190,18 @@ class Compressor:
     ) -> Tensor:
         """What another member's piece says: the portion's gradients, which it leaves there, or
         adds; and the extras in it (float64, on the CPU; none but in the last), which it returns."""
-        extras = to_host(piece[portion.num_bytes :])
-        payload = piece[: portion.num_bytes]
-        portion.coder.decode(payload, self._key(shard), gradients, adds=adds)
-        return extras.wait().clone().view(torch.float64)
+        found = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
+        payload, key = piece[: portion.num_bytes], self._key(shard)
+        its = unit(float(found[0]), self._numerics) if found.numel() else 1.0
+        if its == 1.0:
+            portion.coder.decode(payload, key, gradients, adds=adds)
+        else:
+            said = [torch.empty_like(each) for each in gradients] if adds else gradients
+            portion.coder.decode(payload, key, said, adds=False)
+            torch._foreach_mul_(list(said), its)
+            if adds:
+                torch._foreach_add_(list(gradients), list(said))
+        return found if portion.has_extras else found[:0]
 
     def applied(self) -> None:
         """The step has been applied: its residuals count from now on."""
@@ -255,6 +285,7 @@ def compressor_of(
     *,
     mark: int,
     absorbs: bool,
+    numerics: int,
 ) -> Compressor | None:
     """The one that the job wants, if it wants one. absorbs: the loss is scaled, and a step whose
     gradient is not finite is tried again with a smaller scale."""
@@ -263,7 +294,13 @@ def compressor_of(
         return None
     may_skip = job.window.may_skip or absorbs
     return Compressor(
-        spec, params, num_extras=num_extras, seed=job.seed, may_skip=may_skip, mark=mark
+        spec,
+        params,
+        num_extras=num_extras,
+        seed=job.seed,
+        may_skip=may_skip,
+        mark=mark,
+        numerics=numerics,
     )
 
 

@@ -162,7 +162,7 @@ class PayloadMethod:
 
     def _count(self, num_live: int) -> None:
         num_peers, size = self._link.size - 1, self._link.size
-        sent_bytes = self._compressor.message_bytes * num_live * num_peers
+        sent_bytes = sum(map(self._size, self._portions)) * num_live * num_peers
         self._compressor.count(sent_bytes, int(self._compressor.raw_bytes * 2 * num_peers / size))
 
 

@@ -31,6 +31,7 @@ class Portion:
     """Of its payload."""
     state_names: tuple[str, ...]
     coder: Coder
+    has_extras: bool
 
 
 def plan_portions(
@@ -45,13 +46,15 @@ def plan_portions(
     if len(parts) < 2 or any(part is None for part in parts):
         names = tuple(codec.initial_state())
         places = range(len(layout.slots))
-        return [Portion(0, buckets, places, codec.payload_bytes, names, coder)]
+        return [Portion(0, buckets, places, codec.payload_bytes, names, coder, True)]
     found = []
     for index, (places, part) in enumerate(zip(held, parts, strict=True)):
         assert part is not None
-        own = buckets[index:] if index == len(parts) - 1 else buckets[index : index + 1]
+        is_last = index == len(parts) - 1
+        own = buckets[index:] if is_last else buckets[index : index + 1]
         names = tuple(part.initial_state())
-        found.append(Portion(index, own, places, part.payload_bytes, names, HostCoder(part)))
+        size, coder = part.payload_bytes, HostCoder(part)
+        found.append(Portion(index, own, places, size, names, coder, is_last))
     return found
 
 

@@ -32,6 +32,7 @@ from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.reference.coded import is_coded
 from stratagem.worker.reference.loops import Result, cut_rows, is_skipped
 from stratagem.worker.reference.norm import gradient_norm
 
@@ -59,6 +60,7 @@ def compressed_loop(
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     scale = execution.scale
+    codes_means = numerics >= 2 and is_coded(job)
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     losses: list[float] = []
@@ -85,7 +87,10 @@ def compressed_loop(
             weight.append(found[0])
             loss_sum.append(found[1])
             key = derive(seed, step + 1, shard)
-            grads[Node(shard, shard + 1)], after[shard] = _coded(codec, named, states[shard], key)
+            own = found[0].item() if codes_means and found[0] > 0 else 1.0
+            grads[Node(shard, shard + 1)], after[shard] = _coded(
+                codec, named, states[shard], key, own
+            )
         total = tree_sum(dict(zip(grads, weight, strict=True)), len(grads), torch.add)
         loss = tree_sum(dict(zip(grads, loss_sum, strict=True)), len(grads), torch.add)
         for name, param in named.items():
@@ -109,12 +114,12 @@ def compressed_loop(
 
 
 def _coded(
-    codec: Codec, named: Mapping[str, nn.Parameter], state: State, key: int
+    codec: Codec, named: Mapping[str, nn.Parameter], state: State, key: int, weight: float
 ) -> tuple[dict[str, Tensor], State]:
-    """decode(encode(gradients)), by name, and the codec's next state. Gradients that are not finite
-    stay as they are."""
+    """decode(encode(gradients / weight)) · weight, by name, and the codec's next state. Gradients
+    that are not finite stay as they are."""
     flat = [
-        (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).numpy()
+        (torch.zeros_like(p) if p.grad is None else p.grad / weight).reshape(-1).numpy()
         for p in named.values()
     ]
     try:
@@ -126,7 +131,7 @@ def _coded(
         }, state
     decoded = codec.decode(payload, key)
     return {
-        name: torch.from_numpy(values).view(param.shape)
+        name: torch.from_numpy(values).view(param.shape) * weight
         for (name, param), values in zip(named.items(), decoded, strict=True)
     }, after
 
