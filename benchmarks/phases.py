@@ -35,7 +35,7 @@ from stratagem.worker.exchange import GradientBuckets, solo_exchange  # noqa: E4
 ALLOWED = EntryPoints(["examples.*:*", "benchmarks.phases:*"])
 SGD = {"name": "sgd", "lr": 0.1}
 # The mean of eight gradients instead of a line, and gates that let noise through.
-AVERAGING = {
+SMOOTHING = {
     "max_relative_error": 1.2,
     "min_correlation": 0.2,
     "predictor": {"history": 8, "damping": 0.0},
@@ -44,7 +44,7 @@ CONTROL = "lr × 1.5"
 RATES = (1.0, 1.5, 3.0, 6.0, 9.0)
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {"phases": {}},
-    "averaging": {"phases": AVERAGING},
+    "smoothing": {"phases": SMOOTHING},
     CONTROL: {},
 }
 

@@ -1,7 +1,10 @@
 """What losses say, also where they are few, equal, zero or negative."""
 
+import random
+
 import pytest
 
+from stratagem.common.numerics import FIRST
 from stratagem.worker.phases.loss_history import LossHistory
 
 pytestmark = pytest.mark.core
@@ -54,3 +57,37 @@ def test_a_spike_is_measured_by_what_came_before_it() -> None:
     assert of(1.0, 1.0, 1.0, 1.5).is_spike(3)  # no deviation at all
     assert not of(1.0, 1.0, 1.0, 1.0).is_spike(3)
     assert not of(1.0, 5.0).is_spike(3)
+
+
+SLOW = tuple(1.0 + 0.01 * step for step in range(50))
+WINDOW = 10
+
+
+def test_a_slow_rise_is_seen() -> None:
+    """By 1 % of the first loss each step: no window of ten lies a tenth above the one before."""
+    fast = [LossHistory(SLOW[:num]).change(WINDOW) for num in range(20, 51)]
+    assert all(each is not None and each < 0.1 for each in fast)
+    rise = LossHistory(SLOW).rise(WINDOW, 0.1)
+    assert rise is not None
+    assert rise.window > WINDOW
+    assert LossHistory(SLOW).is_diverging(WINDOW)
+    assert LossHistory(SLOW[:8] + SLOW[27:35]).is_diverging(WINDOW)  # as FULL steps see it
+    assert LossHistory(SLOW).rise(WINDOW, 0.1, FIRST) is None
+    assert not LossHistory(SLOW).is_diverging(WINDOW, FIRST)
+
+
+def test_what_has_settled_or_falls_or_is_noise_is_no_rise() -> None:
+    assert not LossHistory((*SLOW, *[SLOW[-1]] * 20)).is_diverging(WINDOW)
+    assert LossHistory((*SLOW, *reversed(SLOW))).rise(WINDOW, 0.1) is None
+    assert LossHistory(tuple(reversed(SLOW))).rise(WINDOW, 0.05) is None
+    generator = random.Random(5)
+    for num in range(100):
+        noise = tuple(1.0 + generator.uniform(-0.3, 0.3) for _ in range(num))
+        rise = LossHistory(noise).rise(WINDOW, 0.2)
+        assert rise is None or rise.window == WINDOW
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_slow_rise_of_negative_losses_is_one_too(sign: float) -> None:
+    losses = LossHistory(tuple(sign * 2.0 + 0.02 * step for step in range(50)))
+    assert losses.rise(WINDOW, 0.1) is not None

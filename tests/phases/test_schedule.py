@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job.phases import PhasesSpec
+from stratagem.common.numerics import CURRENT, FIRST
 from stratagem.worker.phases import schedule
 from stratagem.worker.phases.adaptation import Lengths, adapted, after_failed_check
 from stratagem.worker.phases.loss_history import LossHistory
@@ -236,3 +237,29 @@ def test_text_that_is_no_state_is_refused() -> None:
     for text in ("", "{}", json.dumps({"lengths": [1]})):
         with pytest.raises(InvalidInputError, match="phases/schedule"):
             load_state(text)
+
+
+def test_a_loss_that_rises_slowly_shortens_prediction() -> None:
+    """By 1 % of its first value each step, for 50 steps."""
+    spec, losses = PhasesSpec(), LossHistory(tuple(1.0 + 0.01 * step for step in range(50)))
+    lengths = Lengths(spec.full_steps, spec.predict_steps)
+    shorter = adapted(lengths, losses, spec)
+    assert shorter.predict < lengths.predict
+    assert shorter.full > lengths.full
+    assert adapted(lengths, losses, spec, FIRST) == lengths
+
+
+@pytest.mark.parametrize(("numerics", "phase"), [(FIRST, P), (CURRENT, F)])
+def test_no_gradient_is_predicted_while_the_loss_rises_slowly(numerics: int, phase: Phase) -> None:
+    """Checks pass all the time; the loss of each step lies 1 % of the first above the last one."""
+    spec, state = PhasesSpec(), initial(PhasesSpec())
+    good = (Quality(0.0, 1.0),)
+    phases = []
+    for number in range(40):
+        state = begin(state, spec, numerics)
+        phases.append(state.phase)
+        loss = None if state.phase is P else 1.0 + 0.01 * number
+        is_due = schedule.check_due(state) or schedule.back_test_due(state, spec)
+        state = end(state, spec, loss, good if is_due else (), numerics)
+    assert phases[8] is P
+    assert phases[35] is phase

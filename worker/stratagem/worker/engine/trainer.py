@@ -71,7 +71,7 @@ class Trainer:
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         self.phases: PhaseTraining | None = None
         if job.phases is not None:
-            self.phases = PhaseTraining(job.phases, self.params)
+            self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
         self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
         self._replicas = ReplicaCheck(self.phases)
         num_extras = _FIXED + len(self.params) + self._buffers.num_elements

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from stratagem.common.job.phases import PhasesSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.phases.loss_history import LossHistory
 
 FALL_SHARE: Final = 0.05
@@ -26,14 +27,17 @@ def configured(spec: PhasesSpec) -> Lengths:
     return Lengths(spec.full_steps, spec.predict_steps)
 
 
-def adapted(lengths: Lengths, losses: LossHistory, spec: PhasesSpec) -> Lengths:
+def adapted(
+    lengths: Lengths, losses: LossHistory, spec: PhasesSpec, numerics: int = CURRENT
+) -> Lengths:
     """More exact steps after a rise of the loss, more predicted ones after a fall."""
-    change = losses.change(spec.adaptive.window) if spec.adaptive.enabled else None
-    if change is None:
+    if not spec.adaptive.enabled:
         return lengths
-    if change > spec.adaptive.loss_threshold:
+    window = spec.adaptive.window
+    if losses.rise(window, spec.adaptive.loss_threshold, numerics) is not None:
         return Lengths(_longer_full(lengths, spec), _shorter_predict(lengths, spec, 0.75))
-    if change < -FALL_SHARE:
+    change = losses.change(window)
+    if change is not None and change < -FALL_SHARE:
         least, _ = spec.full_limits
         _, most = spec.predict_limits
         shorter = min(lengths.full, max(lengths.full - _tenth(spec.full_steps), least))

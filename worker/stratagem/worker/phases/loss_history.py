@@ -10,11 +10,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from stratagem.common.numerics import CURRENT
 
 MAX_LOSSES: Final = 1000
 SPIKE_DEVIATIONS: Final = 3.0
 DIVERGENCE_SHARE: Final = 0.2
+SIGNIFICANT_ERRORS: Final = 2.0
+_LEAST_HALF: Final = 4
 # Losses that do not vary at all have no deviation to measure by; rounding is no spike.
 _LEAST_DEVIATION: Final = 1e-6
 
@@ -29,6 +33,15 @@ class Summary:
     least: float
     most: float
     median: float
+
+
+class Rise(NamedTuple):
+    """Between two neighbouring windows."""
+
+    window: int
+    """Losses in each."""
+    change: float
+    """(newer − older) / |older| of their means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +86,42 @@ class LossHistory:
         change = self.change(len(self.losses) // 2) if len(self.losses) >= 2 else None
         return change is not None and -change > threshold
 
-    def is_diverging(self, window: int) -> bool:
-        """Whether the newer of the last two windows lies a fifth above the older one."""
+    def is_diverging(self, window: int, numerics: int = CURRENT) -> bool:
+        """Whether it has risen by a fifth; see `rise`."""
+        return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
+
+    def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:
+        """How the newer of two neighbouring windows lies above the older one, by more than this
+        share; None where it does not.
+
+        By the rules of `numerics` 2 longer windows are looked at, too, and halves of what there is,
+        for what rises slowly: there the rise must be more than twice its standard error, and go on
+        in the last windows at half its speed at least.
+        """
         change = self.change(window)
-        return change is not None and change > DIVERGENCE_SHARE
+        if change is not None and change > share:
+            return Rise(window, change)
+        for size in self._longer_windows(window) if numerics >= 2 else ():
+            slow = self.change(size)
+            if slow is None or slow <= share or not self._is_significant(size):
+                continue
+            if change is None or change > slow * window / size / 2:
+                return Rise(size, slow)
+        return None
+
+    def _longer_windows(self, window: int) -> list[int]:
+        half = len(self.losses) // 2
+        sizes = [window << power for power in range(1, half.bit_length()) if window << power < half]
+        is_enough = len(self.losses) >= window and half >= _LEAST_HALF and half != window
+        return [*sizes, half] if is_enough else sizes
+
+    def _is_significant(self, size: int) -> bool:
+        older, newer = self.losses[-2 * size : -size], self.losses[-size:]
+        low, high = mean(older), mean(newer)
+        squares = math.fsum([(each - low) ** 2 for each in older])
+        squares += math.fsum([(each - high) ** 2 for each in newer])
+        error = math.sqrt(squares) / size
+        return high - low > SIGNIFICANT_ERRORS * error
 
     def is_spike(self, window: int) -> bool:
         """Whether the newest loss lies three deviations above the `window` losses before it."""

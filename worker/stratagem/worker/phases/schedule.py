@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple, assert_never
 
 from stratagem.common.job.phases import PhasesSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.phases.adaptation import Lengths, adapted, after_failed_check, configured
 from stratagem.worker.phases.loss_history import LossHistory
 
@@ -121,7 +122,7 @@ def initial(spec: PhasesSpec) -> State:
     return State(configured(spec))
 
 
-def begin(state: State, spec: PhasesSpec) -> State:
+def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
     """The state with a step open; the same state when one is open already."""
     if state.is_open:
         return state
@@ -130,12 +131,17 @@ def begin(state: State, spec: PhasesSpec) -> State:
     if state.total_step == 0:
         return replace(opened, has_changed=True)
     if phase is Phase.FULL and _is_cycle_over(state, spec):
-        return _next_cycle(state, opened, spec)
+        lengths = adapted(state.lengths, state.full_losses, spec, numerics)
+        return _next_cycle(state, replace(opened, lengths=lengths))
     return opened
 
 
 def end(
-    state: State, spec: PhasesSpec, loss: float | None = None, checks: tuple[Quality, ...] = ()
+    state: State,
+    spec: PhasesSpec,
+    loss: float | None = None,
+    checks: tuple[Quality, ...] = (),
+    numerics: int = CURRENT,
 ) -> State:
     """The state after the open step.
 
@@ -161,7 +167,10 @@ def end(
     passed = bool(checks) and all(check.passes(spec) for check in checks)
     if state.phase is Phase.CORRECT:
         return _end_correct(closed, spec, loss, passed)
-    return _end_full(closed, spec, loss, passed)
+    losses = state.full_losses.recorded(loss)
+    # Whatever the gradients look like: predictions must not carry a run further away.
+    may_predict = passed and not losses.is_diverging(spec.adaptive.window, numerics)
+    return _end_full(replace(closed, full_losses=losses), spec, passed, may_predict)
 
 
 def needed_full_steps(state: State, spec: PhasesSpec) -> int:
@@ -215,7 +224,7 @@ def _is_cycle_over(state: State, spec: PhasesSpec) -> bool:
     return state.phase is not Phase.FULL or state.num_full >= needed_full_steps(state, spec)
 
 
-def _next_cycle(state: State, opened: State, spec: PhasesSpec) -> State:
+def _next_cycle(state: State, opened: State) -> State:
     was_refused = state.phase is Phase.FULL and state.lengths.predict > 0
     return replace(
         opened,
@@ -224,26 +233,21 @@ def _next_cycle(state: State, opened: State, spec: PhasesSpec) -> State:
         num_predicted=0,
         may_predict=False,
         num_refused=state.num_refused + int(was_refused),
-        lengths=adapted(state.lengths, state.full_losses, spec),
     )
 
 
-def _end_full(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> State:
+def _end_full(closed: State, spec: PhasesSpec, passed: bool, may_predict: bool) -> State:
     lengths = closed.lengths
     if closed.num_since_exact and not passed:
         lengths = after_failed_check(lengths, spec)
-    losses = closed.full_losses.recorded(loss)
-    # Whatever the gradients look like: predictions must not carry a run further away.
-    passed = passed and not losses.is_diverging(spec.adaptive.window)
     return replace(
         closed,
         lengths=lengths,
         num_full=closed.num_full + 1,
         num_since_exact=0,
         # Only the last Full step decides, and its check is the back-test.
-        may_predict=passed and closed.num_full + 1 == needed_full_steps(closed, spec),
+        may_predict=may_predict and closed.num_full + 1 == needed_full_steps(closed, spec),
         counts=closed.counts._replace(full=closed.counts.full + 1),
-        full_losses=losses,
     )
 
 

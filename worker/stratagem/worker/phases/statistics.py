@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stratagem.common.job.phases import PhasesSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.phases.adaptation import FALL_SHARE
-from stratagem.worker.phases.loss_history import mean
+from stratagem.worker.phases.loss_history import DIVERGENCE_SHARE, mean
 from stratagem.worker.phases.schedule import NO_STEPS, Counts, Phase, State
 
 
@@ -106,7 +107,7 @@ def statistics_of(state: State) -> Statistics:
     )
 
 
-def trends_of(state: State, spec: PhasesSpec) -> dict[str, float]:
+def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[str, float]:
     """What the losses of FULL steps say, by name; the same on all replicas. What takes more losses
     than there are is absent."""
     losses, window = state.full_losses, spec.adaptive.window
@@ -117,23 +118,25 @@ def trends_of(state: State, spec: PhasesSpec) -> dict[str, float]:
     return {
         **{name: value for name, value in found.items() if value is not None},
         "is_converging": float(losses.is_converging(FALL_SHARE)),
-        "is_diverging": float(losses.is_diverging(window)),
+        "is_diverging": float(losses.is_diverging(window, numerics)),
         "refused_cycles": float(state.num_refused),
         "phase_fallbacks": float(state.num_fallbacks),
     }
 
 
-def news_of(before: State, after: State, spec: PhasesSpec) -> str:
+def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRENT) -> str:
     """A sentence for people when the loss has begun to diverge, or has settled; "" otherwise."""
+    if before.full_losses is after.full_losses:
+        return ""
     window = spec.adaptive.window
-    was, now = (each.full_losses.is_diverging(window) for each in (before, after))
-    if was == now:
+    was = before.full_losses.is_diverging(window, numerics)
+    rise = after.full_losses.rise(window, DIVERGENCE_SHARE, numerics)
+    if was == (rise is not None):
         return ""
     step = after.total_step
-    if not now:
+    if rise is None:
         return f"phases: at step {step} the loss of FULL steps diverges no more"
-    change = after.full_losses.change(window)
-    assert change is not None  # it diverges
+    window, change = rise
     return (
         f"phases: at step {step} the mean loss of the last {window} FULL steps lies {change:.0%} "
         f"above that of the {window} before; no gradient is predicted until it settles"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job.phases import PhasesSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker.phases import schedule
 from stratagem.worker.phases.prediction import (
     MAX_RELATIVE_ERROR,
@@ -49,8 +50,8 @@ NamedParams = Sequence[tuple[str, nn.Parameter]]
 class PhaseTraining:
     """The phases of one replica's training. Used by one thread."""
 
-    def __init__(self, spec: PhasesSpec, params: NamedParams) -> None:
-        self._spec = spec
+    def __init__(self, spec: PhasesSpec, params: NamedParams, numerics: int = CURRENT) -> None:
+        self._spec, self._numerics = spec, numerics
         self._params = [param for _, param in params]
         self._sizes = [param.numel() for param in self._params]
         self._dtype = flat_dtype([param.dtype for param in self._params])
@@ -96,7 +97,7 @@ class PhaseTraining:
             "cost_speedup": self.seconds.cost_speedup,
             "wall_speedup": self.seconds.wall_speedup,
             "predicted_steps": float(self._state.counts.predict),
-            **trends_of(self._state, self._spec),
+            **trends_of(self._state, self._spec, self._numerics),
         }
 
     def take_news(self) -> list[str]:
@@ -126,13 +127,13 @@ class PhaseTraining:
             forecast = self._forecast
             is_for_this = forecast is not None and forecast[0] == step
             checks.append(_compared(exact, forecast[1] if forecast and is_for_this else None))
-        closed = schedule.end(opened, self._spec, loss, tuple(checks))
+        closed = schedule.end(opened, self._spec, loss, tuple(checks), self._numerics)
         self._history.record(step, exact)
         if schedule.forecast_due(opened, self._spec):
             target = step + schedule.horizon(opened, self._spec)
             self._forecast = (target, self._history.predict(target))
         self._reached = [gradient is not None for gradient in gradients]
-        if news := news_of(self._state, closed, self._spec):
+        if news := news_of(self._state, closed, self._spec, self._numerics):
             self._news.append(news)
         self._state = closed
 
@@ -186,7 +187,7 @@ class PhaseTraining:
 
     @property
     def _opened(self) -> State:
-        return schedule.begin(self._state, self._spec)
+        return schedule.begin(self._state, self._spec, self._numerics)
 
     def _own(self, source: Tensor) -> Tensor:
         """A copy in storage that torch allocated, on the parameters' device."""

@@ -39,6 +39,7 @@ class _Cycle:
     spec: PhasesSpec
     full: int
     predict: int
+    numerics: int
     known: list[tuple[int, Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """Of Full steps."""
@@ -88,15 +89,34 @@ class _Cycle:
         if self.spec.adaptive.enabled:
             self.predict = min(self.predict, max(self.predict // 2, self.spec.predict_limits[0]))
 
+    def has_risen(self, share: float) -> bool:
+        """Between the last two windows; under 2 also slowly, between longer ones or halves, if by
+        more than two standard errors and, at half the speed at least, between the last two."""
+        losses, window = self.losses[-100:], self.spec.adaptive.window
+        fast = _change(losses, window)
+        if fast > share or self.numerics < 2:
+            return fast > share
+        half = len(losses) // 2
+        sizes = {window * 2**power for power in range(1, 7)} & set(range(half))
+        sizes |= {half} if len(losses) >= window and half >= 4 else set()
+        for size in sizes:
+            older, newer = losses[-2 * size : -size], losses[-size:]
+            variances = [sum((x - sum(s) / size) ** 2 for x in s) / size for s in (older, newer)]
+            rise = sum(newer) / size - sum(older) / size
+            is_clear = rise > 2 * math.sqrt(sum(variances) / size)
+            slow = _change(losses, size)
+            goes_on = len(losses) < 2 * window or fast > slow * window / size / 2
+            if slow > share and is_clear and goes_on:
+                return True
+        return False
+
     def adapt(self) -> None:
         spec, window = self.spec, self.spec.adaptive.window
-        recent = self.losses[-100:]
-        if not spec.adaptive.enabled or len(recent) < 2 * window:
+        if not spec.adaptive.enabled:
             return
-        older = sum(recent[-2 * window : -window]) / window
-        change = (sum(recent[-window:]) / window - older) / abs(older)
+        change = _change(self.losses[-100:], window)
         full_tenth, predict_tenth = -(-spec.full_steps // 10), -(-spec.predict_steps // 10)
-        if change > spec.adaptive.loss_threshold:
+        if self.has_risen(spec.adaptive.loss_threshold):
             self.full = max(self.full, min(self.full + 2 * full_tenth, spec.full_limits[1]))
             least = spec.predict_limits[0]
             self.predict = min(self.predict, max(int(self.predict * 0.75), least))
@@ -126,7 +146,7 @@ def phases_loop(
     assert spec is not None
     steps = _Steps(_Loop(job, entrypoints, num_shards, numerics), num_steps)
     with suppress(_Done):
-        _train(spec, steps)
+        _train(_Cycle(spec, spec.full_steps, spec.predict_steps, numerics), steps)
     return PhasesResult(steps.loop.result(steps.losses), steps.letters)
 
 
@@ -170,8 +190,9 @@ class _Steps:
         return len(self.losses)
 
 
-def _train(spec: PhasesSpec, steps: _Steps) -> None:
-    cycle, warmup = _Cycle(spec, spec.full_steps, spec.predict_steps), spec.warmup_steps
+def _train(cycle: _Cycle, steps: _Steps) -> None:
+    spec = cycle.spec
+    warmup = spec.warmup_steps
     was_predicting = False
     while True:
         num_full, warmup = cycle.full + warmup, 0
@@ -186,7 +207,7 @@ def _train(spec: PhasesSpec, steps: _Steps) -> None:
                 may_predict = is_good_near and cycle.is_good(gradient, forecast)
             cycle.remember(step, gradient)
             cycle.losses.append(steps.losses[-1])
-            may_predict = may_predict and not _is_diverging(cycle.losses, spec)
+            may_predict = may_predict and not cycle.has_risen(0.2)
             if cycle.predict and number == num_full - ahead:
                 forecast = cycle.prediction(step + ahead)
             steps.apply(gradient)
@@ -220,13 +241,12 @@ def _is_spike(before: list[float], loss: float, spec: PhasesSpec) -> bool:
     return loss - mean > 3 * max(deviation, 1e-6 * abs(mean))
 
 
-def _is_diverging(losses: list[float], spec: PhasesSpec) -> bool:
-    """A fifth more over the last Full steps than over as many before them."""
-    window = spec.adaptive.window
+def _change(losses: list[float], window: int) -> float:
+    """Of the mean, between the last two windows, relative to the older one; 0 for too few."""
     if len(losses) < 2 * window:
-        return False
+        return 0.0
     older, newer = sum(losses[-2 * window : -window]) / window, sum(losses[-window:]) / window
-    return newer - older > 0.2 * abs(older)
+    return (newer - older) / abs(older)
 
 
 class _Loop:
