@@ -186,6 +186,10 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
         "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
         "(the log of a says more)"
     )
+    feed.set_progress(RUN, Progress(5, 0.1, 1.0, "solo"))  # it trains on meanwhile
+    assert feed.trouble(RUN) == shown.reason
+    feed.add_event(RUN, Event(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+    assert feed.trouble(RUN) == ""
 
 
 async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:

@@ -12,10 +12,11 @@ from stratagem.client.sync import Client
 from stratagem.common.tensors.safefile import file_digest
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Process, hands
-from tests.crash.jobs import FED_AVG, JOBS, job
+from tests.crash.jobs import FED_AVG, JOBS, LOCAL, job
 from tests.crash.rig import ROOT, Rig, await_event, outcome_of, until
 from tests.crash.test_standby import EXIT_FENCED, free_address
 from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
+from tests.endurance.disks import mounted
 from tests.patience import PATIENCE_S
 from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
@@ -148,3 +149,30 @@ def test_standbys_on_other_machines_go_on_with_what_lies_in_the_bucket(
             state = other.get(run.run_id).download(tmp_path / "final.safetensors")
         last = max(expected.digests, key=lambda party_and_segment: party_and_segment[1])
         assert file_digest(state) == expected.digests[last]
+
+
+def test_a_disk_that_copies_have_filled_stops_no_commit(
+    endpoint: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirteen states of 8 MB go through a disk of 32 MB, on which copies may take any room."""
+    for name, value in environ_of(endpoint, "small-disk").items():
+        monkeypatch.setenv(name, value)
+    disk = tmp_path / "data"
+    disk.mkdir()
+    large = job(LOCAL, model="build_large", every=1, width=100_000)
+    with mounted(disk, "size=32m"), hands(tmp_path, "--blob-cache-bytes", str(2**40)) as started:
+        request.node.stash[LOGS] = started.logs
+        coordinator = started.coordinator("coordinator")
+        worker = started.worker("w0", coordinator.address)
+        assert worker.address
+        with Client(coordinator.address) as client:
+            run = client.submit(large)
+            outcome = outcome_of(run)
+            assert len(outcome.digests) == 13
+            before = run.download(tmp_path / "first.safetensors", "6")  # of a copy that is gone
+            assert file_digest(before) == outcome.digests["", 6]
+        said = coordinator.log_file.read_text()
+        assert "a local copy makes room on the disk" in said
+        assert "the coordinator's disk is full" not in said
+        assert not coordinator.has_ended
+        coordinator.kill()

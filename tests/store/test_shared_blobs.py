@@ -1,11 +1,13 @@
 """Blobs in an object store: who may delete what, the local copies, and troubles of the store."""
 
+import errno
 import os
 import socket
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -16,15 +18,18 @@ from stratagem.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from stratagem.coordinator.blobs import credentials, objects, s3
-from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs import cache as cache_module
+from stratagem.coordinator.blobs import credentials, directory, durable, objects, s3
+from stratagem.coordinator.blobs.cache import BlobCache, default_limit_bytes
 from stratagem.coordinator.blobs.credentials import credentials_from_file
+from stratagem.coordinator.blobs.durable import NoSpaceError
 from stratagem.coordinator.blobs.s3 import check_url, open_s3
+from stratagem.coordinator.spool.spool import Spool
 from tests.patience import PATIENCE_S
 from tests.store.places import CONTENT, MIB, Bucket, digest_of, put, read
 from tests.store.programs import run
 from tests.store.troubled import FORBIDDEN, HALF, UNAVAILABLE, troubled
-from tests.store.updates import flip_bit
+from tests.store.updates import MIXED, RUN, accept, data_of, flip_bit, manifest_of
 
 WRITE = """
 from stratagem.coordinator.blobs import SharedBlobs
@@ -135,6 +140,81 @@ def test_a_blob_larger_than_the_limit_has_a_copy_of_its_own(bucket: Bucket, tmp_
     assert copies(tmp_path / "cache") == {large}
     assert read(store, large) == CONTENT
     assert read(store, small) == b"small"
+
+
+class SmallDisk:
+    """Stands in for `os` where files are written: all below a folder has so many bytes of room."""
+
+    def __init__(self, root: Path, room_bytes: int) -> None:
+        self._root, self._room_bytes = root, room_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        used = sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
+        if used + len(data) > self._room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+
+def test_copies_make_room_on_a_full_disk(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For states, for parts of them, and for updates on the same disk."""
+    disk = tmp_path / "disk"
+    store = bucket.blobs(cache=BlobCache(disk / "cache", MIB))
+    spool = Spool(disk / "spool", quota_bytes=MIB, make_room=store.make_room)
+    monkeypatch.setattr(durable, "os", SmallDisk(disk, 2500))
+    digests = [put(store, bytes([number]) * 1000) for number in range(5)]
+    assert copies(disk / "cache") == set(digests[-2:])
+    assert [read(store, each) for each in digests] == [bytes([n]) * 1000 for n in range(5)]
+    scratch = store.scratch()
+    scratch.write(bytes(1600))
+    assert len(copies(disk / "cache")) == 0
+    scratch.close()
+    put(store, CONTENT[:2000])
+    update = manifest_of(MIXED)
+    accepted = accept(spool, 0, update, data_of(update, 1))
+    assert accepted.path.stat().st_size > 500
+    assert not copies(disk / "cache"), "no copy is worth an update"
+    spool.delete_run(RUN)
+    with pytest.raises(NoSpaceError, match="the coordinator's disk is full"):
+        put(store, bytes(3000))
+    assert not list((disk / "cache" / "tmp").iterdir())
+    put(store, b"the next one")
+
+
+def test_a_state_counts_though_there_is_no_room_for_the_name_of_its_copy(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket.blobs(cache=BlobCache(tmp_path / "cache", MIB))
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "make_folder", refuse)
+        digest = put(store, CONTENT)
+    assert store.exists(digest)
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    assert read(store, digest) == CONTENT
+
+
+def test_copies_take_half_of_a_small_disk_and_leave_some_room(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = BlobCache(tmp_path / "cache", MIB)
+    store = bucket.blobs(cache=cache)
+    digests = [put(store, bytes([number]) * 100) for number in range(3)]
+    found = os.statvfs(tmp_path)
+    total_bytes = found.f_blocks * found.f_frsize
+    assert default_limit_bytes(tmp_path) == min(32 << 30, total_bytes // 2)
+    store.keep_room()
+    before = copies(tmp_path / "cache")
+    monkeypatch.setattr(cache_module, "free_bytes", lambda _: 0)
+    store.keep_room()
+    assert copies(tmp_path / "cache") == {digests[-1]} <= before
 
 
 def test_a_damaged_copy_is_fetched_again(bucket: Bucket, tmp_path: Path) -> None:

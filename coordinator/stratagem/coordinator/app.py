@@ -70,6 +70,9 @@ BLOB_GRACE_S = 600.0
 COLLECT_PAUSE_S = 5.0
 """Collecting looks at every blob there is, however many runs commit meanwhile."""
 
+KEEP_ROOM_S = 5.0
+"""Less than a full disk is waited for before the coordinator ends."""
+
 log = structlog.get_logger()
 
 
@@ -85,7 +88,7 @@ class App:
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
-        self.spool = storage.spool(loop.term)
+        self.spool = storage.spool(loop.term, self.blobs.make_room)
         self.links = Links(loop.term, Proof(tls_of(settings)))
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
@@ -143,6 +146,7 @@ class App:
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
                 group.create_task(self._house.keep())
+                group.create_task(self._keep_room())
                 group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
         finally:
             self.barriers.close()
@@ -272,6 +276,12 @@ class App:
     async def _collect_blobs(self) -> None:
         live = live_blobs(self.loop.state)
         await asyncio.to_thread(self.blobs.collect, live, BLOB_GRACE_S)
+
+    async def _keep_room(self) -> None:
+        """Others fill the disk, too, and the journal, which waits then, cannot ask for room."""
+        while True:
+            await asyncio.sleep(KEEP_ROOM_S)
+            await asyncio.to_thread(self.blobs.keep_room)
 
     def _clean_spool(self) -> None:
         """What a crash between a run's end and the deletion of its updates has left."""

@@ -63,8 +63,11 @@ class Settings(BaseSettings):
         default="",
         description="s3://BUCKET/PREFIX for states, data and updates; below the data dir if unset",
     )
-    blob_cache_bytes: int = Field(
-        default=32 * 2**30, gt=0, description="local copies of what lies in an object store"
+    blob_cache_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="local copies of what lies in an object store; 32 GiB unless set, or half of "
+        "the file system where that is less",
     )
     journal: str = Field(
         default="",

@@ -15,7 +15,8 @@ import structlog
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.blobs import BlobStore, DirectoryBlobs, SharedBlobs
-from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs.cache import BlobCache, default_limit_bytes
+from stratagem.coordinator.blobs.durable import MakeRoom, no_room
 from stratagem.coordinator.blobs.objects import Objects
 from stratagem.coordinator.blobs.s3 import SETTING, open_s3
 from stratagem.coordinator.settings import Settings
@@ -33,7 +34,8 @@ class Storage:
 
     data_dir: Path
     objects: Objects | None
-    cache_bytes: int
+    cache_bytes: int | None
+    """None: by the size of the disk."""
     spool_bytes: int
 
     @classmethod
@@ -67,10 +69,17 @@ class Storage:
         """The blobs, for the leader of a term."""
         if self.objects is None:
             return DirectoryBlobs(self.data_dir / "blobs")
-        cache = BlobCache(self.data_dir / "blob-cache", self.cache_bytes)
+        limit_bytes = self.cache_bytes or default_limit_bytes(self.data_dir)
+        cache = BlobCache(self.data_dir / "blob-cache", limit_bytes)
         return SharedBlobs(self.objects, cache, term)
 
-    def spool(self, term: int) -> Spool:
-        """The updates of open rounds, for the leader of a term."""
+    def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
+        """The updates of open rounds, for the leader of a term; make_room: of its blobs, on the
+        same disk."""
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
-        return Spool(self.data_dir / "spool", quota_bytes=self.spool_bytes, shared=shared)
+        return Spool(
+            self.data_dir / "spool",
+            quota_bytes=self.spool_bytes,
+            shared=shared,
+            make_room=make_room,
+        )

@@ -21,7 +21,9 @@ from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.durable import (
     DurableFile,
+    MakeRoom,
     make_folder,
+    no_room,
     open_regular,
     pieces,
     sync_folder,
@@ -52,10 +54,13 @@ class DirectoryBlobs:
         *,
         monotonic: Callable[[], float] = time.monotonic,
         is_durable: bool = True,
+        make_room: MakeRoom = no_room,
     ) -> None:
-        """is_durable: what was written survives a power cut; needless for mere copies."""
+        """is_durable: what was written survives a power cut; needless for mere copies. make_room:
+        asked while a blob meets a full disk."""
         self._root = root
         self._is_durable = is_durable
+        self.make_room = make_room
         self._temporary = root / "tmp"
         self._monotonic = monotonic
         self._verified: dict[Digest, _Identity] = {}
@@ -70,11 +75,14 @@ class DirectoryBlobs:
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """A writer for a blob of exactly total_bytes; `adopt` may do more than this store's own."""
-        return BlobWriter(self._temporary, total_bytes, adopt or self.adopt)
+        return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
         """A file for bytes that will become part of a blob."""
-        return Scratch(self._temporary)
+        return Scratch(self._temporary, self.make_room)
+
+    def keep_room(self) -> None:
+        """All that lies here is needed."""
 
     def open(self, digest: Digest) -> BinaryIO:
         """The blob as a file to read; see BlobStore."""

@@ -22,6 +22,7 @@ fsync; sending every 4 pieces to the disk early is worth 13 ms of it."""
 
 _WRITEBACK_BYTES: Final = 4 * PIECE_BYTES
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _UNWRITABLE: Final = frozenset({errno.EROFS, errno.EMFILE, errno.ENFILE})
 
 
@@ -29,12 +30,32 @@ class NoSpaceError(UnavailableError):
     """The disk is full, or a quota or file size limit is reached."""
 
 
+MakeRoom = Callable[[], bool]
+"""Deletes something that nobody needs; False where there is nothing (any more)."""
+
+
+def no_room() -> bool:
+    """All that lies here is needed."""
+    return False
+
+
+def write_some(descriptor: int, data: memoryview, make_room: MakeRoom) -> int:
+    """As os.write, but that room is made on a full disk while there is something to delete."""
+    while True:
+        try:
+            return os.write(descriptor, data)
+        except OSError as error:
+            if error.errno not in _FULL or not make_room():
+                raise
+
+
 class DurableFile:
     """An open file that grows at its end."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, make_room: MakeRoom = no_room) -> None:
         self.descriptor = descriptor
         self.num_bytes = 0
+        self._make_room = make_room
         self._sent_bytes = 0
 
     def write(self, data: memoryview | bytes) -> None:
@@ -42,7 +63,7 @@ class DurableFile:
         view = memoryview(data).cast("B")
         with space_needed():
             while view:
-                written = os.write(self.descriptor, view)
+                written = write_some(self.descriptor, view, self._make_room)
                 self.num_bytes += written
                 view = view[written:]
         if self.num_bytes - self._sent_bytes >= _WRITEBACK_BYTES:

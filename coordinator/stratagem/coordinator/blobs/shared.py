@@ -105,6 +105,14 @@ class SharedBlobs:
         _check(digest)
         return ""
 
+    def make_room(self) -> bool:
+        """Drop a local copy; see BlobStore."""
+        return self._cache.make_room()
+
+    def keep_room(self) -> None:
+        """Drop local copies while the disk has little room."""
+        self._cache.keep_room()
+
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore."""
         if not self._collecting.acquire(blocking=False):  # the next one will do

@@ -14,7 +14,12 @@ from typing import BinaryIO, Protocol
 
 from stratagem.common.errors import IntegrityError, NotFoundError
 from stratagem.common.ids import Digest
-from stratagem.coordinator.blobs.durable import DurableFile, space_needed
+from stratagem.coordinator.blobs.durable import (
+    DurableFile,
+    MakeRoom,
+    no_room,
+    space_needed,
+)
 from stratagem.coordinator.blobs.temporary import Scratch, new_temporary
 
 
@@ -56,6 +61,13 @@ class BlobStore(Protocol):
     def keep(self, digest: Digest) -> bool:
         """The same; then the blob counts as just written: it is about to be named."""
 
+    def make_room(self) -> bool:
+        """Delete a local copy of what lies elsewhere, for who meets a full disk; False when there
+        is none."""
+
+    def keep_room(self) -> None:
+        """The same, until the disk has some room for others."""
+
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
 
@@ -77,13 +89,15 @@ class Adopt(Protocol):
 class BlobWriter:
     """A blob on its way into a store: write all of it, then commit; or abort."""
 
-    def __init__(self, folder: Path, total_bytes: int, adopt: Adopt) -> None:
+    def __init__(
+        self, folder: Path, total_bytes: int, adopt: Adopt, make_room: MakeRoom = no_room
+    ) -> None:
         """folder: for the file that grows meanwhile."""
         self._adopt = adopt
         self._total_bytes = total_bytes
         with space_needed():
             self._temporary, descriptor = new_temporary(folder)
-        self._file = DurableFile(descriptor)
+        self._file = DurableFile(descriptor, make_room)
         self._sha256 = hashlib.sha256()
 
     @property

@@ -11,13 +11,20 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from stratagem.coordinator.blobs.durable import pieces, space_needed
+from stratagem.coordinator.blobs.durable import (
+    MakeRoom,
+    no_room,
+    pieces,
+    space_needed,
+    write_some,
+)
 
 
 class Scratch:
     """Bytes on their way into a blob, to be read in another order than they came. Not durable."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
+        self._make_room = make_room
         with space_needed():
             self._temporary, self._descriptor = new_temporary(folder)
 
@@ -26,7 +33,7 @@ class Scratch:
         view = memoryview(data).cast("B")
         with space_needed():
             while view:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[write_some(self._descriptor, view, self._make_room) :]
 
     def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         """A range of what was written, in pieces that share one buffer."""

@@ -70,7 +70,8 @@ class Runs:
         feed = self.app.feed
         view = view_of(self.app.loop.world, run, feed.last_wall_s(run.run_id))
         shown = feed.progress(run.run_id)
-        reason = view.reason or (shown.reason if shown else "")
+        trouble = feed.trouble(run.run_id)  # as of a commit, while the run trains on
+        reason = trouble or view.reason or (shown.reason if shown else "")
         return view.model_copy(update={"reason": reason})
 
 

@@ -28,7 +28,7 @@ from stratagem.common.ids import Digest, Party, RunId, check_run_id
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
-from stratagem.coordinator.blobs.durable import make_folder
+from stratagem.coordinator.blobs.durable import MakeRoom, make_folder, no_room
 from stratagem.coordinator.spool.shared import SharedSpool, SharedUpdate
 from stratagem.coordinator.spool.upload import (
     SpoolEntry,
@@ -67,9 +67,17 @@ class SpoolKey:
 class Spool:
     """The updates under one folder, which is made if absent; for any thread."""
 
-    def __init__(self, root: Path, *, quota_bytes: int, shared: SharedSpool | None = None) -> None:
-        """shared: where updates last longer than this disk."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        quota_bytes: int,
+        shared: SharedSpool | None = None,
+        make_room: MakeRoom = no_room,
+    ) -> None:
+        """shared: where updates last longer than this disk; make_room: asked while that is full."""
         self._root = root
+        self._make_room = make_room
         self._shared = shared
         self._of_others: dict[str, dict[int, list[SharedUpdate]]] = {}  # by round, when first seen
         self._quota_bytes = quota_bytes
@@ -101,6 +109,7 @@ class Spool:
             manifest=manifest,
             header=header_bytes(manifest),
             source=source,
+            make_room=self._make_room,
         )
         for path in self._unfinished(folder, key.client):
             try:

@@ -26,7 +26,13 @@ from stratagem.coordinator.aggregation.update_checks import (
     UpdateRejectedError,
     check_layout,
 )
-from stratagem.coordinator.blobs.durable import DurableFile, space_needed, sync_folder
+from stratagem.coordinator.blobs.durable import (
+    DurableFile,
+    MakeRoom,
+    no_room,
+    space_needed,
+    sync_folder,
+)
 from stratagem.coordinator.core.causes import Cause
 
 CHECKPOINT_BYTES: Final = 32 << 20
@@ -83,6 +89,7 @@ class Upload:
     header: bytes
     """Of the file, made from the manifest."""
     source: str
+    make_room: MakeRoom = no_room
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +116,7 @@ class SpoolWriter:
         self._drop = drop
         self._publish = publish
         self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
-        self._file = DurableFile(_open_locked(upload.path))
+        self._file = DurableFile(_open_locked(upload.path), upload.make_room)
         self._check = DataCheck(upload.manifest)
         self._noted_bytes = 0
         if not self._resume():
@@ -225,7 +232,7 @@ class SpoolWriter:
         descriptor = self._file.descriptor
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        self._file = DurableFile(descriptor)
+        self._file = DurableFile(descriptor, self._upload.make_room)
         self._check = DataCheck(self._upload.manifest)
         self._noted_bytes = 0
         self._file.write(self._upload.header)

@@ -59,6 +59,8 @@ class _Run:
     num_events: int = 0
     last_wall_s: float = 0.0
     progress: Progress | None = None
+    trouble: str = ""
+    """What keeps failing since the newest event, and why."""
     is_closed: bool = False
     changed: asyncio.Event | None = None
     """Set at the next change; made by who waits for it."""
@@ -78,7 +80,7 @@ class Feed:
         run.events.append(event)
         run.num_events += 1
         run.last_wall_s = event.wall_s
-        run.is_closed = is_last
+        run.is_closed, run.trouble = is_last, ""
         if is_last:
             run.events, run.progress = [], None
         elif len(run.events) > 2 * MAX_EVENTS:
@@ -91,6 +93,18 @@ class Feed:
         if run is not None and not run.is_closed:
             run.progress = progress
             self._wake(run)
+
+    def set_trouble(self, run_id: RunId, reason: str) -> None:
+        """What keeps failing, until the next event; watchers see it until there is progress."""
+        if run_id in self._runs:
+            self._runs[run_id].trouble = reason
+            waiting = Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
+            self.set_progress(run_id, waiting)
+
+    def trouble(self, run_id: RunId) -> str:
+        """What keeps failing, and why; "" where nothing does."""
+        run = self._runs.get(run_id)
+        return run.trouble if run else ""
 
     def progress(self, run_id: RunId) -> Progress | None:
         """The latest progress."""

@@ -28,13 +28,13 @@ def say_what_is_missing(
 
 
 def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
-    """Until the next fact of the run, or progress: what is done again and again, and why."""
+    """Until the next fact of the run: what is done again and again, and why."""
     kind = type(effect).__name__
     worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
     where = f" on {worker_id}" if worker_id else ""
     log = f"the log of {worker_id or 'the coordinator'} says more"
     told = f"{kind}{where} keeps failing and is tried again: {reason} ({log})"
-    feed.set_progress(effect.run_id, _sentence(told))
+    feed.set_trouble(effect.run_id, told)
 
 
 def _sentence(reason: str) -> Progress:
