@@ -272,6 +272,32 @@ def test_asynchronous_members_do_not_wait() -> None:
             "search_space.lr: is not a hyperparameter",
         ),
         (
+            {"search_space": {"optimizer.lr": {"low": -0.5, "high": 1.0}}},
+            "search_space.optimizer.lr: -0.5 is not allowed; must be > 0",
+        ),
+        (
+            {
+                "search_space": {
+                    "optimizer.schedule.name": {"choices": ["cosine", "step", "slope"]},
+                    "optimizer.schedule.step_size_steps": {
+                        "low": 1,
+                        "high": 9,
+                        "when": {"optimizer.schedule.name": "step"},
+                    },
+                }
+            },
+            "search_space.optimizer.schedule.name: 'slope' is not one of constant, linear, cosine",
+        ),
+        (
+            {
+                "search_space": {
+                    "optimizer.lr": {"low": 0.1, "high": 1.0},
+                    "optimizer.clip_norm": {"low": 0.0, "high": 1.0},
+                }
+            },
+            "search_space.optimizer.clip_norm: 0.0 is not allowed; must be > 0",
+        ),
+        (
             {"search_space": {"optimizer.lr": {"low": 1.0}}},
             "search_space.optimizer.lr.high: missing",
         ),
@@ -304,6 +330,23 @@ def test_phases_are_varied_where_a_copied_state_allows_it(
     with pytest.raises(InvalidInputError) as caught:
         check(job(population(), **{**SECTIONS, **space, "phases": {}}))
     assert str(caught.value).startswith(f"search_space.phases.{name}: {expected}")
+
+
+def test_values_that_need_each_other_are_allowed() -> None:
+    """The curve `step` has no meaning without the number that another dimension draws."""
+    space = {
+        "optimizer.schedule.name": {"choices": ["cosine", "step"]},
+        "optimizer.schedule.step_size_steps": {
+            "low": 1,
+            "high": 9,
+            "when": {"optimizer.schedule.name": "step"},
+        },
+    }
+    text = job(population(size=8), **{**SECTIONS, "search_space": space})
+    check(text)
+    simulation = start(text, "a", "b")
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
 def test_members_train_with_phases_of_their_own() -> None:

@@ -7,15 +7,31 @@ other hyperparameters. So a field can be varied where the state does not depend 
 from collections.abc import Iterator
 
 from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import JobSpec
 from stratagem.common.json_text import JSON
-from stratagem.common.search_space import Categorical, Float, Int, Ordinal
-from stratagem.coordinator.strategies.evolution import Plain, draw, plain, stream
+from stratagem.common.search_space import (
+    Categorical,
+    Conditional,
+    Dimension,
+    Float,
+    Int,
+    Ordinal,
+    SearchSpace,
+)
+from stratagem.coordinator.strategies.evolution import (
+    Params,
+    Plain,
+    active_values,
+    draw,
+    plain,
+    stream,
+)
 from stratagem.coordinator.strategies.population_run import member_job, space_of
-from stratagem.coordinator.strategies.structure import BY_DEFINITION
+from stratagem.coordinator.strategies.structure import BY_DEFINITION, spread, values_of
 
 _PREFIXES = ("optimizer.", "loss.kwargs.", "model.kwargs.")
 _PHASES = "phases."
+_MAX_CHOICES = 64
 _OF_PHASES = (
     "correct_every",
     "trust",
@@ -49,14 +65,7 @@ def check_params(job: JobSpec) -> list[Violation]:
         if each.name in BY_DEFINITION and each.options.structural is False:
             text = "must not be false: it decides what the optimizer keeps"
             return [Violation(f"search_space.{each.name}.structural", text)]
-    drawn = draw(space, stream(job.seed, 0, 0))
-    first = {name: value for name, value in drawn.items() if not name.startswith(_PHASES)}
-    return [
-        violation
-        for dimension in map(plain, space.dimensions)
-        if dimension.name.startswith(_PHASES)
-        for violation in _check_values(job, first, dimension)
-    ]
+    return [violation for each in space.dimensions for violation in _check_values(job, each)]
 
 
 def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
@@ -74,19 +83,45 @@ def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
         yield Violation(where, "the job has no phases; add that section, empty for its defaults")
 
 
-def _check_values(job: JobSpec, first: dict[str, JSON], dimension: Plain) -> list[Violation]:
+def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
     """What is wrong with the ends of a range, or with a choice."""
-    values: tuple[JSON, ...]
-    match dimension:
-        case Categorical(choices=values) | Ordinal(choices=values):
-            pass
-        case Float(low=low, high=high) | Int(low=low, high=high):
-            values = (low, high)
-    own = member_job(job, 0, first)
-    for value in values:
-        try:
-            with_fields(own, {dimension.name: value})
-        except InvalidInputError as error:
-            text = "; ".join(each.message for each in error.violations) or str(error)
-            return [Violation(f"search_space.{dimension.name}", text)]
+    space, name = space_of(job), plain(dimension).name
+    needed = _conditions(space, dimension)
+    others = draw(space, stream(job.seed, 0, 0))
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    for value in _extremes(plain(dimension)):
+        alone = {**space.frozen, **needed, name: value}
+        # It may need what others of the space say.
+        together = active_values(space, {**first, **others, **needed, name: value})
+        why = _why_not(job, alone)
+        if why and _why_not(job, together):
+            return [Violation(f"search_space.{name}", why)]
     return []
+
+
+def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
+    """Values of others under which the dimension is there."""
+    by_name = {each.name: each for each in space.dimensions}
+    found: dict[str, JSON] = {}
+    while isinstance(dimension, Conditional):
+        parent = by_name[dimension.parent]
+        found[plain(parent).name] = dimension.parent_values[0]
+        dimension = parent
+    return found
+
+
+def _extremes(dimension: Plain) -> list[JSON]:
+    match dimension:
+        case Categorical(choices=choices) | Ordinal(choices=choices):
+            return [choices[at] for at in spread(len(choices), _MAX_CHOICES)]
+        case Float(low=low, high=high) | Int(low=low, high=high):
+            return [low, high]
+
+
+def _why_not(job: JobSpec, params: Params) -> str:
+    """Why a member cannot have these hyperparameters; "" when it can."""
+    try:
+        member_job(job, 0, params)
+    except InvalidInputError as error:
+        return "; ".join(each.message for each in error.violations) or str(error)
+    return ""

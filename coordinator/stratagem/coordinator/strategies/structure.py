@@ -67,11 +67,11 @@ def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
     space = job.search_space
     assert space is not None
     document, decided = job.document(), known_structure(space)
-    first = {plain(each).name: next(_values(plain(each))) for each in space.dimensions}
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
     for dimension in map(plain, space.in_order().dimensions):
         name = dimension.name
         if name in params and name not in decided and _may_be_structural(dimension):
-            for value in _values(dimension):
+            for value in values_of(dimension):
                 if value != params[name]:
                     tried = active_values(space, {**first, **params, name: value})
                     fields = {each: thawed(tried[each]) for each in _changed(tried, params)}
@@ -103,18 +103,18 @@ def _given(document: Mapping[str, JSON], path: str) -> JSON:
     return place.get(last, kwargs.get(last) if isinstance(kwargs, dict) else None)
 
 
-def _values(dimension: Plain) -> Iterator[JSON]:
+def values_of(dimension: Plain) -> Iterator[JSON]:
     """Some values that are as far apart as they can be."""
     match dimension:
         case Float(low=low, high=high, scale=scale):
             yield from (on_scale(low, high, scale, share) for share in _SHARES)
         case Int(low=low, high=high):
-            yield from (low + at for at in _spread(high - low + 1, _MAX_INTEGERS))
+            yield from (low + at for at in spread(high - low + 1, _MAX_INTEGERS))
         case Categorical(choices=choices) | Ordinal(choices=choices):
-            yield from (choices[at] for at in _spread(len(choices), _MAX_CHOICES))
+            yield from (choices[at] for at in spread(len(choices), _MAX_CHOICES))
 
 
-def _spread(count: int, most: int) -> list[int]:
+def spread(count: int, most: int) -> list[int]:
     """Positions of a row of `count`, its two ends among them, and not more than `most`."""
     if count <= most:
         return list(range(count))
