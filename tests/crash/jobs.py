@@ -47,7 +47,11 @@ def population(inner: Job | None = None) -> Job:
     }
     return document | {
         "strategy": strategy,
-        "search_space": {"optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"}},
+        "search_space": {
+            "optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"},
+            "model.kwargs.hidden": {"choices": [8, 16]},
+            "model.kwargs.dropout": {"low": 0.0, "high": 0.5},
+        },
         "steps_per_generation": 4,
         "evaluation": {"metrics": ["accuracy"], "best": "loss", "mode": "min"},
     }

@@ -26,9 +26,9 @@ def build(hidden: int = 16, dropout: float = 0.2) -> nn.Module:
 class _Hooked(nn.Module):
     """Calls a function with the number of training batches so far, before each of them."""
 
-    def __init__(self, act: "object") -> None:
+    def __init__(self, act: "object", hidden: int = 16, dropout: float = 0.2) -> None:
         super().__init__()
-        self.inner = build()
+        self.inner = build(hidden, dropout)
         self._act = act
         self._num_batches = 0
 
@@ -41,9 +41,9 @@ class _Hooked(nn.Module):
         return logits
 
 
-def build_paced(pace_s: float) -> nn.Module:
+def build_paced(pace_s: float, hidden: int = 16, dropout: float = 0.2) -> nn.Module:
     """Takes pace_s seconds per batch, so that a fault can hit a run in its middle."""
-    return _Hooked(lambda _num: time.sleep(pace_s))
+    return _Hooked(lambda _num: time.sleep(pace_s), hidden, dropout)
 
 
 def build_timed(folder: str, pace_s: float) -> nn.Module:
