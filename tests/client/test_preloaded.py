@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from stratagem.client import preloaded
+from tests.generate_stubs import ROOT
 from tests.patience import PATIENCE_S
 
 REPORT = """
@@ -151,3 +152,19 @@ os.kill(os.getpid(), signal.SIGKILL)
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(dead.stdout)).wait(PATIENCE_S)
     assert not psutil.pid_exists(int(dead.stdout))
+
+
+@linux_only
+def test_what_was_imported_is_collected_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept from all other collections."""
+    monkeypatch.setattr(preloaded, "PRELOADED", ("tests.client.survivor",))
+    monkeypatch.chdir(ROOT)
+    server = preloaded._ForkServer()
+    argv = program(tmp_path, "import gc; gc.collect(); print('runs', flush=True)")
+    with (tmp_path / "log").open("ab") as log:
+        fork = server.fork(argv[1:], dict(os.environ), log, with_input=False)
+    assert fork.wait(PATIENCE_S) == 0
+    server.close()
+    assert (tmp_path / "log").read_text() == "runs\ncollected\n"

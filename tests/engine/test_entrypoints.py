@@ -1,6 +1,7 @@
 """The allow list, and how errors of the user's code look."""
 
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -87,3 +88,11 @@ def test_what_a_call_does_to_its_arguments_is_its_own() -> None:
         assert (log, options) == ([1, {"deep": [3]}, 3], {})
         assert (type(log), type(log[1]), type(options)) == (list, dict, dict)
     assert kwargs == {"log": [1, {"deep": []}], "options": {"a": 1}}
+
+
+def test_what_is_listed_by_its_own_name_may_come_from_elsewhere() -> None:
+    """As when a package offers what its modules define, and the list is that of `run --local`."""
+    name = f"{HERE}:borrowed"
+    assert EntryPoints([name]).resolve(name) is os.getcwd
+    with pytest.raises(InvalidInputError, match="reaches through a module"):
+        EntryPoints([f"{HERE}:borrowed_module.join"]).resolve(f"{HERE}:borrowed_module.join")

@@ -243,13 +243,19 @@ class AsyncRun:
                 current.add(line)
                 yield line
 
-    async def download(self, path: str | PathLike[str], which: str = "final") -> Path:
+    async def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
         """Write a committed state as a safetensors file, whole or not at all.
 
+        plain: only the model, under all names of its state_dict(), for any reader of safetensors.
+        Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
         which: "final" (the newest one while the run lives), "best", or the number of a segment;
         or "predictions", of a run that keeps them.
         """
-        return await downloads.to_file(self._connection, self.run_id, which, Path(path))
+        return await downloads.to_file(
+            self._connection, self.run_id, which, Path(path), plain=plain
+        )
 
     async def download_profile(self, path: str | PathLike[str]) -> Path:
         """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from stratagem.client.calls import Connection
+from stratagem.client.plain import PlainModel
 from stratagem.common.errors import IntegrityError
 from stratagem.common.ids import RunId
 from stratagem.common.tensors.chunks import Sink
@@ -18,18 +19,31 @@ from stratagem.common.whole_file import whole_file
 from stratagem.v1 import coordinator_pb2 as pb
 
 
-async def to_file(connection: Connection, run_id: RunId, which: str, path: Path) -> Path:
-    """Write the state as a safetensors file, replacing what was there."""
+async def to_file(
+    connection: Connection, run_id: RunId, which: str, path: Path, *, plain: bool = False
+) -> Path:
+    """Write the state as a safetensors file, replacing what was there.
+
+    plain: only the model, under the names of its state_dict(), tied ones too; see plain.py.
+    """
     digest = hashlib.sha256()
     with whole_file(path) as file:
 
-        def write(data: bytes) -> None:
-            file.write(data)
-            digest.update(data)
-
         def accept(manifest: Manifest) -> Sink:
-            write(header_bytes(manifest))
-            return lambda _offset, data: write(data)
+            header = header_bytes(manifest)
+            digest.update(header)
+            model = PlainModel(manifest, file) if plain else None
+            if model is None:
+                file.write(header)
+
+            def sink(offset: int, data: bytes) -> None:
+                digest.update(data)
+                if model is None:
+                    file.write(data)
+                else:
+                    model.write(offset, data)
+
+            return sink
 
         manifest = await pull_state(connection, run_id, which, accept)
         if digest.hexdigest() != manifest.digest:

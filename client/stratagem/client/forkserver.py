@@ -14,6 +14,7 @@ only.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -53,6 +54,9 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a fork's collections would copy every page of what was imported
+    # In forks, too. Libraries that count what is left at the end (nanobind's do, under torch 2.15)
+    # would take what the last collection does not see for leaks.
+    atexit.register(gc.unfreeze)
     program = _serve(requests)
     if program is not None:
         _become(program)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from stratagem.client.process import Command, ProcessView
+from stratagem.client.process import Command, ProcessView, read_address
 from stratagem.client.supervisor import Supervisor
 from stratagem.common.errors import ConflictError, InvalidInputError, NotFoundError, WrongStateError
 from stratagem.common.rpc.addresses import split_address
@@ -195,8 +195,10 @@ class LocalCluster:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
+            address = read_address(folder / "ready" / COORDINATOR)
+            where = f" {address}" if address else ""  # it is just starting
             raise ConflictError(
-                f"another local cluster uses {folder}; talk to it with --coordinator, "
+                f"another local cluster uses {folder}; talk to it with --coordinator{where}, "
                 "or name another folder with --data-dir"
             ) from None
         return folder

@@ -230,9 +230,14 @@ class RunHandle:
         """Lines of the run's log; with follow, until the run ends."""
         return self._loop.iterate(self._run.logs(follow=follow, worker=worker))
 
-    def download(self, path: str | PathLike[str], which: str = "final") -> Path:
-        """Write a committed state as a safetensors file, whole or not at all."""
-        return self._loop.call(self._run.download(path, which))
+    def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
+        """Write a committed state as a safetensors file, whole or not at all.
+
+        plain: only the model, under all names of its state_dict(); see AsyncRun.download.
+        """
+        return self._loop.call(self._run.download(path, which, plain=plain))
 
     def download_profile(self, path: str | PathLike[str]) -> Path:
         """Write what the workers recorded as one trace; see AsyncRun.download_profile."""
@@ -264,9 +269,11 @@ class RunResult:
         """The trained model as torch tensors, for `model.load_state_dict`."""
         return self.run.state_dict(which)
 
-    def download(self, path: str | PathLike[str], which: str = "final") -> Path:
-        """Write the trained state as a safetensors file."""
-        return self.run.download(path, which)
+    def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
+        """Write the trained state as a safetensors file; see RunHandle.download."""
+        return self.run.download(path, which, plain=plain)
 
     def _repr_html_(self) -> str:
         return _as_html(self.status)

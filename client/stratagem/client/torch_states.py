@@ -6,18 +6,17 @@ Imported only when a caller asks for tensors or hands some in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from stratagem.client.calls import Connection
 from stratagem.client.downloads import pull_state
+from stratagem.client.plain import MODEL_PREFIX
 from stratagem.common.ids import RunId
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
-
-MODEL_PREFIX: Final = "model/"
 
 
 async def to_state_dict(

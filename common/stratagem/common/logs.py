@@ -51,6 +51,7 @@ def setup_logging(process: str, level: str = "info", json: bool = False) -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("alembic").setLevel(max(root.level, logging.WARNING))  # says each step twice
     logging.getLogger(_GRPC).addFilter(_no_alarm_at_callers_who_leave)
 
 

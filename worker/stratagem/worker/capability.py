@@ -7,12 +7,33 @@ is part of the numerics.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 
 import torch
 
+from stratagem.common.errors import InvalidInputError
 from stratagem.v1 import types_pb2
 from stratagem.worker.fingerprint import device_name, numerics_fingerprint
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name. Raises InvalidInputError where this process has none."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise InvalidInputError.at("--device", f"{name!r} is not cpu or cuda:N")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        lack = f"torch {torch.__version__} is built without CUDA; install one with it"
+        raise InvalidInputError.at("--device", f"{name}: {lack}, or use --device cpu")
+    num_devices = torch.cuda.device_count()
+    if (device.index or 0) >= num_devices:
+        there = ", ".join(f"cuda:{number}" for number in range(num_devices)) or "none"
+        raise InvalidInputError.at(
+            "--device", f"{name} is not there; CUDA devices of this machine: {there}"
+        )
+    return device
 
 
 def capability_of(

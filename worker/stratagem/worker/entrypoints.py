@@ -88,9 +88,12 @@ class EntryPoints:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
 
     def _checked(self, name: str, target: object, field: str) -> Callable[..., Any]:
-        """Refuses what the module merely imported from a place that is not allowed itself."""
+        """Refuses what the module merely imported from a place that is not allowed itself, unless
+        the operator has listed exactly this name: that says which thing is meant."""
         if isinstance(target, ModuleType) or not callable(target):
             raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
+        if name in self.allow:
+            return target
         home = getattr(target, "__module__", None)
         if home == name.partition(":")[0]:
             return target

@@ -7,6 +7,7 @@ what runs after its present step, says that it leaves, and exits 0.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import importlib
 import json
@@ -27,7 +28,7 @@ from pydantic import ValidationError
 
 from stratagem.common import tracing
 from stratagem.common.descriptors import raise_descriptor_limit
-from stratagem.common.errors import StratagemError
+from stratagem.common.errors import InvalidInputError, StratagemError
 from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
 from stratagem.common.rpc.channel import Proof, open_channel
@@ -44,7 +45,7 @@ from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker import capture
 from stratagem.worker.agent import Agent, Identity
 from stratagem.worker.blobs import BlobCache
-from stratagem.worker.capability import capability_of
+from stratagem.worker.capability import capability_of, device_of
 from stratagem.worker.clock import CoordinatorClock
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.executor import TorchThread
@@ -78,8 +79,12 @@ def main(arguments: list[str], malloc: str = "") -> int:
     keep_forks_away()
     try:
         settings = from_command_line(arguments)
+        device_of(settings.device)
     except ValidationError as error:
         print(told("stratagem worker", error), file=sys.stderr)
+        return 1
+    except InvalidInputError as error:
+        print(f"stratagem worker: {error}", file=sys.stderr)
         return 1
     setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
     identify(worker_id=settings.worker_id)
@@ -226,6 +231,7 @@ def _warm_up() -> None:
     # 1 ms and not 60.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries that count what is left at the end would complain
 
 
 async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:

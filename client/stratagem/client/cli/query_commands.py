@@ -139,7 +139,7 @@ def delete(
         complain(f"run {run_id} is deleted")
 
 
-def download(
+def download(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
@@ -152,9 +152,15 @@ def download(
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Write what the workers recorded instead."),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Only the model, under all names of its state_dict().")
+    ] = False,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Write a committed state of a run as a safetensors file.
+
+    It holds what the run goes on from: the optimizer's state, too, and tied weights once. With
+    --plain it is the model's state_dict(), for any program that reads safetensors.
 
     With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
     ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
@@ -164,7 +170,7 @@ def download(
         if profile is not None:
             path = run.download_profile(profile)
         else:
-            path = run.download(output or Path(f"{run_id}.safetensors"), which)
+            path = run.download(output or Path(f"{run_id}.safetensors"), which, plain=plain)
         print_line(make_console(), str(path) if form is Format.TEXT else _path_json(path))
 
 

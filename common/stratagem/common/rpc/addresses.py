@@ -10,7 +10,7 @@ def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as a pair. Raises ValueError."""
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16
-    if not host or not is_port:
+    if not host or "://" in host or not is_port:
         raise ValueError(f"{address[:80]!r} is not HOST:PORT")
     return host, int(port)
 

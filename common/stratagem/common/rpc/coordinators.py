@@ -16,15 +16,19 @@ import grpc
 import grpc.aio
 
 from stratagem.common.errors import StandbyError
+from stratagem.common.rpc.addresses import split_address
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.status import name_of
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """ "host1:7070,host2:7070" as its parts. Raises ValueError when there is none."""
+    """ "host1:7070,host2:7070" as its parts. Raises ValueError when there is none, or one of them
+    is no address."""
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     if not addresses:
         raise ValueError(f"{text!r} is not HOST:PORT[,HOST:PORT...]")
+    for address in addresses:
+        split_address(address)
     return addresses
 
 

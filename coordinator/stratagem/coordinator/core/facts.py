@@ -223,6 +223,8 @@ class ModelBuilt(Value):
     structural: tuple[str, ...] = ()
     """Of a population's member: hyperparameters that give the state another layout, or a form that
     their optimizer cannot go on from, when they change from this member's values."""
+    warning: str = ""
+    """What is unusual about the job, now that its data are known."""
 
 
 class SegmentFinished(Value):

@@ -83,8 +83,9 @@ def _evolved(fact: f.MemberEvolved) -> str:
 
 def _built(fact: f.ModelBuilt) -> str:
     text = f"model built: {fact.num_parameters:,} parameters"
-    names = ", ".join(fact.structural)
-    return f"{text}; what it is made of depends on {names}" if names else text
+    if fact.structural:
+        text += f"; what it is made of depends on {', '.join(fact.structural)}"
+    return f"{text}; warning: {fact.warning}" if fact.warning else text
 
 
 def _generation(fact: f.GenerationClosed) -> str:

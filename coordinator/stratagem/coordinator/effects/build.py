@@ -1,7 +1,10 @@
 """Build: one worker makes the model from the seed; its state becomes segment 0 of everybody."""
 
+from collections.abc import Mapping
+
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
+from stratagem.common.job import JobSpec
 from stratagem.common.json_text import dump_json
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import ModelBuilt
@@ -45,10 +48,20 @@ async def build(env: Env, effect: Build) -> None:
                 num_parameters=result.build.num_parameters,
                 layout_digest=result.build.layout_digest,
                 structural=tuple(sorted(asked & set(result.build.structural))),
+                warning=_warning(job, result.build.num_rows),
             )
             await env.report(effect.run_id, fact)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
+    if job.only_evaluates or "train" not in num_rows or job.batch_size <= num_rows["train"]:
+        return ""
+    return (
+        f"batch_size {job.batch_size} is larger than the {num_rows['train']} rows of the train "
+        "split, so every step takes all of them"
+    )
 
 
 def _variants(env: Env, effect: Build) -> list[worker_pb2.Variant]:

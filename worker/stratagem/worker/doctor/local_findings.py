@@ -18,7 +18,7 @@ from stratagem.common import findings
 from stratagem.common.errors import StratagemError
 from stratagem.common.findings import Finding, Level
 from stratagem.v1 import types_pb2
-from stratagem.worker.capability import capability_of
+from stratagem.worker.capability import capability_of, device_of
 from stratagem.worker.engine.execution.abilities import obstacles
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.pipeline.activations import ActivationStore
@@ -59,18 +59,17 @@ def _data_dir(settings: WorkerSettings) -> Iterator[Finding]:
 def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Finding]:
     torch.set_num_threads(settings.threads)
     try:
-        capability = capability_of(
-            torch.device(settings.device), settings.local_data, settings.tags
-        )
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        device = device_of(settings.device)
+        capability = capability_of(device, settings.local_data, settings.tags)
+    except (RuntimeError, StratagemError) as error:
         there = ", ".join(f"cuda:{n}" for n in range(len(own.cuda_devices))) or "none"
         advice = f"CUDA devices here: {there}; install a torch built for CUDA, or use --device cpu"
-        found = f"{settings.device}: {str(error).partition(chr(10))[0]}"
+        found = str(error).partition("\n")[0]
         yield Finding("device", settings.worker_id, Level.FAIL, found, advice)
         return
     yield from findings.torch(settings.worker_id, own, capability)
     yield Finding("numerics", settings.worker_id, Level.OK, capability.numerics_description)
-    yield _precision(settings)
+    yield _precision(settings.worker_id, device)
     num_processors = len(os.sched_getaffinity(0))
     if settings.threads > num_processors:
         advice = "threads that share a processor wait for each other: set --threads"
@@ -78,15 +77,13 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
         yield Finding("threads", settings.worker_id, Level.WARN, found, advice)
 
 
-def _precision(settings: WorkerSettings) -> Finding:
+def _precision(name: str, device: torch.device) -> Finding:
     """Jobs that need more are refused; see engine/execution/abilities.py."""
-    missing = [
-        f"{kind} as {numbers}" for numbers, kind, _ in obstacles(torch.device(settings.device))
-    ]
+    missing = [f"{kind} as {numbers}" for numbers, kind, _ in obstacles(device)]
     found = "all kinds of layers can be trained in all precisions"
     if missing:
         found += f", but {', '.join(missing)}"
-    return Finding("precision", settings.worker_id, Level.OK, found)
+    return Finding("precision", name, Level.OK, found)
 
 
 def _folders(name: str, check: str, folders: Iterable[str]) -> Iterator[Finding]:
