@@ -76,11 +76,11 @@ def init_certs(
     ] = DEFAULT_TRUST_DOMAIN,
     days: DaysOption = None,
 ) -> None:
-    """Make an authority, valid for ten years, and certificates that it signs.
+    """Make an authority, and certificates that it signs.
 
-    A coordinator, workers and clients: each gets DIR/NAME.crt and DIR/NAME.key, beside
-    DIR/ca.crt. For development: whoever reads DIR/ca.key can make more of them. Nothing is
-    overwritten.
+    The authority is valid for ten years. A coordinator, workers and clients: each gets
+    DIR/NAME.crt and DIR/NAME.key, beside DIR/ca.crt. For development: whoever reads DIR/ca.key
+    can make more of them. Nothing is overwritten.
     """
     from stratagem.common.certificates import init
 
