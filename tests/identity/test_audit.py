@@ -80,7 +80,7 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(authority: Authority, folder: Path) -> AsyncIterator[Deployment]:
+async def deployed(authority: Authority, folder: Path, **changes: Any) -> AsyncIterator[Deployment]:
     files = authority.files("coordinator")
     settings = Settings(
         _cli_parse_args=False,
@@ -91,6 +91,7 @@ async def deployed(authority: Authority, folder: Path) -> AsyncIterator[Deployme
         tls_key=files.key,
         tokens_file=folder / "tokens.json",
         token_listen="127.0.0.1:0",
+        **changes,
     )
     security = Security(settings)
     app = await App.lead(settings, entrance())

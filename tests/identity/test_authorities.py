@@ -2,6 +2,7 @@
 is said when one is over."""
 
 import asyncio
+import shutil
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -84,7 +85,7 @@ async def test_one_authority_takes_the_place_of_another_without_a_gap(
     folder, old = own_authority.folder, tmp_path / "old"
     old.mkdir()
     for path in folder.iterdir():
-        (old / path.name).write_bytes(path.read_bytes())
+        shutil.copy(path, old / path.name)  # with its mode
     files, before = own_authority.files("coordinator"), Authority(old)
     async with serving(files) as ports:
         at = ports.certificates

@@ -174,3 +174,24 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
     assert not has_brought(state, "token a", digests[0])
     assert all(has_brought(state, "token a", digest) for digest in digests[1:])
     assert not has_brought(state, "token b", digests[1])
+
+
+async def test_one_token_takes_not_all_places_of_those_who_watch(
+    authority: Authority, tmp_path: Path
+) -> None:
+    async with deployed(authority, tmp_path, max_watchers_each=2) as deployment:
+        ann, bob = await deployment.stub("ann"), await deployment.stub("bob")
+        await ann.SubmitRun(submit("r"))
+        watch, tail = pb.WatchRunRequest(run_id="r"), pb.TailLogsRequest(run_id="r", follow=True)
+        held = [ann.WatchRun(watch), ann.TailLogs(tail)]
+        for call in held:
+            await call.read()
+        for refused_call in (ann.WatchRun(watch), ann.TailLogs(tail)):
+            assert await refused(refused_call.read()) == (
+                Code.RESOURCE_EXHAUSTED,
+                "max_watchers_each: token ann has 2 open, the limit for one caller is 2",
+            )
+        others = bob.WatchRun(watch)
+        await others.read()
+        for call in (*held, others):
+            call.cancel()

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError, WrongStateError
+from stratagem.common.private_file import check_private
 from stratagem.common.whole_file import whole_file
 
 CA_FILE: Final = "ca.crt"
@@ -62,6 +63,7 @@ def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidInputError.at("folder", f"{path}: {reason}") from None
+    check_private("folder", path)
     for certificate in trusted(folder):
         if isinstance(key, ec.EllipticCurvePrivateKey) and (
             certificate.public_key() == key.public_key()

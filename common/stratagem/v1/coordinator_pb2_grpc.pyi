@@ -14,7 +14,8 @@ Status codes that every call can answer, and when:
   RESOURCE_EXHAUSTED   a limit of the coordinator is reached; the limit is named, and RetryInfo
                        says when to try again where it passes by itself
   DEADLINE_EXCEEDED    the caller went silent inside a request
-  UNAVAILABLE          this coordinator does not lead, or is shutting down
+  UNAVAILABLE          this coordinator does not lead, or is shutting down, or the caller has taken
+                       none of its answers for too long
   INTERNAL             a defect of the coordinator; carries an id that stands in its log
 Further codes stand at each call.
 """

@@ -14,7 +14,8 @@ Status codes that every call can answer, and when:
   RESOURCE_EXHAUSTED   a limit of the worker is reached; the limit is named
   DEADLINE_EXCEEDED    the caller went silent inside a request
   UNAVAILABLE          the worker is shutting down, or the coordinator it talks to does not lead
-                       under the fence's term (yet)
+                       under the fence's term (yet), or the caller has taken none of its
+                       answers for too long
   INTERNAL             a defect of the worker; carries an id that stands in its log
 Further codes stand at each call. Errors of the user's code are never status codes: they are
 results of Execute.

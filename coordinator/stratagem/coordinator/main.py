@@ -18,7 +18,7 @@ from stratagem.common.logs import setup_logging
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.rpc.addresses import dialled_host, split_address
 from stratagem.common.rpc.intake import CallLimits
-from stratagem.common.rpc.server import add_health, make_server
+from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.common.settings_rules import told
 from stratagem.common.whole_file import whole_file
 from stratagem.coordinator.app import App
@@ -80,7 +80,7 @@ async def _serve_calls(
         name = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
         reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
     address = security.listen(server)
-    health_server = make_server()
+    health_server = make_health_server()
     health = add_health(health_server)
     health_port = security.listen_for_probes(health_server)
     entrance = Entrance(settings.advertise or _dialled(address), health)

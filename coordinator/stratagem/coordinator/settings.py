@@ -122,6 +122,9 @@ class Settings(BaseSettings):
     max_watchers: int = Field(
         default=1000, gt=0, description="clients that follow a run's events or log"
     )
+    max_watchers_each: int = Field(
+        default=100, gt=0, description="of these, how many one token or certificate may be"
+    )
     max_calls: int = Field(
         default=4096, gt=0, description="calls of clients that may be open at once"
     )

@@ -11,9 +11,10 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from stratagem.common.errors import StandbyError
+from stratagem.common.rpc.health_service import HealthService
 from stratagem.coordinator.journal import Holder, Lease
 from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 class Entrance(grpc.GenericRpcHandler):
     """CoordinatorService on a server that was started before there was a leader to serve it."""
 
-    def __init__(self, address: str, health: health.aio.HealthServicer) -> None:
+    def __init__(self, address: str, health: HealthService) -> None:
         """address: host:port at which others reach this coordinator."""
         self.address = address
         self._health = health

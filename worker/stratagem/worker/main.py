@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 import torch
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 from pydantic import ValidationError
 
 from stratagem.common import tracing
@@ -33,8 +33,9 @@ from stratagem.common.ids import new_incarnation
 from stratagem.common.logs import identify, setup_logging
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.intake import CallLimits
-from stratagem.common.rpc.server import add_health, make_server
+from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.common.settings_rules import told
 from stratagem.common.tensors.manifest import Limits
 from stratagem.common.whole_file import whole_file
@@ -69,6 +70,9 @@ if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 log = structlog.get_logger(__name__)
+
+WAITS_FOR_OTHERS: Final = ("GetGradients",)
+"""The coordinator takes a member's gradients as the slowest member's come."""
 
 # For streams that carry the last results when the server stops.
 STOP_GRACE_S: Final = 2.0
@@ -126,7 +130,9 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
     process = process_stats(settings)
-    limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls)
+    limits = CallLimits(
+        settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
+    )
     server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
     address = advertised(settings, security.listen(server))
     coordinators = Coordinators(split_addresses(settings.coordinator))
@@ -183,7 +189,7 @@ def _limits(settings: WorkerSettings) -> WorkerLimits:
 @dataclass(frozen=True, slots=True)
 class _Health:
     server: grpc.aio.Server
-    servicer: health.aio.HealthServicer
+    servicer: HealthService
     address: str
 
 
@@ -303,7 +309,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
 
 async def _serve_health(security: Security, port: int) -> _Health:
     """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
-    server = make_server()
+    server = make_health_server()
     servicer = add_health(server)
     address = security.listen_for_probes(server, port)
     await server.start()

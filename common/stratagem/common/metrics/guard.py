@@ -16,6 +16,7 @@ from typing import Final, Protocol, Self
 import structlog
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.private_file import check_private
 from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles
 from stratagem.common.watched_file import Stamp, stamp_of
 
@@ -147,6 +148,7 @@ class Guard:
         except (OSError, ValueError) as error:  # of which ssl.SSLError is one
             both = f"{self.cert} and {self.key}"
             raise _unusable("metrics_tls_cert", both, error) from None
+        check_private("metrics_tls_key", self.key)
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             try:

@@ -26,13 +26,15 @@ RETRY_AFTER_S: Final = 1.0
 class CallLimits:
     """What one server accepts.
 
-    idle_timeout_s: how long a request may take to arrive. max_calls: open calls, but for those of
-    the methods in `unlimited`, by name: what keeps workers alive must not wait behind clients.
+    idle_timeout_s: how long a request may take to arrive, and how long a caller may take none of
+    its answers, but for those of the methods in `unhurried`. max_calls: open calls, but for those
+    of the methods in `unlimited`, by name: what keeps workers alive must not wait for clients.
     """
 
     idle_timeout_s: float = 30.0
     max_calls: int = 4096
     unlimited: Collection[str] = ()
+    unhurried: Collection[str] = ()
 
 
 DEFAULT_LIMITS: Final = CallLimits()

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
@@ -30,6 +30,7 @@ from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authorization import Gate, is_open
 from stratagem.common.rpc.credentials import server_credentials
+from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.ids import bind_ids
 from stratagem.common.rpc.intake import (
     DEFAULT_LIMITS,
@@ -40,6 +41,7 @@ from stratagem.common.rpc.intake import (
     only_request,
 )
 from stratagem.common.rpc.options import PROTOCOL_KEY, PROTOCOL_VERSION, SERVER_OPTIONS
+from stratagem.common.rpc.sending import Sending
 from stratagem.common.rpc.status import to_status
 from stratagem.common.rpc.tls import TlsFiles
 from stratagem.common.tensors.frames import reading_frames
@@ -49,6 +51,9 @@ log = structlog.get_logger()
 # As text: the classes of gRPC are generic only in its stubs.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+PROBE_TIMEOUT_S: Final = 5.0
+PROBES: Final = ("Check", "List")
 
 # Standard services that know nothing of our protocol version.
 _FOREIGN: Final = ("/grpc.health.", "/grpc.reflection.")
@@ -68,9 +73,15 @@ def make_server(
     return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)
 
 
-def add_health(server: grpc.aio.Server) -> health.aio.HealthServicer:
+def make_health_server() -> grpc.aio.Server:
+    """A server for probes alone, on a port of its own: who asks once always gets in."""
+    limits = CallLimits(PROBE_TIMEOUT_S, DEFAULT_LIMITS.max_calls, unlimited=PROBES)
+    return make_server(limits)
+
+
+def add_health(server: grpc.aio.Server) -> HealthService:
     """Add grpc.health.v1; SERVING at once. The caller sets the status while it drains."""
-    servicer = health.aio.HealthServicer()
+    servicer = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
 
@@ -200,6 +211,13 @@ class _Call:
         bind_ids(request)
         return request
 
+    @property
+    def stall_s(self) -> float | None:
+        """How long its caller may take none of its answers."""
+        limits = self.admission.limits
+        is_hurried = self.method.rpartition("/")[2] not in limits.unhurried
+        return limits.idle_timeout_s if is_hurried else None
+
     def served(self) -> tracing.Served:
         return tracing.Served(name_of(self.method), self.details.invocation_metadata or ())
 
@@ -256,8 +274,8 @@ def _answering(
 
 def _streaming(
     behaviour: Callable[[Any, Context], Any], rules: _Call
-) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def call(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(requests: AsyncIterator[Any], context: Context) -> None:
         try:
             with rules.counted():
                 request = await rules.request(requests, context)
@@ -266,9 +284,12 @@ def _streaming(
                     if not hasattr(responses, "aclose"):  # a coroutine that writes by itself
                         await responses
                         return
-                    async with aclosing(responses):
+                    async with (
+                        aclosing(responses),
+                        Sending(context, rules.stall_s) as sending,
+                    ):
                         async for response in responses:
-                            yield response
+                            await sending.send(response)
         except asyncio.CancelledError:
             _check_not_cancelled()
             await _abort(context, rules.method, _ending(), rules.calls)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.private_file import check_private
 from stratagem.common.rpc.chain import Chain, chain_of, ended, first_to_end, said
 from stratagem.common.watched_file import Stamp, stamp_of
 
@@ -156,6 +157,7 @@ class TlsFiles:
         own = _certificates("tls_cert", self.cert, cert)
         leaf = own[0]
         self._check_pair(leaf, key)
+        check_private("tls_key", self.key)
         try:
             cert_id = CertId.from_uris(uris_of(leaf))
         except InvalidInputError as error:

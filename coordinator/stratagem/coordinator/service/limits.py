@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,6 +16,7 @@ from typing import Final
 from stratagem.common.errors import ConflictError, InvalidInputError, LimitError
 from stratagem.common.printable import is_printable, printable
 from stratagem.common.rpc.addresses import split_address
+from stratagem.common.rpc.authorization import NOBODY, Caller
 from stratagem.common.rpc.intake import RETRY_AFTER_S
 from stratagem.v1 import types_pb2
 
@@ -69,24 +71,37 @@ def check_endpoint(endpoint: bytes) -> None:
 
 
 class Places:
-    """A number of places that calls take while they are open."""
+    """A number of places that calls take while they are open, and how many of them one caller may
+    have."""
 
-    def __init__(self, setting: str, limit: int) -> None:
-        self._setting, self._limit, self._num_taken = setting, limit, 0
+    def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
+        """setting: that of the first limit; that of the other one is called after it."""
+        self._setting, self._limit, self._limit_each = setting, limit, limit_each
+        self._taken = Counter[str]()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Raises LimitError when all are."""
-        if self._num_taken >= self._limit:
+    def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
+        """Raises LimitError when all are, or all that the caller may have."""
+        of_all = self._taken.total()
+        if of_all >= self._limit:
             raise LimitError(
-                f"{self._setting}: {self._num_taken} are open, the limit is {self._limit}",
+                f"{self._setting}: {of_all} are open, the limit is {self._limit}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._num_taken += 1
+        own = self._taken[caller.owner]
+        if caller.is_known and self._limit_each is not None and own >= self._limit_each:
+            raise LimitError(
+                f"{self._setting}_each: {caller.name} has {own} open, the limit for one caller is "
+                f"{self._limit_each}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._taken[caller.owner] += 1
         try:
             yield
         finally:
-            self._num_taken -= 1
+            self._taken[caller.owner] -= 1
+            if not self._taken[caller.owner]:
+                del self._taken[caller.owner]
 
 
 class Keys:

@@ -69,7 +69,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._app = app
         self._runs = Runs(app)
         self._uploads = streams.Uploads(app)
-        self._watchers = Places("max_watchers", app.settings.max_watchers)
+        settings = app.settings
+        self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
         self._diagnosis = asyncio.Lock()
 
     @property
@@ -104,7 +105,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if request.from_index > run.num_facts:
             message = f"{request.from_index} lies behind the newest event, {run.num_facts - 1}"
             raise OutOfRangeError.at("from_index", message)
-        with self._watchers.taken():
+        with self._watchers.taken(current_caller()):
             async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):
                 if isinstance(item, Event):
                     yield pb.WatchRunResponse(event=views.event(item))
@@ -159,7 +160,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.TailLogsResponse]:
         run_id = self._run(request.run_id).run_id
         lines = self._app.logs.tail(run_id, follow=request.follow, is_over=self._app.is_over)
-        with self._watchers.taken():
+        with self._watchers.taken(current_caller()):
             async for line in lines:
                 if request.worker_id in ("", line.worker_id):
                     yield pb.TailLogsResponse(
