@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout
+from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
 from stratagem.common.compression.hashing import derive, hash32, lowbias32, places, uniform
 from stratagem.common.compression.sums import tree_sum
 from stratagem.common.compression.ternary import pack, quantise, unpack
 from stratagem.common.compression.top_k import largest
-from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of
+from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import CompressionSpec
+from stratagem.common.numerics import CURRENT, FIRST
 from tests.compression.support import CODECS, ODD, codec_of, flat, values
 
 pytestmark = pytest.mark.core
@@ -295,7 +296,7 @@ def test_vsa_keeps_direction_and_norm() -> None:
     codec = codec_of({"codec": "vsa", "dimension_fraction": 0.7, "error_feedback": False}, layout)
     tensors = values(layout, 0)
     payload, _ = codec.encode(tensors, {}, 1)
-    assert payload.nbytes == 4 * 512 + 4 * 3
+    assert payload.nbytes == 4 * 512 + 4 * 2 + 4 * 64  # the smallest is sent as it is
     for x, y in zip(tensors, codec.decode(payload, 1), strict=True):
         cosine = float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
         assert cosine > 0.5
@@ -319,11 +320,62 @@ def test_vsa_does_not_depend_on_the_order_of_the_layout() -> None:
     forth, back = codec_of(CODECS["vsa"]), codec_of(CODECS["vsa"], reversed_layout)
     tensors = values(ODD, 0)
 
-    def bundled(codec: Codec, given: list[FloatArray]) -> bytes:
-        payload, _ = codec.encode(given, codec.initial_state(), 9)
-        return payload[: -4 * len(ODD)].tobytes()
+    def said(codec: Codec, given: list[FloatArray]) -> list[FloatArray]:
+        return codec.decode(codec.encode(given, codec.initial_state(), 9)[0], 9)
 
-    assert bundled(forth, tensors) == bundled(back, tensors[::-1])
+    there = said(back, tensors[::-1])[::-1]
+    assert all(map(np.array_equal, said(forth, tensors), there))
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.3])
+def test_vsa_does_not_lose_a_small_tensor_in_the_noise_of_a_large_one(fraction: float) -> None:
+    layout = (TensorLayout("bias", (64,)), TensorLayout("weight", (64, 64)))
+    spec = CompressionSpec.parse({"codec": "vsa", "dimension_fraction": fraction})
+    tensors = values(layout, 3)
+    found = {}
+    for numerics in (FIRST, CURRENT):
+        codec = make_codec(spec, layout, 3, with_feedback=False, numerics=numerics)
+        decoded = codec.decode(codec.encode(tensors, {}, 1)[0], 1)
+        found[numerics] = [
+            float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
+            for x, y in zip(tensors, decoded, strict=True)
+        ]
+    assert found[FIRST][0] < 0.65
+    assert found[CURRENT][0] > 0.999
+    # What the small one takes is not taken from the large one.
+    assert found[CURRENT][1] > found[FIRST][1] - 0.02
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 7, 64, 100, 4096]), min_size=1, max_size=6),
+    fraction=st.floats(0.05, 0.9),
+)
+def test_what_goes_beside_a_bundle_is_little(sizes: list[int], fraction: float) -> None:
+    layout = tuple(TensorLayout(f"t{place}", (size,)) for place, size in enumerate(sizes))
+    beside = places_beside(layout, fraction, CURRENT)
+    assert sum(sizes[place] for place in beside) <= 0.25 * fraction * sum(sizes)
+    others = [size for place, size in enumerate(sizes) if place not in beside]
+    assert all(sizes[place] <= least for place in beside for least in others)
+    spec = CompressionSpec.parse({"codec": "vsa", "dimension_fraction": fraction})
+    codec = make_codec(spec, layout, 3)
+    tensors = values(layout, 1)
+    payload, _ = codec.encode(tensors, codec.initial_state(), 5)
+    assert payload.nbytes == codec.payload_bytes <= 4 * sum(sizes)
+    decoded = codec.decode(payload, 5)
+    assert all(np.array_equal(decoded[place], tensors[place]) for place in beside)
+    assert places_beside(layout, fraction, FIRST) == frozenset()
+
+
+def test_a_bundle_of_vectors_of_other_lengths_is_refused() -> None:
+    one, three = np.ones(1, np.float32), np.ones(3, np.float32)
+    with pytest.raises(
+        ValueError, match=r"vector 1 of a bundle has shape \(1,\), the first \(3,\)"
+    ):
+        bundle([three, one])
+    with pytest.raises(ValueError, match="a bundle of no vectors"):
+        bundle([])
+    with pytest.raises(ValueError, match=r"a vector of shape \(3,\) and a key of \(1,\)"):
+        bind(three, one)
 
 
 # ---- the section ----

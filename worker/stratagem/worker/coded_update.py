@@ -11,6 +11,7 @@ from torch import Tensor
 from stratagem.common.compression import FloatArray, NonFiniteError
 from stratagem.common.compression.update import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.worker.engine.client_round import ClientRound
@@ -19,7 +20,12 @@ from stratagem.worker.state_store import Frozen
 
 
 def coded_update(
-    job: JobSpec, done: ClientRound, base: Mapping[str, Tensor], round_num: int, client: int
+    job: JobSpec,
+    done: ClientRound,
+    base: Mapping[str, Tensor],
+    round_num: int,
+    client: int,
+    numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
     """The update for the wire, and what that saves (see TrainResult.traffic). None where it is not
     finite: it is then sent as it is, so that the coordinator rejects it as it rejects any."""
@@ -28,7 +34,7 @@ def coded_update(
     coded = [
         each for each in whole.stored() if each.name in done.trained and each.dtype == "float32"
     ]
-    codec, names = update_codec(job, coded)
+    codec, names = update_codec(job, coded, numerics)
     trained, before = _flats(done.tensors, names), _flats(base, names)
     moves = [x - y for x, y in zip(trained, before, strict=True)]
     try:

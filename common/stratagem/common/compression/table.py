@@ -11,29 +11,35 @@ from stratagem.common.compression.int8 import Int8
 from stratagem.common.compression.low_rank import LowRank
 from stratagem.common.compression.ternary import Ternary
 from stratagem.common.compression.top_k import TopK
-from stratagem.common.compression.vsa import Vsa
+from stratagem.common.compression.vsa import Vsa, VsaBesidePlain, places_beside
 from stratagem.common.job.compression import CompressionSpec
+from stratagem.common.numerics import CURRENT
 
 
 def make_codec(
-    spec: CompressionSpec, layout: Layout, seed: int, *, with_feedback: bool = True
+    spec: CompressionSpec,
+    layout: Layout,
+    seed: int,
+    *,
+    with_feedback: bool = True,
+    numerics: int = CURRENT,
 ) -> Codec:
     """seed: of the job; `spec.seed` goes before it. with_feedback: whether there is somebody who
     keeps residuals, where the section wants them."""
-    codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed)
+    codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec
 
 
-def _bare_codec(spec: CompressionSpec, layout: Layout, seed: int) -> Codec:
+def _bare_codec(spec: CompressionSpec, layout: Layout, seed: int, numerics: int) -> Codec:
     match spec.codec:
         case "low_rank":
             return LowRank(layout, rank=spec.rank, seed=seed)
         case "vsa":
-            return Vsa(
-                layout,
-                dimension_fraction=spec.dimension_fraction,
-                sketch_codec=spec.sketch_codec,
-            )
+            fraction, inner = spec.dimension_fraction, spec.sketch_codec
+            beside = places_beside(layout, fraction, numerics)
+            others = [each for place, each in enumerate(layout) if place not in beside]
+            bundled = Vsa(others, dimension_fraction=fraction, sketch_codec=inner)
+            return VsaBesidePlain(layout, beside, bundled) if beside else bundled
         case _:
             make = _tensor_codec(spec)
             return PerTensor(layout, [make(each.numel) for each in layout])

@@ -19,11 +19,13 @@ PAYLOAD: Final = "payload"
 """The name of the payload among the tensors; those of a model have names with a slash."""
 
 
-def update_codec(job: JobSpec, coded: Iterable[TensorSpec]) -> tuple[Codec, list[str]]:
+def update_codec(
+    job: JobSpec, coded: Iterable[TensorSpec], numerics: int
+) -> tuple[Codec, list[str]]:
     """The codec of these tensors, and their names in the order in which it takes them."""
     assert job.compression is not None
     layout = sorted((TensorLayout(each.name, each.shape) for each in coded), key=lambda e: e.name)
-    codec = make_codec(job.compression, layout, job.seed, with_feedback=False)
+    codec = make_codec(job.compression, layout, job.seed, with_feedback=False, numerics=numerics)
     return codec, [each.name for each in layout]
 
 

@@ -8,7 +8,10 @@ ever made. A scale per tensor, the least-squares one, keeps every decoded tensor
 of its direction, so error feedback cannot diverge. Signs and places change with every payload:
 what one payload cannot show, a later one can.
 
-Where the payload would not be smaller than the tensors, all are sent as they are.
+What a tensor says is as clear as it is large beside the others, so a small one would be lost in
+their noise: the smallest tensors, with a quarter of the places together at most, are sent as they
+are, beside the bundle of the others. Where the payload would not be smaller than the tensors, all
+are sent as they are.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"
 """The name in an error: sums of finite numbers may overflow."""
 SKETCH_THRESHOLD_FRACTION: Final = 0.7
+PLAIN_SHARE: Final = 0.25
+"""Of the places that a bundle of all tensors would have."""
 _KEY_SALT: Final = 0x5BD1E995
 
 
@@ -113,16 +118,77 @@ def key_seed(name: str) -> int:
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
-    """Also the way back: a key of ±1 undoes itself."""
+    """Also the way back: a key of ±1 undoes itself. Raises ValueError for other lengths."""
+    if vector.shape != key.shape:
+        raise ValueError(f"a vector of shape {vector.shape} and a key of {key.shape}")
     return vector * key
 
 
 def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
-    """The sum, in order."""
+    """The sum, in order. Raises ValueError for none, and for vectors of other lengths."""
+    if not vectors:
+        raise ValueError("a bundle of no vectors")
     total = vectors[0].copy()
-    for vector in vectors[1:]:
-        total += vector
+    for place, vector in enumerate(vectors):
+        if vector.shape != total.shape:
+            raise ValueError(
+                f"vector {place} of a bundle has shape {vector.shape}, the first {total.shape}"
+            )
+        if place:
+            total += vector
     return total
+
+
+def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
+    """The tensors that are sent as they are beside a bundle; by the rules of `numerics` 1 none."""
+    if numerics < 2:
+        return frozenset()
+    room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
+    found = set[int]()
+    for place in sorted(range(len(layout)), key=lambda at: (layout[at].numel, layout[at].name)):
+        room -= layout[place].numel
+        if room < 0:
+            break
+        found.add(place)
+    return frozenset(found)
+
+
+class VsaBesidePlain:
+    """The payload of the bundle, then the small tensors as they are, in order of the layout."""
+
+    def __init__(self, layout: Layout, beside: frozenset[int], bundled: Vsa) -> None:
+        """bundled: of the others."""
+        self._layout, self._beside, self._bundled = layout, beside, bundled
+        plain = [layout[place] for place in sorted(beside)]
+        self._sizes = [bundled.payload_bytes, *(spec.raw_bytes for spec in plain)]
+        self.payload_bytes = sum(self._sizes)
+        self.bypassed = (*bundled.bypassed, *(spec.name for spec in plain if spec.numel))
+
+    def initial_state(self) -> State:
+        return {}
+
+    def encode(
+        self, tensors: Sequence[FloatArray], state: State, key: int
+    ) -> tuple[ByteArray, State]:
+        check_finite(self._layout, tensors)
+        others = [x for place, x in enumerate(tensors) if place not in self._beside]
+        payload, _ = self._bundled.encode(others, {}, key)
+        plain = [to_bytes(tensors[place]) for place in sorted(self._beside)]
+        return joined([payload, *plain]), state
+
+    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
+        coded, *parts = split(payload, self._sizes)
+        others = iter(self._bundled.decode(coded, key))
+        plain = iter(parts)
+        return [
+            from_bytes(next(plain), "<f4").astype(np.float32)
+            if place in self._beside
+            else next(others)
+            for place in range(len(self._layout))
+        ]
+
+    def part(self, places: range) -> None:
+        """Most tensors are in one bundle."""
 
 
 class Vsa:

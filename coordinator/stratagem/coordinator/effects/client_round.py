@@ -170,7 +170,8 @@ async def _pull_coded(
 ) -> SpoolEntry:
     """Into memory, and from there decoded into the spool."""
     job = env.job_of(effect.run_id, effect.party)
-    upload = CodedUpload(job, _key(effect), effect.base.digest, expected)
+    numerics = env.numerics_of(effect.run_id)
+    upload = CodedUpload(job, _key(effect), effect.base.digest, expected, numerics)
     await pull(
         _opener(env, effect, session_ref),
         upload.accept,

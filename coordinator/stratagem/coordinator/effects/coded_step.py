@@ -46,7 +46,7 @@ def reply_to(
     this codec's."""
     spec = job.compression
     assert spec is not None
-    codec = make_codec(spec, layout, job.seed)
+    codec = make_codec(spec, layout, job.seed, numerics=numerics)
     num_extras, rest = divmod(len(messages[0]) - codec.payload_bytes, 8)
     if num_extras < 1 or rest:
         raise IntegrityError(f"messages of {len(messages[0])} bytes are none of {spec.codec}")

@@ -16,6 +16,7 @@ from stratagem.common.compression import FloatArray
 from stratagem.common.compression.update import PAYLOAD, update_codec, update_key
 from stratagem.common.ids import Digest
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.tensors.chunks import Sink, into
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safefile import header_of
@@ -36,6 +37,7 @@ class CodedUpload:
     """The global state that the client has trained from."""
     expected: Manifest
     """Of that state."""
+    numerics: int = CURRENT
     manifest: Manifest | None = None
     data: bytearray | None = None
 
@@ -79,7 +81,7 @@ class CodedUpload:
         by_name = {each.name: each for each in self.manifest.tensors}
         coded = [each for each in self.expected.stored() if each.name not in by_name]
         _check_announced(by_name, coded, self.expected)
-        codec, names = update_codec(self.job, coded)
+        codec, names = update_codec(self.job, coded, self.numerics)
         try:
             payload = np.frombuffer(given[PAYLOAD], np.uint8)
             key = update_key(self.job, self.key.round_num, self.key.client)

@@ -112,7 +112,9 @@ class GossipTrainer:
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         params = next(iter(self._nodes.values())).params
         is_coded = job.compression is not None and job.compression.codec != "none"
-        self.public = PublicCopies(job, params, list(models), weights) if is_coded else None
+        self.public = (
+            PublicCopies(job, params, list(models), weights, setup.numerics) if is_coded else None
+        )
         self.step = 0
         self._num_segment_steps = 0
         strategy = job.strategy

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stratagem.common.compression import Codec, TensorLayout
 from stratagem.common.job import CompressionSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.worker import kernels
 from stratagem.worker.exchange.device_coder import DeviceCoder
 from stratagem.worker.exchange.ternary_form import TernaryForm
@@ -38,7 +39,11 @@ class Coder(Protocol):
 
 
 def coder_of(
-    spec: CompressionSpec, layout: Sequence[TensorLayout], codec: Codec, device: torch.device
+    spec: CompressionSpec,
+    layout: Sequence[TensorLayout],
+    codec: Codec,
+    device: torch.device,
+    numerics: int = CURRENT,
 ) -> Coder:
     """codec: of this section and layout, in numpy. device: where the gradients lie."""
     if not kernels.runs_programs(device):
@@ -48,7 +53,7 @@ def coder_of(
             form = TernaryForm(spec, layout, codec.bypassed)
             return DeviceCoder(form, codec, layout, device)
         case "vsa":
-            return DeviceCoder(VsaForm(spec, layout), codec, layout, device)
+            return DeviceCoder(VsaForm(spec, layout, numerics), codec, layout, device)
         case _:
             return HostCoder(codec)
 

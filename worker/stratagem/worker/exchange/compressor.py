@@ -79,9 +79,9 @@ class Compressor:
         self.layout = layout = tuple(
             TensorLayout(name, tuple(param.shape)) for name, param in params
         )
-        self._codec = make_codec(spec, layout, seed)
+        self._codec = make_codec(spec, layout, seed, numerics=numerics)
         self._device = params[0][1].device if params else torch.device("cpu")
-        self._coder = coder_of(spec, layout, self._codec, self._device)
+        self._coder = coder_of(spec, layout, self._codec, self._device, numerics)
         self._portions: dict[str, list[Portion]] = {}
         self._may_skip, self._mark, self._numerics = may_skip, mark, numerics
         self._seed = seed if spec.seed is None else spec.seed

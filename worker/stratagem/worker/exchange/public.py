@@ -43,6 +43,7 @@ class PublicCopies:
         params: Sequence[tuple[str, nn.Parameter]],
         own: Sequence[int],
         weights: Sequence[Mapping[int, float]],
+        numerics: int,
     ) -> None:
         """params: of any node. weights: of each node's neighbours and itself, by node."""
         spec = job.compression
@@ -52,7 +53,9 @@ class PublicCopies:
             text = f"{spec.codec} codes float32; these parameters are not: {', '.join(wide)}"
             raise InvalidInputError.at("compression.codec", text)
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)
-        self._codec = make_codec(spec, self._layout, job.seed, with_feedback=False)
+        self._codec = make_codec(
+            spec, self._layout, job.seed, with_feedback=False, numerics=numerics
+        )
         self._seed = job.seed if spec.seed is None else spec.seed
         self._own = own
         self.name, self.step_size = spec.codec, spec.consensus_step

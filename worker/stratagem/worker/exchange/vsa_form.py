@@ -19,6 +19,7 @@ from stratagem.common.compression.vsa import (
     SKETCH_THRESHOLD_FRACTION,
     Vsa,
     key_seed,
+    places_beside,
     scale_of,
 )
 from stratagem.common.job import CompressionSpec
@@ -37,17 +38,29 @@ _INT8_LEVELS = np.float32(127.0)
 
 
 class VsaForm:
-    """The bundle by its own codec, then a scale per tensor."""
+    """The bundle by its own codec, a scale per tensor in it, then small tensors as they are."""
 
-    def __init__(self, spec: CompressionSpec, layout: Sequence[TensorLayout]) -> None:
+    def __init__(
+        self, spec: CompressionSpec, layout: Sequence[TensorLayout], numerics: int
+    ) -> None:
+        beside = places_beside(layout, spec.dimension_fraction, numerics)
+        self._beside = sorted(beside)
+        self._others = [place for place in range(len(layout)) if place not in beside]
+        bundled = [layout[place] for place in self._others]
         self._codec = Vsa(
-            layout, dimension_fraction=spec.dimension_fraction, sketch_codec=spec.sketch_codec
+            bundled, dimension_fraction=spec.dimension_fraction, sketch_codec=spec.sketch_codec
         )
-        self._inner, self._names = spec.sketch_codec, [each.name for each in layout]
-        self._inner_bytes = self._codec.payload_bytes - FLOAT_BYTES * len(layout)
+        self._all_names = [each.name for each in layout]
+        self._inner, self._names = spec.sketch_codec, [each.name for each in bundled]
+        self._inner_bytes = self._codec.payload_bytes - FLOAT_BYTES * len(bundled)
 
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
-        finite_totals(self._names, tensors)
+        finite_totals(self._all_names, tensors)
+        others = [tensors[place] for place in self._others]
+        coded = self._encode_bundled(others, key, leaves_rest=leaves_rest)
+        return torch.cat([coded, *(bytes_of(tensors[place]) for place in self._beside)])
+
+    def _encode_bundled(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
         if self._codec.is_bypassed:
             return torch.cat([bytes_of(tensor) for tensor in tensors])
         coded, vector = self._coded(self._bundle(tensors, key))
@@ -63,6 +76,16 @@ class VsaForm:
         return torch.cat([coded, bytes_of(torch.from_numpy(scales).to(coded.device))])
 
     def decode(
+        self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
+    ) -> None:
+        size = self._codec.payload_bytes
+        others = [targets[place] for place in self._others]
+        self._decode_bundled(payload[:size], host[:size], key, others, adds=adds)
+        for place in self._beside:
+            start, size = size, size + FLOAT_BYTES * targets[place].numel()
+            put(targets[place], floats_of(payload[start:size]), adds=adds)
+
+    def _decode_bundled(
         self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
     ) -> None:
         if self._codec.is_bypassed:

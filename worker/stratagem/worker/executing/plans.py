@@ -113,7 +113,7 @@ def _coded(
     spec = work.job.compression
     if spec is None or spec.codec == "none":
         return None
-    return coded_update(work.job, done, base, work.segment, client)
+    return coded_update(work.job, done, base, work.segment, client, work.numerics)
 
 
 def _runner(work: Work) -> ClientRunner:

@@ -17,7 +17,12 @@ def is_coded(job: JobSpec) -> bool:
 
 
 def received(
-    job: JobSpec, model: nn.Module, world: Mapping[str, Tensor], round_num: int, client: int
+    job: JobSpec,
+    model: nn.Module,
+    world: Mapping[str, Tensor],
+    round_num: int,
+    client: int,
+    numerics: int,
 ) -> dict[str, Tensor]:
     """The trained parameters of the model after the way over the wire: by name, tied ones under
     each of their names. The difference to the global state is coded, in order of name."""
@@ -25,7 +30,7 @@ def received(
     named = model.named_parameters()  # tied ones once, under the first of their names
     trained = {name: p.detach() for name, p in sorted(named, key=lambda e: e[0]) if p.requires_grad}
     layout = [TensorLayout(f"model/{name}", tuple(p.shape)) for name, p in trained.items()]
-    codec = make_codec(job.compression, layout, job.seed, with_feedback=False)
+    codec = make_codec(job.compression, layout, job.seed, with_feedback=False, numerics=numerics)
     seed = job.seed if job.compression.seed is None else job.compression.seed
     key = derive(seed, round_num, client)
     moves = [(p - world[name]).reshape(-1).numpy() for name, p in trained.items()]

@@ -53,7 +53,7 @@ def compressed_loop(
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in named.items())
-    codec = make_codec(job.compression, layout, job.seed)
+    codec = make_codec(job.compression, layout, job.seed, numerics=numerics)
     seed = job.seed if job.compression.seed is None else job.compression.seed
     states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
     optimizer = make_optimizer(job.optimizer, list(named.values()), fused=job.execution.fusion)

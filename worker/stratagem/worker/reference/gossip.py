@@ -81,7 +81,7 @@ def gossip_loop(
     ]
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
-    coded = CodedMixing(job, models) if is_coded(job) else None
+    coded = CodedMixing(job, models, numerics) if is_coded(job) else None
     losses: list[float] = []
     distances: list[float] = []
     apart: list[float] = []

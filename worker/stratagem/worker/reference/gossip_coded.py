@@ -17,11 +17,13 @@ from stratagem.common.job import JobSpec
 class CodedMixing:
     """x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), after copy_j += decode(encode(x_j - copy_j))."""
 
-    def __init__(self, job: JobSpec, models: Sequence[nn.Module]) -> None:
+    def __init__(self, job: JobSpec, models: Sequence[nn.Module], numerics: int) -> None:
         assert job.compression is not None
         named = [(n, p) for n, p in models[0].named_parameters() if p.requires_grad]
         layout = tuple(TensorLayout(name, tuple(param.shape)) for name, param in named)
-        self._codec = make_codec(job.compression, layout, job.seed, with_feedback=False)
+        self._codec = make_codec(
+            job.compression, layout, job.seed, with_feedback=False, numerics=numerics
+        )
         self._seed = job.seed if job.compression.seed is None else job.compression.seed
         self._gamma = job.compression.consensus_step
         self._copies: list[list[Tensor]] = [

@@ -193,7 +193,7 @@ def federated_loop(
                 continue
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             if is_coded(job):
-                state |= received(job, model, base, of_round, client)
+                state |= received(job, model, base, of_round, client, numerics)
             if of_round == round_num:
                 losses_by_rows.append((rows, loss))
                 updates.append(Update(rows, state))
