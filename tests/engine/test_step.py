@@ -247,3 +247,30 @@ def test_trains_on_a_gpu() -> None:
     train(again, 3, 5)
     train(trainer, 3, 5)
     assert again.fingerprint() == trainer.fingerprint()
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_gradient_of_a_wrong_shape_names_its_parameter(is_direct: bool) -> None:
+    model = {
+        "entrypoint": "tests.engine.userland:Misshapen",
+        "kwargs": {"is_direct": is_direct},
+    }
+    with pytest.raises(UserCodeError, match=r"invalid gradient at index 1.* of parameter weight"):
+        train(trainer_of(job(model)), 1, 1)
+
+
+def test_the_loss_of_each_micro_batch_is_reported() -> None:
+    spec = job(accumulation={"micro_batch_size": 3})
+    trainer = trainer_of(spec)
+    exchange = solo(trainer, 1)
+    report = trainer.train_step(exchange, range(1), 1)
+    assert len(report.micro_batch_losses) == 6
+    sizes = (3, 3, 3, 3, 3, 1)
+    total = sum(n * loss for n, loss in zip(sizes, report.micro_batch_losses, strict=True))
+    assert report.loss == pytest.approx(total / 16)
+    assert report.progress_metrics == {
+        "micro_batch_loss_min": min(report.micro_batch_losses),
+        "micro_batch_loss_max": max(report.micro_batch_losses),
+    }
+    whole = trainer_of(job())
+    assert whole.train_step(solo(whole, 1), range(1), 1).progress_metrics == {}

@@ -352,3 +352,28 @@ def shaped(
     if has_buffer:
         model.register_buffer("seen", torch.zeros(()))
     return model
+
+
+class _Misshapen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, torch.ones(3, 3)
+
+
+class Misshapen(nn.Module):
+    """A gradient of a wrong shape, for the weight itself or for what it is made into."""
+
+    def __init__(self, is_direct: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.weight = nn.Parameter(torch.ones(NUM_CLASSES, NUM_FEATURES))
+        self._is_direct = is_direct
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self._is_direct else self.weight * 2
+        out: Tensor = _Misshapen.apply(self.first(x), weight)  # type: ignore[no-untyped-call]
+        return out

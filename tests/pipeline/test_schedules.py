@@ -155,7 +155,8 @@ def test_a_deadlock_is_found_and_shown() -> None:
         (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),
     )
     with pytest.raises(
-        InvalidInputError, match=r"deadlock: rank 0 at B0.0, rank 1 at F1.1"
+        InvalidInputError,
+        match=r"rank 0 at B0.0 waits for B0.1 of rank 1; rank 1 at F1.1 waits for F1.0 of rank 0",
     ) as error:
         check(stuck, (0, 1), 2)
     assert "rank 0: F0.0   [B0.0]" in str(error.value)

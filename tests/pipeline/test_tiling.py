@@ -1,5 +1,6 @@
 """Partitions as stages, programs, boundaries and tags."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -142,3 +143,19 @@ def test_three_overflows_are_told_apart() -> None:
     assert tag_of(MAX_TAG, 0, backward=False) == MAX_TAG
     with pytest.raises(LimitError, match=r"leave no number"):
         control_tag(2**30, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("base", lambda: tag_of(-1, 0, backward=False)),
+        ("micro_batch", lambda: tag_of(4, -1, backward=True)),
+        ("boundary", lambda: base_of(-1, 8)),
+        ("num_micro_batches", lambda: base_of(1, -8)),
+        ("number", lambda: control_tag(1, 8, -1)),
+    ],
+)
+def test_negative_numbers_have_no_tag(name: str, call: Callable[[], int]) -> None:
+    """Its tag would be another message's."""
+    with pytest.raises(InvalidInputError, match=f"tag.{name}: -[0-9]+ is below 0"):
+        call()

@@ -78,8 +78,14 @@ def simulate(
     stuck = [rank for rank, actions in enumerate(schedule) if positions[rank] < len(actions)]
     if stuck:
         at = {rank: positions[rank] for rank in stuck}
-        waits = ", ".join(f"rank {rank} at {schedule[rank][at[rank]]}" for rank in stuck)
-        raise InvalidInputError.at("schedule", f"deadlock: {waits}\n{format_lists(schedule, at)}")
+        rank_of = {a.stage: rank for rank, actions in enumerate(schedule) for a in actions}
+        waits = []
+        for rank in stuck:
+            action = schedule[rank][at[rank]]
+            awaited = _awaited(action, spans, needs, needed_by, rank_of)
+            waits.append(f"rank {rank} at {action} waits for {awaited}")
+        text = f"deadlock: {'; '.join(waits)}\n{format_lists(schedule, at)}"
+        raise InvalidInputError.at("schedule", text)
     return Timeline(spans, max(clocks), tuple(busy))
 
 
@@ -167,6 +173,30 @@ def _ready_at(
             return None
         found.append(spans[before][1])
     return max(found, default=0.0)
+
+
+def _awaited(
+    action: Action,
+    spans: Mapping[Action, tuple[float, float]],
+    needs: Sequence[Sequence[int]],
+    needed_by: Sequence[Sequence[int]],
+    rank_of: Mapping[int, int],
+) -> str:
+    """What an action that cannot begin needs and nobody has done: in words."""
+    stage, micro_batch = action.stage, action.micro_batch
+    wanted: list[tuple[tuple[Kind, ...], int]] = []
+    if action.kind is Kind.FORWARD:
+        wanted += [((Kind.FORWARD,), source) for source in needs[stage]]
+    elif action.kind is not Kind.WEIGHT:
+        wanted += [((Kind.BACKWARD, Kind.INPUT), target) for target in needed_by[stage]]
+    if action.kind is not Kind.FORWARD:
+        wanted.append(((Kind.INPUT if action.kind is Kind.WEIGHT else Kind.FORWARD,), stage))
+    words = []
+    for kinds, other in wanted:
+        if not any(Action(kind, other, micro_batch) in spans for kind in kinds):
+            who = f"rank {rank_of[other]}" if other in rank_of else "no rank"
+            words.append(f"{Action(kinds[0], other, micro_batch)} of {who}")
+    return " and ".join(words)
 
 
 def _check_complete(

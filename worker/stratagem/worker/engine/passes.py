@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
+from stratagem.worker.engine.blame import naming_parameters
 from stratagem.worker.engine.execution import Execution
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
@@ -27,6 +28,8 @@ class Counted:
 
     loss_sum: float
     weight: float
+    losses: tuple[float, ...] = ()
+    """Mean losses of the micro-batches."""
 
     @property
     def loss(self) -> float:
@@ -136,9 +139,10 @@ class Passes:
             found.append(self._run_one(own, weigh, is_weighted=is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
-        for mean, counted in found:
-            loss_sum += mean.item() * counted
-        return Counted(loss_sum, weight)
+        losses = tuple([mean.item() for mean, _ in found])
+        for loss, (_, counted) in zip(losses, found, strict=True):
+            loss_sum += loss * counted
+        return Counted(loss_sum, weight, losses)
 
     def _run_one(
         self, rows: Rows, before_backward: Callable[[float], None], *, is_weighted: bool
@@ -152,5 +156,8 @@ class Passes:
             root, mean = self.execution.scale.up(loss.mean), loss.mean
             # The bits of the gradient of mean · weight, without the two products.
             begin = self.start.of(mean, loss.weight) if is_weighted else None
-            root.backward(begin)  # type: ignore[no-untyped-call]
+            try:
+                root.backward(begin)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise naming_parameters(error, [root], self.model.named_parameters()) from error
         return loss.mean.detach(), float(loss.weight)

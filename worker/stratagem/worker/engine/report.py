@@ -24,5 +24,17 @@ class StepReport:
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else there is to say of the step, beside the loss."""
+    micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)
+    """Mean losses, not weighted, of the micro-batches of this member's shards: in a pipeline the
+    last stage tells all ranks."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
+
+    @property
+    def progress_metrics(self) -> dict[str, float]:
+        """What is shown while the run goes on."""
+        losses = self.micro_batch_losses
+        if len(losses) < 2:
+            return dict(self.metrics)
+        spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
+        return {**self.metrics, **spread}

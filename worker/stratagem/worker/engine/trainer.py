@@ -96,6 +96,7 @@ class Trainer:
         self._window, self._counts_rows = job.window, counts_rows(job.loss)
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
+        self._losses: list[float] = []  # of its own micro-batches
 
     def train_step(
         self,
@@ -122,6 +123,7 @@ class Trainer:
         self._buffers.snapshot()
         self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
+        self._losses = []
         divisor = self._divisor(num_rows)
         must_weigh = divisor is None and self._window.must_divide
         try:
@@ -131,6 +133,7 @@ class Trainer:
                     self._buffers.restore()
                 rows = part(indices, live[shard])
                 counted = self._run_shard(exchange, shard, rows, must_weigh=must_weigh)
+                self._losses += counted.losses
                 changes = self._buffers.contribution(shard, len(live))
                 changes = self._replicas.with_checksum(changes)
                 head = [counted.weight, counted.loss_sum, float(stop), *exchange.reached()]
@@ -279,6 +282,7 @@ class Trainer:
             grad_norm=found.norm.item(),
             num_skipped=int(bool(found.what)),
             phase=phase,
+            micro_batch_losses=tuple(self._losses),
             exchange_wait_s=self._wait_s,
         )
 

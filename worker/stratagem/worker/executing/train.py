@@ -162,7 +162,7 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
         grad_norm=tally.grad_norm,
         num_skipped_steps=tally.num_skipped,
         phase=report.phase,
-        metrics=report.metrics,
+        metrics=report.progress_metrics,
     )
     work.post(work.outbox.progress, progress)
 

@@ -70,14 +70,17 @@ class Agreement:
                 yield self._address(_TIED, rank, self._lane.rank)
             yield self._address(_VERDICT, rank, self._lane.rank)
 
-    def share_totals(self, totals: Tensor) -> Tensor:
-        """[weight, sum of the loss] as the last stage found them."""
+    def share_totals(self, totals: Tensor, losses: Sequence[float]) -> tuple[Tensor, list[float]]:
+        """[weight, sum of the loss], and the loss of each micro-batch, as the last stage found
+        them."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
-            return self._recv(_TOTALS, last).tensors[0]
+            totals, *more = self._recv(_TOTALS, last).tensors
+            return totals, [each for found in more for each in found.tolist()]
         for rank in self._others:
-            self._send(_TOTALS, rank, Message([totals]))
-        return totals
+            each = torch.tensor(losses, dtype=torch.float64)
+            self._send(_TOTALS, rank, Message([totals, each]))
+        return totals, list(losses)
 
     def sum_tied(self) -> list[bool]:
         """Leaves the gradient of each own parameter in the .grad of its first copy here; for each

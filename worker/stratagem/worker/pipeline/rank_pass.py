@@ -19,6 +19,7 @@ from stratagem.common.pipeline.schedules import Action, Kind
 from stratagem.common.pipeline.tags import base_of, control_tag, tag_of
 from stratagem.common.pipeline.tiling import Boundary, StagePlan
 from stratagem.worker.entrypoints import user_code
+from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.stage import Kept, StagePart
 from stratagem.worker.pipeline.transport import Transport
@@ -195,4 +196,13 @@ class RankPass:
         address = self._address(boundary, micro_batch, backward=backward)
         if address.source == address.target:
             return self._local.pop(address)
-        return self._lane.transport.recv(address, self._lane.timeout_s)
+        try:
+            return self._lane.transport.recv(address, self._lane.timeout_s)
+        except ExchangeError as error:
+            what, ends = "activation", (boundary.source, boundary.target)
+            if backward:
+                what, ends = "gradient", (boundary.target, boundary.source)
+            raise ExchangeError(
+                f"stage {ends[1]} got no {what} of micro-batch {micro_batch} from stage "
+                f"{ends[0]}: {error}"
+            ) from error

@@ -88,6 +88,7 @@ class StageRunner:
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
         self._num_passes = 0
+        self._losses: list[float] = []  # of the latest step's micro-batches
         self.step = 0
 
     @property
@@ -126,6 +127,7 @@ class StageRunner:
         self.model.train()
         self._buffers.snapshot()
         self._setup.execution.begin_batch(len(indices))
+        self._losses = []
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
@@ -161,6 +163,7 @@ class StageRunner:
             stop=verdict.stop,
             grad_norm=verdict.norm.item(),
             num_skipped=int(bool(what)),
+            micro_batch_losses=tuple(self._losses),
         )
 
     def evaluate(self, split: str, begins: Begins | None = None) -> list[Part]:
@@ -241,6 +244,7 @@ class StageRunner:
         """Forward and backward of everything."""
         activity = f"training step {self.step + 1}"
         totals = torch.zeros(2, dtype=torch.float64)
+        losses: list[float] = []
         for each in self._setup.trained:
             each.forget()
 
@@ -255,7 +259,9 @@ class StageRunner:
         def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
             value = self._setup.evaluator.loss(output, y, num_rows)
             totals[WEIGHT] += value.weight
-            totals[LOSS] += float(value.mean.detach()) * value.weight
+            mean = float(value.mean.detach())
+            losses.append(mean)
+            totals[LOSS] += mean * value.weight
             return self._setup.execution.scale.up(value.mean * value.weight)
 
         lane, count, number = self._lane, len(micro_batches), self._next_pass()
@@ -268,7 +274,8 @@ class StageRunner:
             actions = self.schedules.of(count)[lane.rank]
             one_pass.train(actions, Work(activity, begin, load, lose))
         self._randomness.end()
-        totals = self._agreement.share_totals(totals)
+        totals, losses = self._agreement.share_totals(totals, losses)
+        self._losses += losses
         reached = self._agreement.sum_tied()
         extras = torch.zeros(self.num_extras, dtype=torch.float64)
         extras[:STOP], extras[STOP] = totals, float(stop)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stratagem.common.errors import IntegrityError
 from stratagem.common.pipeline.program import ModelInput, leaves
 from stratagem.common.pipeline.tiling import Boundary, StagePlan
+from stratagem.worker.engine.blame import naming_parameters
 from stratagem.worker.engine.execution.checkpointing import grouped
 from stratagem.worker.engine.execution.precision import single
 from stratagem.worker.models.program import Slots, add_uses, evaluate, run_calls
@@ -67,6 +68,11 @@ class StagePart:
         self.reads_input = plan.stages[stage].reads_input or (
             output is not None and any(isinstance(leaf, ModelInput) for leaf in leaves(output))
         )
+        self._named = [
+            (f"{node}.{name}", param)
+            for node in nodes
+            for name, param in modules[node].named_parameters()
+        ]
         params = {id(p): p for node in nodes for p in modules[node].parameters()}
         self._params = [param for param in params.values() if param.requires_grad]
 
@@ -94,7 +100,7 @@ class StagePart:
         """The whole backward; gradients of parameters are added to their .grad."""
         tensors, gradients = self._roots(kept, received)
         if tensors:
-            torch.autograd.backward(tensors, gradients)
+            self._walk(tensors, gradients)
         return self._gradients(kept)
 
     def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
@@ -102,13 +108,19 @@ class StagePart:
         kept.roots = self._roots(kept, received)
         inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]
         if kept.roots[0] and inputs:
-            torch.autograd.backward(*kept.roots, inputs=inputs, retain_graph=True)
+            self._walk(*kept.roots, inputs=inputs, retain_graph=True)
         return self._gradients(kept)
 
     def backward_weight(self, kept: Kept) -> None:
         """The other half. Walks the graph a second time."""
         if kept.roots[0] and self._params:
-            torch.autograd.backward(*kept.roots, inputs=self._params)
+            self._walk(*kept.roots, inputs=self._params)
+
+    def _walk(self, tensors: list[Tensor], gradients: list[Tensor | None], **options: Any) -> None:
+        try:
+            torch.autograd.backward(tensors, gradients, **options)
+        except RuntimeError as error:
+            raise naming_parameters(error, tensors, self._named) from error
 
     def _enter(self, boundary: Boundary, message: Message, slots: Slots) -> dict[Place, Tensor]:
         values = message.words["values"]

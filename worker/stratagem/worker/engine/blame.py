@@ -1,0 +1,51 @@
+"""Whose gradient it was that autograd refused: a user's own function may make one of a wrong shape,
+and what torch says of that names the function only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+_REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at index (\d+)")
+
+
+def naming_parameters(
+    error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
+) -> RuntimeError:
+    """The error, with the names of the parameters whose gradient it is about, if it is one."""
+    refused = _REFUSED.search(str(error))
+    if refused is None:
+        return error
+    name_of = {id(param): name for name, param in named}
+    starts = [
+        edges[index][0]
+        for node in _nodes(root.grad_fn for root in roots)
+        if node.name() == refused[1]
+        for edges, index in [(node.next_functions, int(refused[2]))]
+        if index < len(edges)
+    ]
+    # Of a function that is not given a parameter itself, those behind what it is given.
+    found = [
+        name_of[id(node.variable)]
+        for node in _nodes(starts)
+        if id(getattr(node, "variable", None)) in name_of
+    ]
+    if not found:
+        return error
+    words = f"parameter {found[0]}" if len(found) == 1 else f"parameters {', '.join(found)}"
+    return RuntimeError(f"{error}; it is on the way to the gradient of {words}")
+
+
+def _nodes(starts: Iterable[Any]) -> list[Any]:
+    """All nodes of the graph behind these, each once."""
+    found: dict[int, Any] = {}
+    left = [node for node in starts if node is not None]
+    while left:
+        node = left.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            left += [after for after, _ in node.next_functions if after is not None]
+    return list(found.values())
