@@ -17,7 +17,7 @@ PRINTED = "had printed: this batch is the last one"
 
 @pytest.mark.parametrize(
     ("strategy", "work"),
-    [(LOCAL, "segment 1"), (ALL_REDUCE, "segment 1"), (FED_AVG, "round 1: client ")],
+    [(LOCAL, "segment 1"), (ALL_REDUCE, "segment 1"), (FED_AVG, "round 1: 0 of 3 updates; ")],
     ids=["Local", "AllReduce", "Fed"],
 )
 def test_a_job_that_exits_fails_after_three_with_its_last_words(
