@@ -26,6 +26,7 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/app.py": LOG_LINES,
     "coordinator/blobs/credentials.py": EXPIRY,
     "coordinator/blobs/directory.py": "which copy of an object was used last, as the disk notes it",
+    "coordinator/effects/rejecting.py": LOG_LINES,
     "coordinator/loop.py": "when a fact was journaled",
     "coordinator/service/diagnosis.py": "compares clocks, and says which one is wrong",
     "coordinator/service/servicer.py": f"when a run was submitted; {RECORDINGS}",
