@@ -1,0 +1,31 @@
+"""What the package asks of others: ranges that end, and that hold what the tests are run with."""
+
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.generate_stubs import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = {"dev", "kubernetes"}
+"""Extras for those who work on this code; their versions are those of constraints.txt."""
+ASKED = [
+    each
+    for extra, texts in {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}.items()
+    for each in map(Requirement, texts)
+    if extra not in TOOLS and each.name != PROJECT["name"]
+]
+PINNED = {
+    name.lower().replace("_", "-"): version
+    for name, _, version in (
+        line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
+    )
+}
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_a_range_ends_and_holds_the_version_that_is_run(asked: Requirement) -> None:
+    operators = {each.operator for each in asked.specifier}
+    assert operators == {">=", "<"}
+    assert asked.specifier.contains(PINNED[asked.name.lower()])
