@@ -1,7 +1,7 @@
 """Ended runs are not kept for ever, and a coordinator that reads much gets on with it."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.ids import RunId
+from stratagem.common.ids import Digest, RunId
 from stratagem.coordinator import loop as loop_module
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.commands import (
@@ -29,6 +29,7 @@ from tests.coordinator.test_ended_runs import change, of_run
 from tests.coordinator.twins import Twins, twins
 from tests.core.simulation import digest, job, start
 from tests.core.test_runs import LOCAL
+from tests.store.places import put
 
 pytestmark = pytest.mark.usefixtures("timeless")
 
@@ -141,6 +142,26 @@ async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path:
     app.logs.close()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+    await app.loop.close()
+
+
+async def test_what_is_named_while_others_are_collected_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What must stay was found out before its fact was there."""
+    made = Settings(data_dir=tmp_path, _cli_parse_args=False)  # type: ignore[call-arg]
+    app = await App.lead(made, entrance())
+    written, original = put(app.blobs, b"a state"), app.blobs.collect
+
+    def collect(live: Collection[Digest], grace_s: float) -> list[Digest]:
+        app._named.append(written)  # as its fact would, on the event loop
+        return original(live, grace_s)
+
+    monkeypatch.setattr(app.blobs, "collect", collect)
+    await app._collect_blobs()
+    assert app.blobs.exists(written)
+    await app._collect_blobs()
+    assert not app.blobs.exists(written), "nobody has named it in earnest"
     await app.loop.close()
 
 

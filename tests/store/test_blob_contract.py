@@ -108,6 +108,23 @@ def test_what_is_about_to_be_named_is_kept_as_if_just_written(blob_place: Place)
     assert not store.keep(old)
 
 
+def test_what_was_named_goes_as_soon_as_nobody_needs_it(blob_place: Place) -> None:
+    """And not before that, however many have written the same."""
+    store = blob_place.blobs()
+    named, unnamed = put(store, b"named"), put(store, b"on its way")
+    twice = put(store, b"of two runs")
+    assert put(store, b"of two runs") == twice
+    for digest in (named, twice):
+        store.settle(digest)
+    assert store.collect({named}, grace_s=60) == []
+    assert store.collect((), grace_s=60) == [named]
+    assert (store.exists(unnamed), store.exists(twice)) == (True, True)
+    store.settle(twice)
+    assert store.collect((), grace_s=60) == [twice]
+    assert put(store, b"named") == named
+    assert store.collect((), grace_s=60) == [], "it was written anew"
+
+
 def test_many_threads_write_and_read_at_once(blob_place: Place) -> None:
     store, fresh, failed = blob_place.blobs(), blob_place.blobs(), []
 

@@ -16,13 +16,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_S: Final = 3.0
 
 
-def health_of(address: str, timeout_s: float = TIMEOUT_S) -> str:
-    """SERVING or NOT_SERVING as the service at host:port says, else why there is no answer."""
+def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> str:
+    """SERVING or NOT_SERVING as the service at host:port says, else why there is no answer.
+
+    service: "live" asks a coordinator only whether it is well.
+    """
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False
+                health_pb2.HealthCheckRequest(service=service),
+                timeout=timeout_s,
+                wait_for_ready=False,
             )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"

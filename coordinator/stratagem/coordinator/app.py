@@ -26,8 +26,10 @@ from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
+    Evaluated,
     Fact,
     Member,
+    ModelBuilt,
     RoundClosed,
     RunCompleted,
     RunDeleted,
@@ -108,6 +110,8 @@ class App:
             yield_slots=self.supervisor.yield_slots,
         )
         self._house = House(loop, settings, self.logs, self.profiles)
+        self._named: list[Digest] = []
+        """Blobs that facts have named since the last collection."""
         self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -225,6 +229,7 @@ class App:
     def _follow(self, run_id: RunId, fact: Fact) -> None:
         if run_id != CLUSTER and not isinstance(fact, RunDeleted):
             self.logs.add(run_id, Line(time.time(), "", "INFO", sentence(fact)))
+        self._named += _written_for(fact)
         match fact:
             case WorkerRegistered():
                 self.leases.grant([fact.member])
@@ -274,8 +279,15 @@ class App:
         self._do(self._in_thread(lambda: self.spool.delete_run(run_id, before)))
 
     async def _collect_blobs(self) -> None:
-        live = live_blobs(self.loop.state)
-        await asyncio.to_thread(self.blobs.collect, live, BLOB_GRACE_S)
+        # Together: what is named from now on is not in `live`, and must not be settled yet.
+        live, named, self._named = live_blobs(self.loop.state), self._named, []
+
+        def collect() -> None:
+            for digest in named:
+                self.blobs.settle(digest)
+            self.blobs.collect(live, BLOB_GRACE_S)
+
+        await asyncio.to_thread(collect)
 
     async def _keep_room(self) -> None:
         """Others fill the disk, too, and the journal, which waits then, cannot ask for room."""
@@ -337,6 +349,19 @@ class App:
                 await renewing
                 await self.entrance.open()
                 self.leases.resume()
+
+
+def _written_for(fact: Fact) -> tuple[Digest, ...]:
+    """Blobs that were written to be named by this fact."""
+    match fact:
+        case ModelBuilt():
+            return (fact.digest,)
+        case SegmentCommitted():
+            return (fact.digest, *fact.server_state)
+        case Evaluated():
+            return (fact.predictions,) if fact.predictions else ()
+        case _:
+            return ()
 
 
 def _private_folder(path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import BinaryIO, Final
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
+from stratagem.coordinator.blobs.claims import Claims
 from stratagem.coordinator.blobs.durable import (
     DurableFile,
     MakeRoom,
@@ -62,9 +63,8 @@ class DirectoryBlobs:
         self._is_durable = is_durable
         self.make_room = make_room
         self._temporary = root / "tmp"
-        self._monotonic = monotonic
         self._verified: dict[Digest, _Identity] = {}
-        self._written_s: dict[Digest, float] = {}
+        self._claims = Claims(monotonic)
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(root)
@@ -114,8 +114,13 @@ class DirectoryBlobs:
         with self._lock:
             if not self.exists(digest):
                 return False
-            self._written_s[digest] = self._monotonic()
+            self._claims.add(digest)
             return True
+
+    def settle(self, digest: Digest) -> None:
+        """The event that names the blob is durable; see BlobStore."""
+        with self._lock:
+            self._claims.settle(digest)
 
     def location(self, digest: Digest) -> str:
         """The path of the blob's file; "" when it is not in the store."""
@@ -141,7 +146,7 @@ class DirectoryBlobs:
             if self._is_durable:
                 sync_folder(path.parent)
             failpoint("coordinator.blobs.after_rename")
-            self._written_s[digest] = self._monotonic()
+            self._claims.add(digest)
             self._verified[digest] = _identity(file.descriptor)
 
     def drop(self, digest: Digest) -> None:
@@ -172,10 +177,9 @@ class DirectoryBlobs:
 
     def _delete(self, digest: Digest, grace_s: float) -> bool:
         with self._lock:
-            written_s = self._written_s.get(digest)
-            if written_s is not None and self._monotonic() - written_s < grace_s:
+            if self._claims.hold(digest, grace_s):
                 return False
-            if written_s is None and self._is_newer_than_we(digest):
+            if digest not in self._claims and self._is_newer_than_we(digest):
                 return False
             self._forget(digest)
             return True
@@ -189,7 +193,7 @@ class DirectoryBlobs:
 
     def _forget(self, digest: Digest) -> None:
         self._path(digest).unlink(missing_ok=True)
-        self._written_s.pop(digest, None)
+        self._claims.forget(digest)
         self._verified.pop(digest, None)
 
     def _path(self, digest: Digest) -> Path:

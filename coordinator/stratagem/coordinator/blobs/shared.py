@@ -24,6 +24,7 @@ import structlog
 from stratagem.common.errors import IntegrityError, InvalidInputError, NotFoundError
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.cache import BlobCache
+from stratagem.coordinator.blobs.claims import Claims
 from stratagem.coordinator.blobs.durable import PIECE_BYTES, DurableFile
 from stratagem.coordinator.blobs.objects import (
     Found,
@@ -55,8 +56,7 @@ class SharedBlobs:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._objects, self._cache, self._term = objects, cache, term
-        self._monotonic = monotonic
-        self._written_s: dict[Digest, float] = {}
+        self._claims = Claims(monotonic)
         self._writing: Counter[Digest] = Counter()
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         self._collecting = threading.Lock()  # a slow store must not have them wait in a row
@@ -93,7 +93,7 @@ class SharedBlobs:
         """The same; then it is there as an object of this term, written just now."""
         _check(digest)
         with self._lock:
-            self._written_s[digest] = self._monotonic()
+            self._claims.add(digest)
         found = self._found(digest)
         if any(term_of(each.name) == self._term for each in found):
             return True
@@ -104,6 +104,11 @@ class SharedBlobs:
         """No path on this machine."""
         _check(digest)
         return ""
+
+    def settle(self, digest: Digest) -> None:
+        """The event that names the blob is durable; see BlobStore."""
+        with self._lock:
+            self._claims.settle(digest)
 
     def make_room(self) -> bool:
         """Drop a local copy; see BlobStore."""
@@ -124,7 +129,8 @@ class SharedBlobs:
                     self._objects.delete(each.name for each in found[:-1])
                 elif self._delete(digest, found, grace_s):
                     collected.append(digest)
-            self._forget_old(grace_s)
+            with self._lock:
+                self._claims.forget_old(grace_s)
             return collected
         finally:
             self._collecting.release()
@@ -137,21 +143,11 @@ class SharedBlobs:
 
     def _delete(self, digest: Digest, found: list[Found], grace_s: float) -> bool:
         with self._lock:
-            if digest in self._writing or self._is_young(digest, grace_s):
+            if digest in self._writing or self._claims.hold(digest, grace_s):
                 return False
             self._objects.delete(each.name for each in found)
         self._cache.drop(digest)
         return True
-
-    def _is_young(self, digest: Digest, grace_s: float) -> bool:
-        written_s = self._written_s.get(digest)
-        return written_s is not None and self._monotonic() - written_s < grace_s
-
-    def _forget_old(self, grace_s: float) -> None:
-        with self._lock:
-            for digest in list(self._written_s):
-                if not self._is_young(digest, grace_s):
-                    del self._written_s[digest]
 
     def _found(self, digest: Digest) -> list[Found]:
         """The objects of a blob, the newest last."""
@@ -223,7 +219,7 @@ class SharedBlobs:
             yield
         finally:
             with self._lock:
-                self._written_s[digest] = self._monotonic()
+                self._claims.add(digest)
                 self._writing[digest] -= 1
                 if not self._writing[digest]:
                     del self._writing[digest]

@@ -61,6 +61,10 @@ class BlobStore(Protocol):
     def keep(self, digest: Digest) -> bool:
         """The same; then the blob counts as just written: it is about to be named."""
 
+    def settle(self, digest: Digest) -> None:
+        """An event that names a blob is durable, and was reported by one who has written it: from
+        now on it stays only as long as it is live, unless somebody else has written it, too."""
+
     def make_room(self) -> bool:
         """Delete a local copy of what lies elsewhere, for who meets a full disk; False when there
         is none."""
@@ -71,9 +75,10 @@ class BlobStore(Protocol):
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
 
-        Spared are blobs that this process wrote less than grace_s ago: the event that names them
-        may be on its way. What an earlier process wrote and nobody names is garbage at once. What
-        a later one writes is left alone: it leads now, and this one may not know yet.
+        Spared are blobs that this process wrote less than grace_s ago, and whose event has not
+        been settled: it may be on its way. What an earlier process wrote and nobody names is
+        garbage at once. What a later one writes is left alone: it leads now, and this one may not
+        know yet.
         """
 
     def location(self, digest: Digest) -> str:
