@@ -8,11 +8,13 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, ResumeRun, Tick
-from stratagem.coordinator.core.effects import EvaluateState, TrainClient
+from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
 from stratagem.coordinator.core.facts import (
+    BuildFailed,
     ClientEvaluated,
     ErrorRecord,
     Evaluated,
+    Member,
     RoundClosed,
     RoundWaits,
     UpdateReceived,
@@ -23,6 +25,7 @@ from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase, RunRecord
 from stratagem.coordinator.effects.rejecting import defect
 from stratagem.coordinator.effects.told import MAX_ERRORS, Told
+from stratagem.coordinator.strategies.federated_building import may_move
 from stratagem.coordinator.strategies.rejections import cause_of, reason_of
 from tests.core.simulation import RUN, Simulation, do, ending, job, member, register, start
 from tests.core.test_federated import opened, trained
@@ -485,3 +488,73 @@ def test_what_is_due_names_no_rejected_client() -> None:
     tell(simulation, rejected(1))
     due = [e for e in pending(simulation.state) if isinstance(e, TrainClient)]
     assert {effect.client for effect in due} == {0, 2}
+
+
+# ---- the build, where each site has rows of its own ----
+
+
+def unbuilt(options: dict[str, Any] | None = None) -> Simulation:
+    """Three sites; the first of them is to build the model."""
+    simulation = start(job(federation(options), data={"worker_local": "ward"}))
+    for name in "abc":
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.queue.clear()
+    return simulation
+
+
+def builder(simulation: Simulation) -> Member:
+    (effect,) = [e for e in pending(simulation.state) if isinstance(e, Build)]
+    return effect.member
+
+
+def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = builder(simulation)
+    failed = BuildFailed(party="", member=first, reason="KeyError: 'label'", error=LABEL)
+    simulation.tell(Report(RUN, failed))
+    assert builder(simulation) != first
+    before = run_of(simulation)
+    simulation.crash()
+    assert run_of(simulation) == before
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
+
+
+def test_a_site_whose_processes_the_build_ends_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = builder(simulation)
+    for number in range(3):
+        told = ending(first.worker_id, number, status=-11, run_id=RUN, party="build")
+        simulation.tell(register(first.worker_id, number + 1, told, local_data=("ward",)))
+    (failed,) = simulation.facts(BuildFailed)
+    assert "has ended 3 worker processes" in failed.reason
+
+
+def test_a_model_that_no_site_can_build_fails_the_run() -> None:
+    simulation = unbuilt()
+    for _ in range(3):
+        failed = BuildFailed(
+            party="", member=builder(simulation), reason="KeyError: 'label'", error=LABEL
+        )
+        simulation.tell(Report(RUN, failed))
+    run = run_of(simulation)
+    assert run.reason == (
+        "no worker can build the model: a: KeyError: 'label'; b: KeyError: 'label'; "
+        "c: KeyError: 'label'"
+    )
+    assert run.error == LABEL
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "may"),
+    [
+        ({}, {"worker_local": "ward"}, True),
+        ({"on_client_error": "fail"}, {"worker_local": "ward"}, False),
+        ({}, {"entrypoint": "m:d"}, False),
+    ],
+)
+def test_only_rows_of_its_own_tell_one_builder_from_another(
+    options: dict[str, Any], data: dict[str, str], may: bool
+) -> None:
+    assert may_move(JobSpec.from_json(job(federation(options), data=data))) is may

@@ -227,6 +227,15 @@ class ModelBuilt(Value):
     """What is unusual about the job, now that its data are known."""
 
 
+class BuildFailed(Value):
+    """One worker of a federation cannot build the model; another one, which has other rows, may."""
+
+    party: Party
+    member: Member
+    reason: str
+    error: ErrorRecord | None = None
+
+
 class SegmentFinished(Value):
     """All members hold the same state at the end of a segment; it is not committed yet."""
 
@@ -332,7 +341,7 @@ class UpdateReceived(Value):
     metrics: Metrics = {}
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
     num_steps: int = 0
-    """That the client has made; 0 in journals of versions that took the newest update for all."""
+    """Of the client; 0 in journals of versions that took the newest update for all."""
 
 
 class UpdateRejected(Value):
@@ -342,19 +351,17 @@ class UpdateRejected(Value):
     reason: str
     cause: Cause = Cause.UNKNOWN
     error: ErrorRecord | None = None
-    """What was raised, the first time that it is said in a round."""
 
 
 class RoundWaits(Value):
-    """The open round has too few updates, and goes on until there are enough."""
+    """The open round has too few updates and goes on; clients that have failed are asked again."""
 
     party: Party
     round_num: int
     reason: str
     num_needed: int | None = None
-    """It closes with so many updates; None: when all have answered, and one of them well."""
+    """It closes with so many updates; None: when all have answered."""
     asked_again: tuple[int, ...] = ()
-    """Clients that have failed, and that train once more: their worker is another one now."""
 
 
 class Accepted(Value):
@@ -473,6 +480,7 @@ Fact = (
     | MembersFormed
     | ProcessDied
     | ModelBuilt
+    | BuildFailed
     | SegmentFinished
     | SegmentCommitted
     | Evaluated

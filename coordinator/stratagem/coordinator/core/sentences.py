@@ -116,6 +116,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         f"{how(e.status)}"
     ),
     "ModelBuilt": _built,
+    "BuildFailed": lambda e: f"{e.member.worker_id} cannot build the model: {e.reason}",
     "SegmentFinished": _finished,
     "SegmentCommitted": lambda e: (
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"

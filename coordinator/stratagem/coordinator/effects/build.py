@@ -7,11 +7,13 @@ from stratagem.common.ids import child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.json_text import dump_json
 from stratagem.coordinator.core.effects import Build
-from stratagem.coordinator.core.facts import ModelBuilt
-from stratagem.coordinator.effects.attend import attend, fail_party
+from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
+from stratagem.coordinator.effects.attend import attend, fail_party, record_of
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.snapshot import pull_snapshot
 from stratagem.coordinator.link import session
+from stratagem.coordinator.strategies.federated_building import may_move
+from stratagem.coordinator.strategies.rejections import reason_of
 from stratagem.coordinator.strategies.structure import variants
 from stratagem.v1 import worker_pb2
 
@@ -33,6 +35,11 @@ async def build(env: Env, effect: Build) -> None:
     asked = {each.name for each in request.build.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
+        case "error" if may_move(job):
+            error = record_of(result.error)
+            reason, party = reason_of(error), effect.party
+            fact = BuildFailed(party=party, member=effect.member, reason=reason, error=error)
+            await env.report(effect.run_id, fact)
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "build":
@@ -40,7 +47,7 @@ async def build(env: Env, effect: Build) -> None:
                 env, effect.member, session_ref, effect.membership, 0
             )
             failpoint("coordinator.build.pulled")
-            fact = ModelBuilt(
+            built = ModelBuilt(
                 party=effect.party,
                 digest=digest,
                 size_bytes=manifest.total_bytes,
@@ -50,7 +57,7 @@ async def build(env: Env, effect: Build) -> None:
                 structural=tuple(sorted(asked & set(result.build.structural))),
                 warning=_warning(job, result.build.num_rows),
             )
-            await env.report(effect.run_id, fact)
+            await env.report(effect.run_id, built)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
 

@@ -5,18 +5,21 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import grpc.aio
 
+from stratagem.common.errors import InvalidInputError, LimitError, OutOfRangeError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import child_party
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.transfer import pull
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
+from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.effects.aggregate import fold
@@ -172,13 +175,20 @@ async def _pull_coded(
     job = env.job_of(effect.run_id, effect.party)
     numerics = env.numerics_of(effect.run_id)
     upload = CodedUpload(job, _key(effect), effect.base.digest, expected, numerics)
-    await pull(
-        _opener(env, effect, session_ref),
-        upload.accept,
-        limits=Limits(max_total_bytes=env.settings.max_state_bytes),
-        purpose=Purpose.UPDATE,
-        codecs=("", codec_of(job)),
-    )
+    manifests: list[Manifest] = []
+
+    def accept(manifest: Manifest) -> Sink | memoryview:
+        manifests.append(manifest)
+        return upload.accept(manifest)
+
+    with _announced(0, manifests):
+        await pull(
+            _opener(env, effect, session_ref),
+            accept,
+            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+            purpose=Purpose.UPDATE,
+            codecs=("", codec_of(job)),
+        )
     source = effect.member.incarnation
     return await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
 
@@ -198,6 +208,19 @@ def _opener(
         )
 
     return lambda offset: link.stub.GetState(request(offset))
+
+
+@contextmanager
+def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
+    """Refuses an update whose manifest, the first thing that comes, breaks a rule or a limit: it
+    would do so again. manifests: those that have come."""
+    try:
+        yield
+    except (InvalidInputError, LimitError) as error:
+        if manifests or offset or isinstance(error, OutOfRangeError):
+            raise
+        cause = Cause.SIZE if isinstance(error, LimitError) else Cause.LAYOUT
+        raise UpdateRejectedError(cause, f"its manifest: {error}") from error
 
 
 async def _pull_plain(
@@ -232,14 +255,15 @@ async def _pull_plain(
 
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     try:
-        await pull(
-            _opener(env, effect, session_ref),
-            accept,
-            limits=limits,
-            purpose=Purpose.UPDATE,
-            offset=offset,
-            keep_up=offload.keep_up,
-        )
+        with _announced(offset, manifests):
+            await pull(
+                _opener(env, effect, session_ref),
+                accept,
+                limits=limits,
+                purpose=Purpose.UPDATE,
+                offset=offset,
+                keep_up=offload.keep_up,
+            )
         await offload.finish()
         num_samples = result.num_samples
         return await env.in_thread(lambda: writer().commit(expected, num_samples, when_checked))

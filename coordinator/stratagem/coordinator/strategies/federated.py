@@ -28,6 +28,7 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
+    BuildFailed,
     ClientEvaluated,
     ClientsSelected,
     Evaluated,
@@ -47,6 +48,11 @@ from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies import late_updates
 from stratagem.coordinator.strategies.closing import ask_again, close
 from stratagem.coordinator.strategies.contract import PartyView, Standing
+from stratagem.coordinator.strategies.federated_building import (
+    build_failed,
+    fit,
+    with_build,
+)
 from stratagem.coordinator.strategies.federated_deaths import (
     crashed,
     too_deadly,
@@ -105,15 +111,15 @@ def decide_round(
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
     """The next step of the round; while it is open, what `train` decides of its clients."""
-    if failed := too_deadly(value) or forbidden(job, value):
-        return failed
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
+    if failed := forbidden(job, value) or build_failed(job, value, workers) or too_deadly(value):
+        return failed
     has_begun = value.committed is not None or bool(value.helper)
     if not has_begun and form_roster(job, value, workers) is None:
         return None  # nothing is built for clients that are not here
-    if helper := new_helper(job, value, workers):
+    if helper := new_helper(job, value, fit(value, workers)):
         return helper
     if value.committed is None:
         return None
@@ -142,16 +148,8 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             return with_helper(value, fact)
         case ProcessDied():
             return with_death(value, fact, now_s)
-        case ModelBuilt():
-            base = Base(0, 0, fact.digest)
-            return replace(
-                value,
-                committed=base,
-                round_num=1,
-                num_rows=fact.num_rows,
-                left={},
-                deaths={},
-            )
+        case ModelBuilt() | BuildFailed():
+            return with_build(value, fact)
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
@@ -174,7 +172,7 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
     """Why a reported fact is stale or late; "" when welcome."""
     del job
     match fact:
-        case ModelBuilt():
+        case ModelBuilt() | BuildFailed():
             return "" if value.committed is None else "the model is built already"
         case UpdateReceived() | UpdateRejected():
             return _is_update_welcome(value, fact)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from stratagem.common.ids import Digest, Party
+from stratagem.common.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import (
@@ -16,6 +16,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,
+    BuildFailed,
     ClientBinding,
     ClientEvaluated,
     ClientsAssigned,
@@ -93,6 +94,8 @@ class FederatedRun:
     """Round -> the clients that evaluate it on their own rows; else the helper does."""
     evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
     """Round -> client -> what it says."""
+    unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
+    """The workers that cannot build the model, where each has rows of its own."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
     """What was taken from a worker in this round, because it was lost."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
@@ -223,6 +226,7 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
         rejected={} if not value.accepted else value.rejected,
         is_waiting=False,
         tried={},
+        unfit={},
         deadline_s=now_s + time_s if has_deadline and time_s is not None else value.deadline_s,
         late={},
         left={},

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
@@ -234,7 +234,8 @@ class Execution:
             ),
         ):
             try:
-                result, membership = _run_plan(work, self._segment)
+                with _typed_memory_errors():
+                    result, membership = _run_plan(work, self._segment)
                 if work.job.execution.memory == "MinimalPeak":
                     give_back(work.host.device)
             except Parked as parked:
@@ -274,6 +275,17 @@ class Execution:
         )
         self._work.post(self._work.outbox.log, line)
         self._work.host.last_words.line(text)
+
+
+@contextmanager
+def _typed_memory_errors() -> Iterator[None]:
+    """torch says in a RuntimeError, wherever it happens, that a host has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def _ids(work: Work) -> dict[str, Any]:

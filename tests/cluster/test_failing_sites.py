@@ -1,0 +1,118 @@
+"""Sites with rows of their own, on real processes: one that fails does not end the federation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.common.errors import UserCodeError
+from tests.cluster.conftest import ROOT
+from tests.cluster.jobs import Outcome, federated, train, wait_for
+from tests.cluster.userland import rows_of
+
+pytestmark = pytest.mark.cluster
+
+SITES = ("anna", "berta", "clara")
+
+
+def rows_at(folder: Path, site: str, **changes: Tensor) -> Path:
+    """A site's own file."""
+    number = SITES.index(site)
+    train_x, train_y = rows_of(30 + number, seed=100 + number)
+    test_x, test_y = rows_of(7, seed=200 + number)
+    tensors = {"train.x": train_x, "train.y": train_y, "test.x": test_x, "test.y": test_y}
+    path = folder / f"{site}.safetensors"
+    save_file(
+        {name: each for name, each in {**tensors, **changes}.items() if each is not None}, path
+    )
+    return path
+
+
+@contextmanager
+def sites(folder: Path, files: dict[str, Path]) -> Iterator[tuple[LocalCluster, Client]]:
+    """A cluster of three workers, each with a file of its own."""
+    names = dict(zip((f"worker-{number}" for number in range(3)), files.values(), strict=True))
+    with (
+        LocalCluster(
+            workers=3,
+            threads=1,
+            data_dir=folder / "cluster",
+            import_path=[ROOT],
+            allow=["tests.cluster.userland:*"],
+            worker_arguments={n: ["--local-data", f"ward={path}"] for n, path in names.items()},
+        ) as cluster,
+        cluster.client() as client,
+    ):
+        yield cluster, client
+
+
+def federation(**changes: Any) -> Any:
+    return federated(**{"num_clients": 3, "rounds": 2, "data": {"worker_local": "ward"}, **changes})
+
+
+def clients_of(outcome: Outcome) -> list[list[int]]:
+    """Of each round, those whose updates made it."""
+    closed = [event.payload["accepted"] for event in outcome.of("RoundClosed")]
+    return [[each["client"] for each in accepted] for accepted in closed]
+
+
+def test_a_site_whose_rows_do_not_fit_is_left_out_from_the_build_on(tmp_path: Path) -> None:
+    """Worker-0, the first to build, has no labels; worker-2 has rows of another width."""
+    files = {site: rows_at(tmp_path, site) for site in SITES}
+    rows_at(tmp_path, "clara", **{"train.x": torch.randn(32, 5), "test.x": torch.randn(7, 5)})
+    files["anna"].write_bytes(b"no safetensors")
+    with sites(tmp_path, files) as (_, client):
+        outcome = train(client, federation(evaluation={"split": "test", "metrics": ["accuracy"]}))
+    (unfit,) = {event.sentence.partition(" ")[0] for event in outcome.of("BuildFailed")} or {""}
+    assert unfit in ("", "worker-0")  # whichever was asked to build
+    assert clients_of(outcome) == [[1], [1]]
+    rejected = [(e.payload["round_num"], e.payload["client"]) for e in outcome.of("UpdateRejected")]
+    assert sorted(rejected) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert "rejected: client 0 (worker-0) in 2 rounds" in outcome.status.reason
+    assert 0 <= outcome.status.metrics["test.accuracy"] <= 1
+
+
+def test_a_site_that_cannot_evaluate_is_left_out_of_the_evaluation_alone(tmp_path: Path) -> None:
+    files = {site: rows_at(tmp_path, site) for site in SITES}
+    rows_at(tmp_path, "berta", **{"test.x": torch.randn(7, 5)})
+    with sites(tmp_path, files) as (_, client):
+        outcome = train(client, federation(evaluation={"split": "test", "metrics": ["accuracy"]}))
+    assert clients_of(outcome) == [[0, 1, 2], [0, 1, 2]]
+    said = {e.payload["client"]: e.payload["reason"] for e in outcome.of("ClientEvaluated")}
+    assert said[0] == said[2] == ""
+    assert "RuntimeError" in said[1]
+    assert len(outcome.of("Evaluated")) == 2
+    assert outcome.status.reproducible
+
+
+def test_a_model_that_no_site_can_build_fails_with_what_was_raised(tmp_path: Path) -> None:
+    files = {site: rows_at(tmp_path, site) for site in SITES}
+    with sites(tmp_path, files) as (_, client):
+        run = client.submit(federation(model={"entrypoint": "tests.cluster.userland:broken_loss"}))
+        with pytest.raises(UserCodeError, match="TypeError"):
+            run.result()
+        assert run.status().reason.startswith("no worker can build the model: worker-0: TypeError")
+
+
+def test_a_round_that_waits_takes_a_site_that_was_mended_and_started_anew(tmp_path: Path) -> None:
+    files = {site: rows_at(tmp_path, site) for site in SITES}
+    rows_at(tmp_path, "berta", **{"train.x": torch.randn(31, 5)})
+    options = {"quorum": 3, "on_missing_quorum": "wait"}
+    with sites(tmp_path, files) as (cluster, client):
+        run = client.submit(federation(options=options))
+        wait_for(run, "RoundWaits")
+        assert "2 of 3 updates" in wait_for(run, "RoundWaits")[0].sentence
+        status = run.status()
+        assert "1 rejected (client 1 (worker-1): RuntimeError" in status.reason
+        rows_at(tmp_path, "berta")
+        cluster.kill("worker-1")
+        status = run.result().status
+    assert status.reason.startswith("2 rounds committed")
+    assert not status.reproducible
