@@ -5,68 +5,20 @@ decide it, so that replaying a journal needs no judgement. Facts hold metadata o
 digests, metrics. How they are written down stands in encoding.py.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
-
-from stratagem.common.frozen import frozen
-from stratagem.common.ids import Digest, Incarnation, Party, WorkerId
+from stratagem.common.ids import Digest, Party, WorkerId
 from stratagem.coordinator.core.causes import Cause
+from stratagem.coordinator.core.values import SKIPPED_STEPS as SKIPPED_STEPS
+from stratagem.coordinator.core.values import Capability as Capability
+from stratagem.coordinator.core.values import ErrorRecord as ErrorRecord
+from stratagem.coordinator.core.values import Member as Member
+from stratagem.coordinator.core.values import Metrics as Metrics
+from stratagem.coordinator.core.values import Number as Number
+from stratagem.coordinator.core.values import PlainValues as PlainValues
+from stratagem.coordinator.core.values import Value as Value
 
 ROOT = Party("")
-
-_Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-Metrics = Mapping[str, _Number]
-"""By name. An evaluation may give NaN or infinity; null, which earlier journals hold for both, is
-read as NaN."""
-PlainValues = Annotated[Mapping[str, Any], AfterValidator(frozen)]
-"""JSON by name, which nobody can change: the run values of strategies share it with the fact."""
-
-
-class Value(BaseModel):
-    """A frozen, strict record; hashable when its fields are. JSON has no NaN and no infinity: they
-    are written as text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Member(Value):
-    """One start of one worker process."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-
-
-class Capability(Value):
-    """What a worker is and offers; see stratagem.v1.Capability."""
-
-    device: str = "cpu"
-    device_name: str = ""
-    memory_bytes: int = 0
-    num_threads: int = 1
-    numerics_fingerprint: str = ""
-    numerics_description: str = ""
-    local_data: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    data_plane: str = ""
-
-
-SKIPPED_STEPS = "train.skipped_steps"
-"""Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
-the run began, each step of its history once, however often it was trained."""
-
-
-class ErrorRecord(Value):
-    """An exception of the user's code."""
-
-    type: str
-    message: str
-    traceback: str
-    worker_id: str
-    activity: str
-
 
 # ---- the cluster (run id "") ----
 
@@ -338,7 +290,7 @@ class UpdateReceived(Value):
     seconds: float
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
-    metrics: Metrics = {}
+    metrics: Mapping[str, Number] = {}
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
     num_steps: int = 0
     """Of the client; 0 in journals of versions that took the newest update for all."""
@@ -384,7 +336,7 @@ class RoundClosed(Value):
     by_policy: bool
     """True when a deadline or quorum left somebody out: the result is replayable, not
     reproducible from the job alone."""
-    metrics: Metrics = {}
+    metrics: Mapping[str, Number] = {}
     """Of the accepted updates together, by name; see strategies.round_metrics."""
 
 
@@ -404,7 +356,7 @@ class Noted(Value):
     digest: Digest = Digest("")
     """A state, of any party below, that becomes the run's commit of this segment."""
     step: int = 0
-    metrics: Metrics = {}
+    metrics: Mapping[str, Number] = {}
     by_policy: bool = False
     """True when timing has decided: the result is replayable, not reproducible."""
 
