@@ -1,0 +1,111 @@
+"""Each run keeps the rules that it began with: under the present number and under the first one."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.sync import Client
+from stratagem.common.ids import RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT, FIRST
+from stratagem.coordinator.core.encoding import SCHEMA_VERSION
+from stratagem.coordinator.journal import Holder, Journal, Record
+from stratagem.worker.reference.compressed import compressed_loop
+from stratagem.worker.reference.loops import federated_loop, sharded_loop
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    METHODS,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    job,
+    model_parallel,
+    outcome_of,
+    train,
+)
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+WIDE = {"entrypoint": "tests.cluster.userland:mlp", "kwargs": {"hidden": 6000}}
+CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
+ONE_CLIENT = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_of_several_blocks_is_clipped_alike(client: Client, method: str) -> None:
+    spec = job(WIDE, optimizer=CLIPPED, strategy=data_parallel(2, method), steps=4)
+    assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 2).state)
+
+
+def test_and_in_a_pipeline_and_alone(client: Client) -> None:
+    cut = model_parallel({"0": "worker-0", "1 2": "worker-1"})
+    for strategy in (cut, {"type": "Local"}):
+        spec = job(WIDE, optimizer=CLIPPED, strategy=strategy, steps=4)
+        assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 1).state)
+
+
+def test_one_float64_client_is_returned_unchanged(client: Client) -> None:
+    spec = federated(**ONE_CLIENT)
+    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
+
+
+def old_runs() -> dict[str, JobSpec]:
+    fp16 = {"compression": "fp16", "strategy": data_parallel(3)}
+    return {
+        "clipped": job(WIDE, optimizer=CLIPPED, strategy=data_parallel(2), steps=4),
+        "coded": job("dropout_mlp", optimizer=ADAMW, **fp16),
+        "federated": federated(**ONE_CLIENT),
+    }
+
+
+def journal_of_old(path: Path, jobs: dict[str, JobSpec]) -> None:
+    """As a coordinator left it that knew no numbers."""
+    journal = Journal.open(path)
+    lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
+    for name, spec in jobs.items():
+        payload = json.dumps({"job_json": spec.canonical_json(), "wall_s": 1.0})
+        record = Record(
+            RunId(name), 0, "RunSubmitted", SCHEMA_VERSION, payload, time_s=1.0, wall_s=1.0
+        )
+        journal.append(lead.term, [record])
+    journal.release(lead.term)
+    journal.close()
+
+
+def test_runs_of_an_old_journal_end_with_the_old_bits(tmp_path: Path) -> None:
+    jobs = old_runs()
+    (tmp_path / "coordinator").mkdir()
+    journal_of_old(tmp_path / "coordinator" / "journal.sqlite", jobs)
+    with (
+        LocalCluster(
+            workers=3,
+            threads=1,
+            data_dir=tmp_path,
+            import_path=[ROOT],
+            allow=["tests.cluster.userland:*"],
+            programs={
+                "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+                "worker": [sys.executable, "-m", "stratagem.worker"],
+            },
+        ) as cluster,
+        cluster.client() as client,
+    ):
+        found = {name: outcome_of(client.get(name)).state for name in jobs}
+    expected: dict[int, dict[str, Any]] = {
+        numerics: {
+            "clipped": sharded_loop(jobs["clipped"], ALLOWED, 2, numerics=numerics).state,
+            "coded": compressed_loop(jobs["coded"], ALLOWED, 3, numerics=numerics).state,
+            "federated": federated_loop(jobs["federated"], ALLOWED, numerics=numerics).state,
+        }
+        for numerics in (FIRST, CURRENT)
+    }
+    for name, state in found.items():
+        assert_same_bits(state, expected[FIRST][name])
+        assert not all(torch.equal(state[key], expected[CURRENT][name][key]) for key in state)
