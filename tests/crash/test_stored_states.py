@@ -1,10 +1,11 @@
 """Stored states that are gone or damaged: the run says so, and goes on from an earlier commit."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from stratagem.common.errors import RunFailedError, WrongStateError
+from stratagem.common.errors import IntegrityError, RunFailedError, WrongStateError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, job
 from tests.crash.rig import Rig, await_status, outcome_of
 from tests.patience import PATIENCE_S
@@ -39,6 +40,29 @@ def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
             run.resume(99)
         run.resume(last.segment - 1)
         assert outcome_of(run).digests == expected.digests
+
+
+def test_a_state_that_rots_under_its_time_stamp_reaches_nobody(rig: Rig, tmp_path: Path) -> None:
+    document = job(LOCAL, model="build_paced", pace_s=0.05)
+    with rig.running(document) as run:
+        await_status(run, lambda s: len(s.commits) >= 2, "two commits")
+        run.cancel()
+        last = await_status(run, lambda s: s.phase.is_final, "it is stopped").commits[-1]
+        run.download(tmp_path / "before.safetensors", str(last.segment))
+        path = Path(last.path)
+        before, content = path.stat(), bytearray(path.read_bytes())
+        content[-1] ^= 1
+        with path.open("r+b") as file:
+            file.write(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(IntegrityError, match=f"blob {last.digest} is damaged"):
+            run.download(tmp_path / "after.safetensors", str(last.segment))
+        run.resume()
+        with pytest.raises(RunFailedError, match=f"blob {last.digest} is damaged") as error:
+            run.result()
+        assert f"--from {last.segment - 1}" in str(error.value)
+        run.resume(last.segment - 1)
+        run.result()
 
 
 def _expect_no_groups(rig: Rig) -> None:

@@ -6,7 +6,7 @@ whatever the file's size and the number of receivers. Lives on the event loop.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from stratagem.common.tensors.chunks import CHUNK_BYTES
@@ -19,8 +19,12 @@ NUM_KEPT: Final = 4
 class SharedFrames:
     """Frames of the range that `source` reads, which is total_bytes long."""
 
-    def __init__(self, source: FileSource, total_bytes: int) -> None:
+    def __init__(
+        self, source: FileSource, total_bytes: int, check: Callable[[int, bytes], None]
+    ) -> None:
+        """check: looks at each frame, with its offset, when it has been made."""
         self._source = source
+        self._check = check
         self._total_bytes = total_bytes
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
@@ -39,6 +43,7 @@ class SharedFrames:
             offset += min(CHUNK_BYTES, self._total_bytes - offset)
 
     def _keep(self, offset: int, made: bytes) -> bytes:
+        self._check(offset, made)
         self._kept[offset] = made
         if len(self._kept) > NUM_KEPT:
             self._kept.popitem(last=False)

@@ -60,6 +60,13 @@ def frame(offset: int, *parts: Data) -> bytes:
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
 
+def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
+    """Whether a frame of `size` bytes of data, as `frame` makes it, carries this checksum."""
+    if crc:
+        return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
+    return len(raw) == len(_head(offset, size, 0)) + size
+
+
 def joined(offset: int, *parts: Data) -> bytes:
     """The frame in plain Python: a pass over the data for the checksum, and one that copies."""
     crc = 0

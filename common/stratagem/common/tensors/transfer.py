@@ -83,8 +83,11 @@ async def serve_get(
     manifest: Manifest,
     content: Source | Sequence[memoryview],
     offset: int = 0,
+    check: Callable[[int, bytes], None] | None = None,
 ) -> AsyncIterator[M]:
     """The responses of a download: the manifest, then the content from `offset` on.
+
+    check: looks at each frame, with its offset, before it leaves.
 
     The latter come serialized, which servers of `rpc.server` pass on as they are.
     """
@@ -93,9 +96,14 @@ async def serve_get(
     first.manifest.CopyFrom(to_proto(manifest))
     yield first
     source, flow = content if callable(content) else from_buffers(content), sent(manifest.purpose)
-    for frame in iter_frames(source(offset), offset):
+    for piece in source(offset):
+        size = len(piece) if isinstance(piece, bytes | memoryview) else sum(map(len, piece))
+        (frame,) = iter_frames((piece,), offset)
+        if check is not None:
+            check(offset, frame)
         flow.num_bytes += len(frame)
         yield cast(M, frame)
+        offset += size
 
 
 async def receive_header(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection
 from contextlib import ExitStack
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 
-from stratagem.common.errors import IntegrityError
 from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_of
 from stratagem.coordinator.aggregation.floats import Wide, storage, widen
-from stratagem.coordinator.blobs import BlobStore
+from stratagem.coordinator.blobs import BlobFile, BlobStore
 
 AVERAGED_KEY: Final = "averaged"
 """Metadata of a state: the JSON list of floating tensors that no optimizer may touch."""
@@ -34,23 +32,16 @@ def open_state(files: ExitStack, store: BlobStore, digest: Digest) -> tuple[Mani
 
 
 class StateReader:
-    """Windows of a verified blob."""
+    """Windows of a blob, checked."""
 
-    def __init__(self, file: BinaryIO, data_start: int) -> None:
+    def __init__(self, file: BlobFile, data_start: int) -> None:
         self._file = file
         self._data_start = data_start
 
     def read(self, dtype: str, offset: int, num: int) -> Wide:
         """num elements from a byte offset on, in float64."""
         raw = np.empty(num, storage(dtype))
-        view = raw.view(np.uint8).data
-        done = 0
-        while done < len(view):
-            at = self._data_start + offset + done
-            got = os.preadv(self._file.fileno(), [view[done:]], at)
-            if got == 0:
-                raise IntegrityError("a stored state ends too early")
-            done += got
+        self._file.read_into(raw.view(np.uint8).data, self._data_start + offset)
         values = np.empty(num)
         widen(dtype, raw, values)
         return values

@@ -5,6 +5,7 @@
     objects.py    objects below a prefix of a bucket; s3.py opens one, credentials.py has the keys
     cache.py      local copies, up to a number of bytes
     shared.py     blobs as objects that several coordinators share
+    verified.py   blobs as open files, of which every byte is checked when it is read
     durable.py    files that are hashed while they are written and survive a power cut
     temporary.py  files that vanish with their writer
 
@@ -20,8 +21,10 @@ from stratagem.coordinator.blobs.store import (
     MissingBlobError,
 )
 from stratagem.coordinator.blobs.temporary import Scratch
+from stratagem.coordinator.blobs.verified import BlobFile
 
 __all__ = [
+    "BlobFile",
     "BlobStore",
     "BlobWriter",
     "DamagedBlobError",

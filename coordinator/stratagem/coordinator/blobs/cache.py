@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import structlog
 
@@ -22,6 +22,7 @@ from stratagem.coordinator.blobs.directory import DirectoryBlobs
 from stratagem.coordinator.blobs.durable import DurableFile, NoSpaceError, space_needed
 from stratagem.coordinator.blobs.store import Adopt, BlobWriter
 from stratagem.coordinator.blobs.temporary import Scratch
+from stratagem.coordinator.blobs.verified import BlobFile, Sums
 
 MAX_BYTES: Final = 32 * 2**30
 MAX_RESERVE_BYTES: Final = 2**30
@@ -49,7 +50,7 @@ class BlobCache:
         """A file for bytes that will become part of a blob."""
         return self._copies.scratch()
 
-    def open(self, digest: Digest) -> BinaryIO | None:
+    def open(self, digest: Digest) -> BlobFile | None:
         """The verified copy; None when there is none."""
         try:
             file = self._copies.open(digest)
@@ -65,12 +66,16 @@ class BlobCache:
         self._copies.touch(digest)
         return file
 
-    def adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
+    def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
+        """What `open` gives, of a copy that may not be one for long; takes the descriptor over."""
+        return self._copies.opened(digest, descriptor, sums)
+
+    def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
         """Make a copy of a complete file that `writer` has written, whose digest is right; there is
         none where the disk has no room for its name."""
         try:
             with space_needed():
-                self._copies.adopt(digest, file, temporary)
+                self._copies.adopt(digest, file, temporary, sums)
         except NoSpaceError as error:
             _log.warning("no local copy of a blob is kept", digest=digest, reason=str(error))
             temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
@@ -31,6 +31,7 @@ from stratagem.coordinator.blobs.durable import (
 )
 from stratagem.coordinator.blobs.store import Adopt, BlobWriter, DamagedBlobError, MissingBlobError
 from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned, time_of
+from stratagem.coordinator.blobs.verified import BlobFile, Sums
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SUFFIX: Final = ".safetensors"
@@ -63,7 +64,7 @@ class DirectoryBlobs:
         self._is_durable = is_durable
         self.make_room = make_room
         self._temporary = root / "tmp"
-        self._verified: dict[Digest, _Identity] = {}
+        self._verified: dict[Digest, tuple[_Identity, Sums]] = {}
         self._claims = Claims(monotonic)
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -84,19 +85,27 @@ class DirectoryBlobs:
     def keep_room(self) -> None:
         """All that lies here is needed."""
 
-    def open(self, digest: Digest) -> BinaryIO:
+    def open(self, digest: Digest) -> BlobFile:
         """The blob as a file to read; see BlobStore."""
         try:
             descriptor = open_regular(self.path(digest))
         except FileNotFoundError:  # collected since the line above
             raise MissingBlobError(digest) from None
-        file = os.fdopen(descriptor, "rb", buffering=0)
         try:
-            self._verify(digest, descriptor)
+            sums = self._verify(digest, descriptor)
         except BaseException:
-            file.close()
+            os.close(descriptor)
             raise
-        return file
+        return self.opened(digest, descriptor, sums)
+
+    def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
+        """What `open` gives, of a file that is open and verified; takes the descriptor over."""
+        return BlobFile(descriptor, digest, sums, lambda: self._distrust(digest))
+
+    def _distrust(self, digest: Digest) -> None:
+        """What was read was not what was stored: `open` looks at all of it."""
+        with self._lock:
+            self._verified.pop(digest, None)
 
     def path(self, digest: Digest) -> Path:
         """Where the blob lies; not verified. Raises NotFoundError."""
@@ -134,7 +143,7 @@ class DirectoryBlobs:
                 collected.append(digest)
         return collected
 
-    def adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
+    def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
         """Give a complete file its name. One of the same name is replaced by its equal."""
         if self._is_durable:
             file.sync()
@@ -147,7 +156,7 @@ class DirectoryBlobs:
                 sync_folder(path.parent)
             failpoint("coordinator.blobs.after_rename")
             self._claims.add(digest)
-            self._verified[digest] = _identity(file.descriptor)
+            self._verified[digest] = _identity(file.descriptor), sums
 
     def drop(self, digest: Digest) -> None:
         """Delete a blob, if it is there; who has it open can go on reading."""
@@ -201,16 +210,20 @@ class DirectoryBlobs:
             raise InvalidInputError.at("digest", f"{digest!r} is not 64 of 0-9, a-f")
         return self._root / digest[:2] / f"{digest}{_SUFFIX}"
 
-    def _verify(self, digest: Digest, descriptor: int) -> None:
+    def _verify(self, digest: Digest, descriptor: int) -> Sums:
+        """The checksums of a blob that has its digest, or had it and has not been replaced."""
         identity = _identity(descriptor)
-        if self._verified.get(digest) == identity:
-            return
-        found = hashlib.sha256()
+        known = self._verified.get(digest)
+        if known is not None and known[0] == identity:
+            return known[1]
+        found, sums = hashlib.sha256(), Sums()
         for piece in pieces(descriptor, os.fstat(descriptor).st_size):
             found.update(piece)
+            sums.add(piece)
         if found.hexdigest() != digest:
             raise DamagedBlobError(digest)
-        self._verified[digest] = identity
+        self._verified[digest] = identity, sums
+        return sums
 
 
 def _identity(descriptor: int) -> _Identity:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import structlog
 
@@ -36,6 +36,7 @@ from stratagem.coordinator.blobs.objects import (
 )
 from stratagem.coordinator.blobs.store import BlobWriter, DamagedBlobError, MissingBlobError
 from stratagem.coordinator.blobs.temporary import Scratch
+from stratagem.coordinator.blobs.verified import BlobFile, Sums
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _FOLDER: Final = "blobs"
@@ -70,7 +71,7 @@ class SharedBlobs:
         """A file for bytes that will become part of a blob."""
         return self._cache.scratch()
 
-    def open(self, digest: Digest) -> BinaryIO:
+    def open(self, digest: Digest) -> BlobFile:
         """A local copy of the blob, made now if there is none; see BlobStore."""
         _check(digest)
         file = self._cache.open(digest)
@@ -154,7 +155,7 @@ class SharedBlobs:
         folder = f"{_FOLDER}/{_check(digest)}"
         return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
 
-    def _fetch(self, digest: Digest) -> BinaryIO:
+    def _fetch(self, digest: Digest) -> BlobFile:
         """Read the blob into the cache, verifying it on the way."""
         is_damaged = False
         for _ in range(2):  # of what was listed, all may have been replaced by a new object
@@ -170,13 +171,13 @@ class SharedBlobs:
                 raise DamagedBlobError(digest)
         raise MissingBlobError(digest)
 
-    def _copy(self, digest: Digest, found: Found) -> BinaryIO:
-        opened: list[BinaryIO] = []
+    def _copy(self, digest: Digest, found: Found) -> BlobFile:
+        opened: list[BlobFile] = []
 
-        def adopt(digest: Digest, file: DurableFile, temporary: Path) -> None:
+        def adopt(digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
             # Open before it is a copy that may be evicted.
-            opened.append(os.fdopen(os.dup(file.descriptor), "rb", buffering=0))
-            self._cache.adopt(digest, file, temporary)
+            opened.append(self._cache.opened(digest, os.dup(file.descriptor), sums))
+            self._cache.adopt(digest, file, temporary, sums)
 
         writer = self._cache.writer(found.num_bytes, adopt)
         try:
@@ -196,19 +197,19 @@ class SharedBlobs:
     def _rewrite(self, digest: Digest) -> bool:
         try:
             with self.open(digest) as file:
-                self._put(digest, file.fileno(), os.fstat(file.fileno()).st_size)
+                self._put(digest, read_pieces(file), os.fstat(file.fileno()).st_size)
         except (IntegrityError, NotFoundError):
             return False
         return True
 
-    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path) -> None:
-        self._put(digest, file.descriptor, file.num_bytes)
-        self._cache.adopt(digest, file, temporary)
+    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
+        self._put(digest, own_pieces(file.descriptor, file.num_bytes), file.num_bytes)
+        self._cache.adopt(digest, file, temporary, sums)
 
-    def _put(self, digest: Digest, descriptor: int, num_bytes: int) -> None:
+    def _put(self, digest: Digest, pieces: Iterator[bytes], num_bytes: int) -> None:
         name = f"{_FOLDER}/{digest}/{unique_name(self._term)}{_SUFFIX}"
         with self._naming(digest):
-            self._objects.put(name, own_pieces(descriptor, num_bytes), num_bytes)
+            self._objects.put(name, pieces, num_bytes)
 
     @contextmanager
     def _naming(self, digest: Digest) -> Iterator[None]:
@@ -234,6 +235,12 @@ def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
             raise IntegrityError(f"a file ends after {offset} of {num_bytes} bytes")
         yield piece
         offset += len(piece)
+
+
+def read_pieces(file: BlobFile) -> Iterator[bytes]:
+    """The same of a blob, checked."""
+    while piece := file.read(PIECE_BYTES):
+        yield piece
 
 
 def _check(digest: Digest) -> Digest:

@@ -1,7 +1,8 @@
 """What every blob store promises, wherever the blobs lie, and how one is written.
 
-A blob appears complete and durable, or not at all; it is never changed. Everything read is checked
-against its digest the first time this process reads it. Unreferenced blobs are collected. All
+A blob appears complete and durable, or not at all; it is never changed. A blob is checked against
+its digest the first time this process reads it, and everything that is read against checksums that
+were taken then (verified.py). Unreferenced blobs are collected. All
 methods may be called from any thread, and may block on a disk or a network.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from stratagem.common.errors import IntegrityError, NotFoundError
 from stratagem.common.ids import Digest
@@ -21,6 +22,7 @@ from stratagem.coordinator.blobs.durable import (
     space_needed,
 )
 from stratagem.coordinator.blobs.temporary import Scratch, new_temporary
+from stratagem.coordinator.blobs.verified import BlobFile, Sums
 
 
 class DamagedBlobError(IntegrityError):
@@ -48,11 +50,11 @@ class BlobStore(Protocol):
     def scratch(self) -> Scratch:
         """A file for bytes that will become part of a blob."""
 
-    def open(self, digest: Digest) -> BinaryIO:
-        """The blob as a local file to read, at any offset.
+    def open(self, digest: Digest) -> BlobFile:
+        """The blob as a local file to read, at any offset; what is read is checked.
 
-        Raises NotFoundError, DamagedBlobError, UnavailableError when it cannot be
-        reached now. The file stays readable also when the blob is collected meanwhile.
+        Raises MissingBlobError, DamagedBlobError, UnavailableError when it cannot be reached now.
+        The file stays readable also when the blob is collected meanwhile.
         """
 
     def exists(self, digest: Digest) -> bool:
@@ -88,7 +90,9 @@ class BlobStore(Protocol):
 class Adopt(Protocol):
     """Gives a complete file its name, durably; it is moved away from `temporary`."""
 
-    def __call__(self, digest: Digest, file: DurableFile, temporary: Path, /) -> None: ...
+    def __call__(
+        self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums, /
+    ) -> None: ...
 
 
 class BlobWriter:
@@ -104,6 +108,7 @@ class BlobWriter:
             self._temporary, descriptor = new_temporary(folder)
         self._file = DurableFile(descriptor, make_room)
         self._sha256 = hashlib.sha256()
+        self._sums = Sums()
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +127,7 @@ class BlobWriter:
                 raise IntegrityError(f"more than the announced {self._total_bytes} bytes")
             self._file.write(data)
             self._sha256.update(data)
+            self._sums.add(data)
         except BaseException:
             self.abort()
             raise
@@ -135,7 +141,7 @@ class BlobWriter:
                 )
             digest = self.digest
             with space_needed():
-                self._adopt(digest, self._file, self._temporary)
+                self._adopt(digest, self._file, self._temporary, self._sums)
         except BaseException:
             self.abort()
             raise

@@ -15,7 +15,7 @@ from stratagem.common.failures import told
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.manifest import Manifest, to_proto
-from stratagem.common.tensors.safefile import from_open, header_of
+from stratagem.common.tensors.safefile import header_of
 from stratagem.common.tensors.transfer import push_frames
 from stratagem.coordinator.blobs import BlobStore
 from stratagem.coordinator.broadcast import SharedFrames
@@ -217,7 +217,7 @@ class Env:
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)
-        manifest, data_start = await self.header(digest)
+        manifest, _ = await self.header(digest)
         manifest = replace(manifest, digest=digest)
         header = worker_pb2.SetStateRequest(
             header=worker_pb2.SetStateHeader(
@@ -229,8 +229,8 @@ class Env:
         if shared is None:
             file = await asyncio.to_thread(self.blobs.open, digest)
             with file:
-                content = from_open(file, digest, data_start, manifest.total_bytes)
-            shared = self.frames.setdefault(digest, SharedFrames(content, manifest.total_bytes))
+                made = SharedFrames(file.source(), manifest.total_bytes, file.check)
+            shared = self.frames.setdefault(digest, made)
         await push_frames(link.stub.SetState, header, manifest, shared)
         self.brought[member, run_id] = digest
 

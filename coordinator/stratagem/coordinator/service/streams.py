@@ -19,7 +19,7 @@ from stratagem.common.job.sections import check_digest
 from stratagem.common.rpc.authorization import Caller, current_caller
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.safefile import from_open, header_bytes, header_of
+from stratagem.common.tensors.safefile import header_bytes, header_of
 from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
 from stratagem.coordinator.app import App
 from stratagem.coordinator.barrier import Arrival
@@ -58,13 +58,13 @@ def which(run: RunView, name: str) -> Digest:
 async def download(
     blobs: BlobStore, digest: Digest, offset: int
 ) -> AsyncIterator[pb.DownloadStateResponse]:
-    """A blob as a tensor stream; the file is verified before its first byte leaves."""
+    """A blob as a tensor stream; every byte is checked before it leaves."""
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
-        manifest, data_start = await asyncio.to_thread(header_of, file, digest)
+        manifest, _ = await asyncio.to_thread(header_of, file, digest)
         manifest = replace(manifest, digest=digest)
-        content = from_open(file, digest, data_start, manifest.total_bytes)
-        async for response in serve_get(pb.DownloadStateResponse, manifest, content, offset):
+        make, content = pb.DownloadStateResponse, file.source()
+        async for response in serve_get(make, manifest, content, offset, file.check):
             yield response
 
 
