@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import WorkerId
 from stratagem.coordinator.core.apply import MIN_COMMITS
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -19,14 +20,17 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
+from stratagem.coordinator.core.encoding import decode
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     MembersFormed,
     ProcessDied,
     RunCompleted,
     SegmentCommitted,
+    WorkerLeft,
 )
 from stratagem.coordinator.core.pending import live_blobs, pending
+from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
 from stratagem.coordinator.strategies.table import strategy_of
 from tests.core.simulation import RUN, Simulation, digest, ending, job, member, register, start
@@ -319,6 +323,73 @@ def test_restarts_that_were_asked_for_are_no_deaths() -> None:
         simulation.tell(register("a", start=start_number))
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_the_first_members_and_those_that_join_are_no_recovery() -> None:
+    simulation = start(job(DATA_PARALLEL), "a")
+    simulation.tell(simulation.queue.popleft())  # the build
+    for name in "bc":
+        assert phase(simulation) is RunPhase.RUNNING
+        simulation.tell(register(name))
+    assert phase(simulation) is RunPhase.RUNNING
+    assert reason(simulation) == "c joined, 3 of 3 workers"
+    simulation.tell(LoseWorker(member("c"), "killed"))
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert reason(simulation) == "c lost, 2 of 3 workers"
+    simulation.tell(register("c", start=1))
+    assert phase(simulation) is RunPhase.RECOVERING  # until what was lost is trained again
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_members_of_a_population_begin_without_recovering() -> None:
+    population = {
+        "type": "PopulationBased",
+        "population_size": 3,
+        "generations": 2,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+    }
+    evaluation = {**EVALUATION, "every": "1 generations"}
+    simulation = start(
+        job(
+            population,
+            search_space={"optimizer.lr": {"low": 0.01, "high": 1.0}},
+            steps_per_generation=4,
+            evaluation=evaluation,
+        ),
+        "a",
+        "b",
+    )
+    while simulation.queue:
+        assert phase(simulation) is not RunPhase.RECOVERING
+        simulation.tell(simulation.queue.popleft())
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_run_that_is_resumed_waits_for_its_place() -> None:
+    simulation = start(job(LOCAL), "a")
+    for _ in range(2):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    assert phase(simulation) is RunPhase.PLACING
+    simulation.tell(register("a", start=1))
+    assert phase(simulation) is RunPhase.RUNNING
+
+
+def test_nothing_says_lost_of_a_worker_that_was_told_to_end() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(DrainWorker(member("b")))
+    assert reason(simulation) == "b left, 1 of 3 workers"
+    simulation.tell(LoseWorker(member("b"), "no heartbeat for 10 s"))  # it could not say so itself
+    assert WorkerId("b") not in simulation.state.workers
+    said = [sentence(decode(kind, 1, text)) for _, kind, text, _ in simulation.journal]
+    assert not [text for text in said if "lost" in text]
+    assert len(simulation.facts(WorkerLeft)) == 1
 
 
 def test_draining_worker_gets_nothing_new() -> None:

@@ -149,7 +149,7 @@ def _phase(job: JobSpec, value: PartyRun, world: World) -> tuple[RunPhase, str, 
     if not value.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
         reason = f"{need}: {why_none(job, world, value.fingerprint)}"
-        phase = RunPhase.RECOVERING if value.open_segment else RunPhase.PLACING
+        phase = RunPhase.RECOVERING if value.is_recovering else RunPhase.PLACING
         return phase, "WAITING", reason
     if value.open_segment == 0:
         return RunPhase.RUNNING, "BUILDING", value.why

@@ -41,7 +41,7 @@ def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Memb
         party=run.party,
         membership=run.membership + 1,
         members=members,
-        reason=_why_reformed(run.members, members, shape),
+        reason=_why_reformed(run.members, members, shape, world),
         fingerprint=fingerprint if job.execution.deterministic else "",
         ranks=placed.ranks,
     )
@@ -72,12 +72,25 @@ def _joining(
     return tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
 
 
-def _why_reformed(old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape) -> str:
-    lost = ", ".join(str(m.worker_id) for m in old if m not in new)
-    joined = ", ".join(str(m.worker_id) for m in new if m not in old)
-    parts = [f"{lost} lost" if lost else "", f"{joined} joined" if joined else ""]
+def _why_reformed(
+    old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape, world: World
+) -> str:
+    gone = [member for member in old if member not in new]
+    by_how = {
+        "lost": [m for m in gone if not _has_left(world, m) and not world.holds(m)],
+        "left": [m for m in gone if _has_left(world, m)],
+        "released": [m for m in gone if world.holds(m)],
+        "joined": [m for m in new if m not in old],
+    }
+    parts = [f"{', '.join(m.worker_id for m in who)} {how}" for how, who in by_how.items() if who]
     count = f"{len(new)} workers" if shape.place else f"{len(new)} of {shape.num_shards} workers"
-    return ", ".join([*filter(None, parts), count])
+    return ", ".join([*parts, count])
+
+
+def _has_left(world: World, member: Member) -> bool:
+    """It was told to end, and drains or is gone."""
+    record = world.workers.get(member.worker_id)
+    return record is None or (record.member == member and record.is_alive and record.is_draining)
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:

@@ -137,7 +137,8 @@ def transition(run: PartyRun, fact: Fact, shape: Shape, now_s: float) -> PartyRu
             base = Base(fact.segment, fact.step, fact.digest)
             return replace(run, finished=left, committed=base, metrics=fact.metrics)
         case RunResumed():
-            return _returned_to_commit(replace(run, members=(), left=frozenset(), deaths=Deaths()))
+            stopped = replace(run, members=(), left=frozenset(), deaths=Deaths())
+            return _returned_to_commit(replace(stopped, is_recovering=False))
         case _:
             return run
 
@@ -149,7 +150,8 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
         members=fact.members,
         fingerprint=fact.fingerprint,
         ranks=fact.ranks,
-        is_recovering=run.open_segment > 0,
+        # Who joins disturbs nobody; a loss does, and so does an exchange that has failed.
+        is_recovering=run.is_recovering or _is_setback(run, fact),
         why=fact.reason,
         left=run.left | (set(run.members) - set(fact.members)),
     )
@@ -163,6 +165,13 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
     # What members still hold, they hold at different steps and as parts of segments that begin
     # anew: it is not to be gone on with.
     return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
+
+
+def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
+    """Whether members, or what they had begun, are lost with the membership before."""
+    if run.open_segment == 0 or not run.members:
+        return False
+    return fact.members == run.members or not set(run.members) <= set(fact.members)
 
 
 def _returned_to_commit(run: PartyRun) -> PartyRun:

@@ -66,7 +66,7 @@ def _phase(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> tuple[Run
         reason = f"{need}: {why_none(job, world, run.fingerprint)}"
         if shape.why_missing is not None:
             reason = shape.why_missing(job, run, world)
-        phase = RunPhase.RECOVERING if run.open_segment else RunPhase.PLACING
+        phase = RunPhase.RECOVERING if run.is_recovering else RunPhase.PLACING
         return phase, "WAITING", reason
     if run.open_segment == 0:
         return RunPhase.RUNNING, "BUILDING", run.why
