@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem.client.sync import Client
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
 from stratagem.coordinator.strategies.silos import client_job
 from stratagem.worker.data.sources import DataSources, load_data
@@ -56,7 +57,7 @@ def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tens
             num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
             trained = sharded_loop(job, ALLOWED, num_shards, **of_pipeline)
             updates.append(reference.Update(num_rows, dict(trained.state)))
-        means = {name: reference._mean_of(name, updates) for name in world}
+        means = {name: reference._mean_of(name, updates, CURRENT) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
     return world
 
