@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec
@@ -92,11 +93,13 @@ def check_able(
 ) -> None:
     """Raises InvalidInputError that names each module which the device cannot compute as asked.
 
-    modules: all of a model, by name. trains: gradients are computed, too.
+    modules: all of a model, by name. trains: gradients are computed, too. An estimate, which is
+    made with fake tensors, is for another device: it is not checked.
     """
     asked = _numbers(spec)
-    if asked.precision == "Single":
-        return  # what everything is made for
+    is_estimate = isinstance(torch.empty(0), FakeTensor)
+    if asked.precision == "Single" or is_estimate:  # Single is what everything is made for
+        return
     layers = _layers(modules)
     missing = _missing(asked, layers, device, trains)
     if not missing:
