@@ -36,7 +36,7 @@ def failure_of(client: Client, spec: Any) -> UserCodeError:
         run.result()
     status = run.status()
     assert status.phase is Phase.FAILED
-    assert caught.value.worker_id in status.reason
+    assert caught.value.type in status.reason or caught.value.worker_id in status.reason
     return caught.value
 
 
