@@ -42,7 +42,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.heartbeats: list[cpb.HeartbeatRequest] = []
         self.suspects: list[cpb.SuspectRequest] = []
         self.left: list[cpb.LeaveRequest] = []
-        self.known = True
+        self.forgotten: set[str] = set()
         self.sizes: dict[tuple[str, int], int] = {}
         self.barriers: dict[tuple[str, int], Barrier] = defaultdict(Barrier)
         self.changed = asyncio.Condition()
@@ -58,14 +58,14 @@ class FakeCoordinator(CoordinatorServiceServicer):
     async def RegisterWorker(self, request: Any, context: Any) -> cpb.RegisterWorkerResponse:
         self.registered[request.worker_id] = request
         self.num_registered[request.worker_id] += 1
-        self.known = True
+        self.forgotten.discard(request.worker_id)
         await self._note()
         return cpb.RegisterWorkerResponse(term=1, heartbeat_interval_s=0.05, lease_ttl_s=5.0)
 
     async def Heartbeat(self, request: Any, context: Any) -> cpb.HeartbeatResponse:
         self.heartbeats.append(request)
         await self._note()
-        if not self.known:
+        if request.worker_id in self.forgotten:
             await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
         return cpb.HeartbeatResponse(term=1)
 

@@ -38,7 +38,7 @@ async def test_the_worker_registers_beats_and_registers_again(rig: Rig, w0: Work
     assert told.capability.num_threads == 1
     assert told.capability.numerics_fingerprint
     count = coordinator.num_registered["w0"]
-    coordinator.known = False
+    coordinator.forgotten.add("w0")
     await coordinator.wait(lambda: coordinator.num_registered["w0"] > count)
     assert coordinator.registered["w0"].incarnation == w0.incarnation
     async with open_channel(w0.ready["health_address"]) as channel:
