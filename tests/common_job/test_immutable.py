@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -212,6 +213,15 @@ def test_what_would_change_it_raises(number: int) -> None:
         CHANGES[number](value)
     assert value == KWARGS
     assert job().model.kwargs == KWARGS
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_job_goes_to_another_process_of_its_owners(protocol: int) -> None:
+    job = JobSpec.parse(DOCUMENT)
+    twin = pickle.loads(pickle.dumps(job, protocol))  # noqa: S301  (our own bytes)
+    assert twin == job
+    assert twin.canonical_json() == job.canonical_json()
+    assert isinstance(twin.model.kwargs["more"], FrozenDict)
 
 
 @given(st.dictionaries(st.text(), json_values))

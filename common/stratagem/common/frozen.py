@@ -34,6 +34,9 @@ class FrozenDict(dict[str, Any]):
     def __deepcopy__(self, _memo: object) -> FrozenDict:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)  # else pickle would put the items in one by one
+
 
 class FrozenList(list[Any]):
     """A list of frozen values."""
@@ -52,6 +55,9 @@ class FrozenList(list[Any]):
 
     def __deepcopy__(self, _memo: object) -> FrozenList:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenList, (list(self),)
 
 
 def frozen(value: _T) -> _T:
