@@ -48,6 +48,16 @@ def test_a_fault_names_its_signal_without_a_supervisor(tmp_path: Path) -> None:
     assert "ctypes" in told.last_lines[-1]
 
 
+def test_a_disk_that_fills_up_later_has_room_for_all_of_it(tmp_path: Path) -> None:
+    words = LastWords(tmp_path, "w", "first")
+    words.registered()
+    file = os.open(tmp_path / "w.last-words", os.O_RDONLY)
+    try:
+        assert os.lseek(file, 0, os.SEEK_HOLE) == os.fstat(file).st_size
+    finally:
+        os.close(file)
+
+
 def test_who_executed_nothing_says_so_and_who_was_stopped_too(tmp_path: Path) -> None:
     words = LastWords(tmp_path, "w", "first")
     words.registered()

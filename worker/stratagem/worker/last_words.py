@@ -75,7 +75,9 @@ class LastWords:
 
     def _begin(self) -> None:
         with self._own.open("w+b") as file:
-            file.truncate(_SIZE)
+            # Not truncate: a page that a full disk has no room for would end us with SIGBUS.
+            file.write(bytes(_SIZE))
+            file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
         _HEAD.pack_into(self._map, 0, _MAGIC, -1, 0, 0, 0)
         self._say({"incarnation": self._incarnation, "pid": os.getpid()})
