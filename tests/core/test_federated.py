@@ -1,11 +1,19 @@
 """Federated rounds in the pure core: selection, assignment, quorum, deadline, late results."""
 
+from collections import deque
 from math import exp
 
 import pytest
 
 from stratagem.common.strategy import All, ByCapability, Random
-from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, Tick
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    LoseWorker,
+    Refusal,
+    Report,
+    ResumeRun,
+    Tick,
+)
 from stratagem.coordinator.core.effects import EvaluateState, TrainClient
 from stratagem.coordinator.core.facts import (
     ClientBinding,
@@ -16,9 +24,11 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     RosterFormed,
     RoundClosed,
+    SegmentCommitted,
+    UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.pending import next_deadline, pending
+from stratagem.coordinator.core.pending import live_blobs, next_deadline, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.federated_run import MAX_CLIENTS_AHEAD
 from stratagem.coordinator.strategies.selection import select
@@ -221,6 +231,37 @@ def test_evaluation_waits_for_a_client_that_is_away() -> None:
     assert (effect.client, effect.member) == (1 - first.client, member(other, 1))
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_state_that_waits_for_an_evaluation_is_kept_while_nobody_does_it() -> None:
+    """Rounds go on without the client that is away, and supersede what it has to evaluate."""
+    data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
+    options = {"quorum": 1, "round_deadline_s": 60.0}
+    strategy = {**FEDERATED, "num_clients": 2, "rounds": 3, "options": options}
+    simulation = start(job(strategy, data=data, evaluation=evaluation, retention=1))
+    simulation.tell(register("a", local_data=("ward",)))
+    simulation.tell(register("b", local_data=("ward",)))
+    while not (committed := simulation.facts(SegmentCommitted)):
+        simulation.tell(simulation.queue.popleft())
+    simulation.queue = deque(
+        report
+        for report in simulation.queue
+        if not (isinstance(report.fact, ClientEvaluated | UpdateReceived) and report.fact.client)
+    )
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    while len(simulation.facts(SegmentCommitted)) < 2:
+        simulation.run()
+        simulation.now_s += 61.0
+        simulation.tell(Tick())
+    assert committed[0].digest in live_blobs(simulation.state)
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    assert committed[0].digest in live_blobs(simulation.state)
+    simulation.tell(ResumeRun(RUN))
+    simulation.tell(register("b", start=1, local_data=("ward",)))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert committed[0].digest not in live_blobs(simulation.state)
 
 
 def test_few_clients_of_a_worker_are_due_at_once() -> None:

@@ -263,8 +263,10 @@ def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """The global state, and what the server optimizer keeps beside it."""
+    """The global state, what the server optimizer keeps beside it, and the states that wait for
+    an evaluation: also while nobody is here to do it, and while the run is stopped."""
     kept = {value.committed.digest, *value.server_state} if value.committed else set()
+    kept |= {base.digest for base in value.to_evaluate}
     return frozenset(kept) | late_updates.blobs(value)
 
 
