@@ -33,6 +33,7 @@ def grown(samples: Sequence[Sample], column: str) -> float:
 def test_uploads_and_runs_leave_nothing_behind() -> None:
     cluster = LocalCluster(workers=2, threads=1, allow=("benchmarks.soak:*",), import_path=(ROOT,))
     with cluster, cluster.client() as client:
+        fresh = measure(cluster)
         # Workers import what they need in their own time.
         soak(cluster, runs(client), 4, time.monotonic() + SOAK_S)
         sent = soak(cluster, uploads(client, UPLOAD_MB), 400, time.monotonic() + SOAK_S)
@@ -46,4 +47,5 @@ def test_uploads_and_runs_leave_nothing_behind() -> None:
             assert grown(samples, f"{process} fds") <= 4, (process, what)
             assert grown(samples, f"{process} threads") <= 2, (process, what)
     assert idle["spool MB on disk"] == 0.0
-    assert idle["workers MB on disk"] == 0.0
+    # What a worker was doing stands in a file of its own, of one size, for the next of its name.
+    assert idle["workers MB on disk"] == fresh["workers MB on disk"]
