@@ -1,6 +1,7 @@
 """A run goes on from an earlier one of its kept commits: what followed happens anew."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -10,6 +11,8 @@ from stratagem.coordinator.core.facts import RunResumed, SegmentCommitted, Updat
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase, retained
+from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.spool.spool import SpoolKey
 from tests.core.simulation import RUN, Simulation, digest, job, start
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL
 
@@ -82,6 +85,22 @@ def test_updates_of_a_round_that_happens_anew_are_no_repetition() -> None:
     assert keys
     assert all(key is not None and key.endswith("/1") for key in keys)
     assert len(set(keys)) == len(keys)
+
+
+def test_updates_of_a_round_that_happens_anew_lie_elsewhere_in_the_spool() -> None:
+    """The old ones, of other states perhaps, are deleted later, or never if that crashes."""
+    simulation = stopped(FEDERATED)
+    party = simulation.state.runs[RUN].value.party
+
+    def key() -> SpoolKey:
+        return Env.spool_key(cast(Env, simulation), RUN, party, 2, 0)
+
+    before = key()
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    assert key() != before
+    after = key()
+    simulation.crash()
+    assert key() == after
 
 
 def test_moments_of_a_server_optimizer_begin_anew_and_that_is_said() -> None:

@@ -1,5 +1,7 @@
 """What the spool promises wherever updates lie, and what it promises beside in an object store."""
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,25 @@ def test_copies_of_runs_that_are_not_known_any_more_are_deleted(
     assert folder_spool.entry(key(0)) is not None
     folder_spool.clean({RUN}, {RUN})
     assert folder_spool.entry(key(0)) is None
+
+
+def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(blob_place: Place) -> None:
+    """A crash, or another coordinator's disk, may have left it; its base was another state."""
+    spool = blob_place.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    anew = replace(key(0), num_returns=1)
+    assert blob_place.spool().look(anew) == (None, 0)
+    with closing(spool.open(anew, MANIFEST)) as writer:
+        writer.write_at(0, OTHER_DATA)
+        writer.commit(MANIFEST, 5)
+    found = blob_place.spool().look(anew)[0]
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    spool.delete_round(RUN, ROOT, 1, num_returns=1)
+    assert spool.look(anew) == (None, 0)
+    assert spool.entry(key(0)) is not None
+    spool.delete_run(RUN)
+    assert spool.entry(key(0)) is None
 
 
 @pytest.mark.parametrize("at", [0, 7, 20, -1])

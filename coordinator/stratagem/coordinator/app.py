@@ -260,7 +260,9 @@ class App:
     def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
         """Drop the updates that made a round, and rounds that no late update can come for."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
-        self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, oldest)))
+        run = self.loop.state.runs.get(run_id)
+        again = 0 if run is None else run.num_returns
+        self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, oldest, again)))
         if not fact.max_staleness:
             return
         # The committed state no longer says what made it; the newest closing of the round does.
@@ -271,7 +273,7 @@ class App:
             ),
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
-        folded = [SpoolKey(run_id, party, number - a.staleness, a.client) for a in accepted]
+        folded = [SpoolKey(run_id, party, number - a.staleness, a.client, again) for a in accepted]
         self._do(self._in_thread(lambda: self.spool.delete_updates(folded)))
 
     def _delete_updates(self, run_id: RunId) -> None:

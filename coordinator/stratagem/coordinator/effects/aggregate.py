@@ -17,7 +17,6 @@ from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.ahead import Folded
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 from stratagem.coordinator.strategies.federated_run import spec_of
 from stratagem.coordinator.strategies.late_updates import max_staleness, weight
@@ -88,7 +87,7 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
     entries = []
     for accepted in effect.accepted:
         round_num = effect.round_num - accepted.staleness
-        key = SpoolKey(effect.run_id, effect.party, round_num, accepted.client)
+        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client)
         entry = env.spool.entry(key, accepted.digest)
         if entry is None or entry.digest != accepted.digest:
             where = f"round {round_num}, client {accepted.client}"

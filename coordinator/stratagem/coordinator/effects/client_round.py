@@ -84,13 +84,14 @@ Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
 
 def _look(env: Env, effect: TrainClient) -> Looked:
     """Look into the spool, and make the round's folder, while the client trains."""
-    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(_key(effect))))
+    key = _key(env, effect)
+    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key)))
     looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
     return looked
 
 
-def _key(effect: TrainClient) -> SpoolKey:
-    return SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
+def _key(env: Env, effect: TrainClient) -> SpoolKey:
+    return env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
 
 async def _collect(
@@ -174,7 +175,7 @@ async def _pull_coded(
     """Into memory, and from there decoded into the spool."""
     job = env.job_of(effect.run_id, effect.party)
     numerics = env.numerics_of(effect.run_id)
-    upload = CodedUpload(job, _key(effect), effect.base.digest, expected, numerics)
+    upload = CodedUpload(job, _key(env, effect), effect.base.digest, expected, numerics)
     manifests: list[Manifest] = []
 
     def accept(manifest: Manifest) -> Sink | memoryview:
@@ -237,7 +238,7 @@ async def _pull_plain(
     def writer() -> SpoolWriter:  # opened in the thread that writes
         if not writers:
             source = effect.member.incarnation
-            writers.append(env.spool.open(_key(effect), manifests[0], source=source))
+            writers.append(env.spool.open(_key(env, effect), manifests[0], source=source))
         return writers[0]
 
     loop = asyncio.get_running_loop()

@@ -20,7 +20,6 @@ from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.late import report_update
 from stratagem.coordinator.effects.rejecting import defect, reject
-from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.spool.upload import SpoolEntry
 
 WINDOW_BYTES = 4 << 20
@@ -54,7 +53,7 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
 
 def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
     """The update in the spool; one that a crash left there complete is taken as it is."""
-    key = SpoolKey(effect.run_id, effect.party, effect.round_num, effect.client)
+    key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
     done, _ = env.spool.look(key)
     if done is not None:
         return done

@@ -31,7 +31,7 @@ from stratagem.coordinator.effects.told import Told
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool.spool import Spool
+from stratagem.coordinator.spool.spool import Spool, SpoolKey
 from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.feed import Feed
 from stratagem.coordinator.watching.profiles import Profiles
@@ -125,6 +125,11 @@ class Env:
     def numerics_of(self, run_id: RunId) -> int:
         """Which rules decide the bits of a run; see stratagem.common.numerics."""
         return self.state.runs[run_id].numerics
+
+    def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
+        """Under which the update of a client lies in the spool."""
+        run = self.state.runs.get(run_id)
+        return SpoolKey(run_id, party, round_num, client, 0 if run is None else run.num_returns)
 
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
         """The metrics that the party's job asks for."""

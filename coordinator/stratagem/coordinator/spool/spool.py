@@ -62,6 +62,9 @@ class SpoolKey:
     party: Party
     round_num: int
     client: int
+    num_returns: int = 0
+    """How often the run has gone back to an earlier commit: its rounds happen anew then, perhaps
+    from other states, and what was accepted for them before is none of theirs."""
 
 
 class Spool:
@@ -102,7 +105,7 @@ class Spool:
     def _open(
         self, key: SpoolKey, manifest: Manifest, source: str, publish: Publish | None
     ) -> SpoolWriter:
-        folder = self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        folder = self._folder_of(key, make=True)
         upload = Upload(
             path=folder / f"{key.client}.{secrets.token_hex(8)}{_DATA}",
             entry_path=folder / f"{key.client}{_ENTRY}",
@@ -120,7 +123,7 @@ class Spool:
 
     def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
         """The accepted update of a client, if there is one, else from where to ask for it."""
-        self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
         except (IntegrityError, NotFoundError) as error:  # the client still has it
@@ -134,7 +137,7 @@ class Spool:
         Only the writer, once open, knows for sure; asking from too far on is refused by `write_at`,
         and is not repeated, since an upload that starts anew forgets what was noted.
         """
-        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        folder = self._folder_of(key)
         return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
 
     def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
@@ -143,7 +146,7 @@ class Spool:
         With a digest, that update: the client may have sent others to other coordinators. Raises
         IntegrityError when the object store has damaged it.
         """
-        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        folder = self._folder_of(key)
         entry = SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
         if self._shared is None or (entry is not None and digest in (None, entry.digest)):
             return entry
@@ -169,14 +172,16 @@ class Spool:
         with self._lock:
             return sum(self._used.values())
 
-    def delete_round(self, run_id: RunId, party: Party, round_num: int) -> None:
+    def delete_round(
+        self, run_id: RunId, party: Party, round_num: int, num_returns: int = 0
+    ) -> None:
         """Forget a round: accepted updates and unfinished uploads."""
-        self._delete(self._round_folder(run_id, party, round_num))
+        self._delete(self._round_folder(run_id, party, round_num, num_returns))
 
     def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
         """Forget some accepted updates, entry first."""
         for key in keys:
-            folder = self._round_folder(key.run_id, key.party, key.round_num)
+            folder = self._folder_of(key)
             path = folder / f"{key.client}{_ENTRY}"
             entry = SpoolEntry.read(path)
             if entry is not None:
@@ -215,7 +220,7 @@ class Spool:
         shared = self._shared
         if shared is None:
             return None
-        folder = self._round_folder(key.run_id, key.party, key.round_num)
+        folder = self._folder_of(key)
         return lambda entry: shared.put(f"{self._relative(folder)}/{key.client}", entry)
 
     def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
@@ -225,14 +230,14 @@ class Spool:
         that the journal names.
         """
         assert self._shared is not None
-        folder = self._relative(self._round_folder(key.run_id, key.party, key.round_num))
+        folder = self._relative(self._folder_of(key))
         if is_fresh or folder not in self._of_others:
             self._of_others[folder] = self._shared.find(folder)
         return self._of_others[folder]
 
     def _fetch(self, key: SpoolKey, update: SharedUpdate) -> SpoolEntry:
         assert self._shared is not None
-        self._round_folder(key.run_id, key.party, key.round_num, make=True)
+        self._folder_of(key, make=True)
         manifest, pieces = self._shared.read(update)
         with closing(self._open(key, manifest, update.found.name, None)) as writer:
             offset = 0
@@ -263,14 +268,24 @@ class Spool:
             if path != accepted:
                 yield path
 
+    def _folder_of(self, key: SpoolKey, *, make: bool = False) -> Path:
+        return self._round_folder(key.run_id, key.party, key.round_num, key.num_returns, make=make)
+
     def _round_folder(
-        self, run_id: RunId, party: Party, round_num: int, *, make: bool = False
+        self,
+        run_id: RunId,
+        party: Party,
+        round_num: int,
+        num_returns: int = 0,
+        *,
+        make: bool = False,
     ) -> Path:
         segments = party.split("/") if party else []
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
+        root = f"root-{num_returns}" if num_returns else "root"
         path = self._root
-        for name in (check_run_id(run_id), ".".join(("root", *segments)), str(int(round_num))):
+        for name in (check_run_id(run_id), ".".join((root, *segments)), str(int(round_num))):
             path = path / name
             if make:
                 make_folder(path)
