@@ -85,3 +85,16 @@ def test_names_in_a_trace_move_no_cursor(tmp_path: Path) -> None:
         if each["ph"] == "X"
     ]
     assert (event["name"], event["cat"], event["tid"]) == ("a\\x1b[2J", "b\\x0a", "t\\x07")
+
+
+def test_what_a_disk_does_to_recordings_is_no_matter_of_the_run(tmp_path: Path) -> None:
+    """A power cut leaves half a file, and a full disk takes none; the segment goes on."""
+    folder = tmp_path / "profiles" / RUN
+    folder.mkdir(parents=True)
+    (folder / "00000001--w").write_bytes(b'{"worker_id": "w", "par')
+    profiles = Profiles(tmp_path / "profiles")
+    profiles.add(RUN, recording([["step", "step", 1, 2, 0]]))
+    names = {each["name"] for each in json.loads(b"".join(profiles.trace(RUN)))["traceEvents"]}
+    assert "step" in names
+    (tmp_path / "file").write_bytes(b"")
+    Profiles(tmp_path / "file").add(RUN, recording([["step", "step", 1, 2, 0]]))

@@ -42,14 +42,15 @@ class Profiles:
     def add(self, run_id: RunId, profile: worker_pb2.Profile) -> None:
         """Keep a recording; one of the same worker, party and segment replaces an earlier one.
 
-        One that cannot be read, which no worker of ours sends, is dropped.
+        One that cannot be read, which no worker of ours sends, is dropped, and so is one that the
+        disk does not take: the run that it is of goes on.
         """
         try:
-            recording = Recording.of(profile)
-        except UnreadableError as error:
-            reason = str(error)
-            log.warning("a recording is dropped", run_id=run_id, reason=reason)
-            return
+            self._add(run_id, Recording.of(profile))
+        except (UnreadableError, OSError) as error:
+            log.warning("a recording is dropped", run_id=run_id, reason=str(error))
+
+    def _add(self, run_id: RunId, recording: Recording) -> None:
         folder = self._root / run_id
         folder.mkdir(parents=True, exist_ok=True)
         party, worker = _UNSAFE.sub("_", recording.party), _UNSAFE.sub("_", recording.worker_id)

@@ -91,10 +91,10 @@ class Recording:
     def is_one(path: Path) -> bool:
         """Whether a file has the form that is written here."""
         try:
-            with path.open("rb") as file:
-                return file.read(1) == b"{"
-        except OSError:  # it is being replaced, or deleted
+            Recording.head_in(path)
+        except (OSError, ValueError, TypeError):  # deleted meanwhile; or a power cut has damaged it
             return False
+        return True
 
     def packed(self) -> bytes:
         """The content of its file."""
