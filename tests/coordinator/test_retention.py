@@ -131,8 +131,10 @@ async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path:
     await app.loop.submit(SubmitRun(RunId("r-4"), job(LOCAL), 1.0))
     app.logs.add(RunId("stranger"), Line(0.0, "", "INFO", "left behind"))
     (tmp_path / "profiles" / "stranger").mkdir(parents=True)
+    (tmp_path / "logs" / "obstinate.jsonl").mkdir()  # the disk refuses to delete it
     await house.expire_runs()
     await house.delete_logs()
+    (tmp_path / "logs" / "obstinate.jsonl").rmdir()
     assert set(app.logs.run_ids()) == {"r-2", "r-3", "r-4"}
     assert app.profiles.run_ids() == []
     impatient = replace(house, settings=made.model_copy(update={"keep_logs_for": -1.0}))

@@ -7,6 +7,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from stratagem.common.ids import RunId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers
 from stratagem.coordinator.core.state import EndedRun
@@ -14,6 +16,8 @@ from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.watching.profiles import Profiles
 from stratagem.coordinator.watching.run_logs import RunLogs
+
+log = structlog.get_logger()
 
 LONGEST_PAUSE_S: Final = 60.0
 RUNS_AT_ONCE: Final = 20
@@ -58,7 +62,11 @@ class House:
         for place in (self.logs, self.profiles):
             for run_id in await asyncio.to_thread(place.run_ids):
                 if self._is_over(run_id, before_s):
-                    place.delete(run_id)
+                    try:
+                        place.delete(run_id)
+                    except OSError as error:  # nothing waits for it, and it is tried again
+                        reason = error.strerror
+                        log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     def _is_over(self, run_id: RunId, before_s: float) -> bool:
         run = self.loop.state.find(run_id)
