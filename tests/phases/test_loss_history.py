@@ -91,3 +91,13 @@ def test_what_has_settled_or_falls_or_is_noise_is_no_rise() -> None:
 def test_a_slow_rise_of_negative_losses_is_one_too(sign: float) -> None:
     losses = LossHistory(tuple(sign * 2.0 + 0.02 * step for step in range(50)))
     assert losses.rise(WINDOW, 0.1) is not None
+
+
+def test_losses_whose_squares_are_no_numbers_rise_like_others() -> None:
+    losses = [1 + 0.01 * step for step in range(60)]
+    plain, large = of(*losses), of(*(1e200 * each for each in losses))
+    found, expected = large.rise(5, 0.2), plain.rise(5, 0.2)
+    assert found is not None
+    assert expected is not None
+    assert found.window == expected.window
+    assert found.change == pytest.approx(expected.change)

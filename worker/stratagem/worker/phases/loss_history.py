@@ -118,9 +118,9 @@ class LossHistory:
     def _is_significant(self, size: int) -> bool:
         older, newer = self.losses[-2 * size : -size], self.losses[-size:]
         low, high = mean(older), mean(newer)
-        squares = math.fsum([(each - low) ** 2 for each in older])
-        squares += math.fsum([(each - high) ** 2 for each in newer])
-        error = math.sqrt(squares) / size
+        # Not by squares, which overflow where the losses themselves do not yet.
+        deviations = [*(each - low for each in older), *(each - high for each in newer)]
+        error = math.hypot(*deviations) / size
         return high - low > SIGNIFICANT_ERRORS * error
 
     def is_spike(self, window: int) -> bool:
