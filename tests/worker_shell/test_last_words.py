@@ -48,6 +48,17 @@ def test_a_fault_names_its_signal_without_a_supervisor(tmp_path: Path) -> None:
     assert "ctypes" in told.last_lines[-1]
 
 
+def test_a_folder_that_takes_no_files_ends_no_worker(tmp_path: Path) -> None:
+    no_folder = tmp_path / "data"
+    no_folder.write_text("a file")
+    words = LastWords(no_folder, "w", "first")
+    words.explain_faults()
+    words.registered()
+    with words.at("run-1", ""):
+        words.line("kept nowhere")
+    assert not words.previous.incarnation
+
+
 def test_a_disk_that_fills_up_later_has_room_for_all_of_it(tmp_path: Path) -> None:
     words = LastWords(tmp_path, "w", "first")
     words.registered()

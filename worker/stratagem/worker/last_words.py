@@ -92,7 +92,7 @@ class LastWords:
         """The coordinator knows how the process before has ended: this one takes its place."""
         if self._file is not None and self._faults is not None:
             for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
-                with suppress(FileNotFoundError):  # it was done before, or somebody removed it
+                with suppress(OSError):  # done before, removed, or a folder that takes no files
                     own.replace(file)
 
     def stopped(self) -> None:
