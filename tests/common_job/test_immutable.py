@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -213,6 +214,19 @@ def test_what_would_change_it_raises(number: int) -> None:
         CHANGES[number](value)
     assert value == KWARGS
     assert job().model.kwargs == KWARGS
+
+
+def test_a_fresh_copy_of_many_numbers_takes_few_calls() -> None:
+    weights = frozen({"weights": [0.5] * 1000, "names": {"a": 1, "b": None}})
+    calls = []
+    sys.setprofile(lambda _frame, event, _what: calls.append(event))
+    try:
+        fresh = thawed(weights)
+    finally:
+        sys.setprofile(None)
+    assert fresh == weights
+    assert type(fresh["weights"]) is list
+    assert len(calls) < 100
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

@@ -8,9 +8,12 @@ foreign code is given. Knows no document.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 _T = TypeVar("_T")
+
+_LEAVES: Final = frozenset({str, int, float, bool, type(None)})
+"""Asked of every element, as a user's loss gets a fresh list of weights in every micro-batch."""
 
 
 def _refuse(self: object, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -77,8 +80,8 @@ def thawed(value: _T) -> _T:
     """The same JSON value as fresh dicts and lists, which the caller may change."""
     made: Any = value
     if isinstance(value, Mapping):
-        made = {key: thawed(each) for key, each in value.items()}
+        made = {key: each if type(each) in _LEAVES else thawed(each) for key, each in value.items()}
     elif isinstance(value, list | tuple):
-        made = [thawed(each) for each in value]
+        made = [each if type(each) in _LEAVES else thawed(each) for each in value]
     found: _T = made
     return found
