@@ -197,4 +197,4 @@ def nothing_left_behind(rig: Rig, max_growth_bytes: int = 64 * 2**20) -> Iterato
     # What was broken off is cleaned up, and memory given back, beside the answers.
     with suppress(AssertionError):
         until(lambda: not left(), "nothing is left")
-    assert not left()
+    assert not (remains := left()), remains

@@ -1,7 +1,12 @@
 """Failures of identity come with a sentence that names the file and the remedy."""
 
 import asyncio
+import gc
+import select
+import socket
+import struct
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +65,31 @@ async def test_a_certificate_that_is_missing_or_of_another_authority(
         assert said.startswith(f"the certificate {expired.cert} has expired at 2")
         for plain in (at, ports.tokens):
             assert (await problem(plain, Proof())).startswith(f"{plain} wants TLS: give --tls-ca")
+
+
+def test_a_server_that_goes_before_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def connected_and_reset(address: tuple[str, int], timeout_s: float) -> socket.socket:
+            ours = socket.socket()
+            ours.connect(address)
+            theirs, _ = server.accept()
+            # Closing without lingering sends a reset, which has arrived when the poll returns.
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            theirs.close()
+            poll = select.poll()
+            poll.register(ours, select.POLLHUP)
+            assert poll.poll(PATIENCE_S * 1000)
+            ours.settimeout(timeout_s)
+            return ours
+
+        monkeypatch.setattr(socket, "create_connection", connected_and_reset)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert explain(f"127.0.0.1:{port}", Proof()) == ""
+            gc.collect()
+    assert not caught, "a socket was left open"
 
 
 async def test_a_server_that_is_not_what_it_should_be(own_authority: Authority) -> None:

@@ -71,6 +71,20 @@ def explain(
         return ""
 
 
+class _Connection(ssl.SSLSocket):
+    """A TLS connection that closes itself where its peer has gone before the handshake.
+
+    wrap_socket() has taken the descriptor over by then, and leaves it open.
+    """
+
+    def getpeername(self) -> object:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError("the peer has gone before the handshake") from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Probe:
     address: str
@@ -80,6 +94,7 @@ class _Probe:
         """A connected socket; raises OSError, of which SSLError is one."""
         host, _, port = self.address.rpartition(":")
         context.set_alpn_protocols(["h2"])
+        context.sslsocket_class = _Connection
         plain = socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
         try:
             return context.wrap_socket(plain, server_hostname=name)
