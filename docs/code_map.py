@@ -24,7 +24,7 @@ def first_sentence(path: Path) -> str:
 def _modules(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.glob("*.py")):
         if path.name != "__init__.py" and (said := first_sentence(path)):
-            yield f"[{path.name}](../{path.relative_to(ROOT)})", said
+            yield f"[{path.name}](../../{path.relative_to(ROOT)})", said
 
 
 def map_of(part: str) -> str:

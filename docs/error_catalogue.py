@@ -119,7 +119,8 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "PermissionDeniedError": (
         (
             "…: it is for …, and the caller is …",
-            "see [who may do what](security.md#who-may-do-what); ask for a token with that scope",
+            "see [who may do what](../explanation/security.md#who-may-do-what); ask for a token"
+            " with that scope",
         ),
         ("… speaks for worker …", "a worker's `--name` must be the one in its certificate"),
     ),

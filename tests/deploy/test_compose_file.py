@@ -117,7 +117,7 @@ def test_certificates_change_nothing_but_who_may_connect() -> None:
 
 def test_the_workers_go_by_the_pool_in_their_certificate() -> None:
     """So that each container has a name of its own which the certificate covers."""
-    page = (ROOT / "docs" / "deploy-compose.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "deploy-compose.md").read_text()
     for name in WORKERS:
         told = from_command_line(TLS_SERVICES[name]["command"])
         certificate = f"pool-{told.pool}"
@@ -290,7 +290,7 @@ def test_the_journal_is_a_file_unless_told_and_the_password_always_is(
 
 
 def test_the_server_has_the_database_that_the_documentation_names() -> None:
-    page = (ROOT / "docs" / "deploy-compose.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "deploy-compose.md").read_text()
     (named,) = set(re.findall(r'postgresql://[^\s`"]+', page))
     url, server = make_url(named), SERVICES["postgres"]["environment"]
     assert (url.username, url.database) == (server["POSTGRES_USER"], server["POSTGRES_DB"])

@@ -104,7 +104,7 @@ class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType
     CODEC_UNSPECIFIED: _Codec.ValueType  # 0
     """Means plain: little endian, C order, no padding inside a tensor."""
     CODEC_FP16: _Codec.ValueType  # 1
-    """The tensors are uint8: payloads of a codec of docs/compression.md."""
+    """The tensors are uint8: payloads of a codec of docs/explanation/compression.md."""
     CODEC_BF16: _Codec.ValueType  # 2
     CODEC_INT8: _Codec.ValueType  # 3
     CODEC_TERNARY: _Codec.ValueType  # 4
@@ -118,7 +118,7 @@ class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
 CODEC_UNSPECIFIED: Codec.ValueType  # 0
 """Means plain: little endian, C order, no padding inside a tensor."""
 CODEC_FP16: Codec.ValueType  # 1
-"""The tensors are uint8: payloads of a codec of docs/compression.md."""
+"""The tensors are uint8: payloads of a codec of docs/explanation/compression.md."""
 CODEC_BF16: Codec.ValueType  # 2
 CODEC_INT8: Codec.ValueType  # 3
 CODEC_TERNARY: Codec.ValueType  # 4

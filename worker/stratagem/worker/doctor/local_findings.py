@@ -122,7 +122,7 @@ def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
     try:
         ActivationStore(settings.activation_store).check(settings.worker_id)
     except StratagemError as error:
-        advice = "docs/operations.md has the variables; all workers must name the same store"
+        advice = "docs/how-to/operations.md has the variables; all workers must name the same store"
         yield Finding("activation store", settings.worker_id, Level.FAIL, str(error), advice)
     else:
         found = settings.activation_store
