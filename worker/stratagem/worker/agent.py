@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from stratagem.common.backoff import Backoff
 from stratagem.common.logs import identify
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.coordinators import CoordinatorChannel, Coordinators
@@ -27,23 +26,17 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.worker.clock import CoordinatorClock
+from stratagem.worker.retry import new_backoff
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 log = structlog.get_logger(__name__)
 
-FIRST_RETRY_S: Final = 0.1
-LAST_RETRY_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 10.0
 LEAVE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
-
-
-def new_backoff() -> Backoff:
-    """Between attempts to be heard by a coordinator."""
-    return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import DRAINED, Interrupt, Moved, PartyView
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.executing.train import Segment, account, parts_to_proto, report_failure
-from stratagem.worker.party.party import noting_failures
+from stratagem.worker.party.connect import noting_failures
 from stratagem.worker.party.pipeline import join_stages
 from stratagem.worker.pipeline.held import HeldStages
 from stratagem.worker.profiling import EVALUATING, StepRecorder

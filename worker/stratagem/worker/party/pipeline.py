@@ -28,15 +28,15 @@ from stratagem.worker.exchange import ExchangeError, GradientBuckets, solo_excha
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.agree import form_messages
 from stratagem.worker.mesh.link import MessageLink
-from stratagem.worker.party.party import (
+from stratagem.worker.party.connect import (
     exchange_over,
     form_link,
     form_timeout_s,
-    leave,
-    meet,
     noting_failures,
     place_of,
 )
+from stratagem.worker.party.party import leave
+from stratagem.worker.party.rendezvous import meet
 from stratagem.worker.peer import Group
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.held import HeldStages, Lines

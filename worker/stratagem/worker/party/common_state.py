@@ -1,0 +1,118 @@
+"""One state for all members of a party: its newest, or the base where no member holds any.
+
+A member that is behind copies the state of one that is not. Runs in the torch thread; calls go
+through the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Final
+
+from torch import Tensor
+
+from stratagem.common.errors import StratagemError
+from stratagem.common.job import JobSpec
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.torch_codec import allocate
+from stratagem.common.tensors.transfer import pull
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+from stratagem.worker.control import PartyView
+from stratagem.worker.engine import Trainer
+from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.party.rendezvous import Members, fence_of, session_of
+from stratagem.worker.state_store import freeze
+from stratagem.worker.work import Tally, Work
+
+_TALLY: Final = "tally"
+
+
+def agree_on_state(work: Work, plan: pb.TrainPlan, view: PartyView, members: Members) -> None:
+    """Everybody goes on from the newest state of the party, or from the base where none is."""
+    held = [member.applied_step for member in members if member.HasField("applied_step")]
+    newest = max(held, default=-1)
+    mine = work.holding.applied_step
+    if _keeps_residuals(work.job):
+        # Nobody can copy them from a member that is gone: all hold the same step, or none counts.
+        if len(held) < view.size or min(held) < newest or newest < plan.base.step:
+            _load_base(work, plan.base)
+    elif newest < plan.base.step:
+        _load_base(work, plan.base)
+    elif mine is None or mine < newest:
+        donors = [
+            member.address
+            for member in members
+            if member.HasField("applied_step") and member.applied_step == newest
+        ]
+        _copy_from(work, view, donors[view.rank % len(donors)])
+    elif len(held) < view.size or min(held) < newest:
+        _offer(work, view)
+
+
+def _keeps_residuals(job: JobSpec) -> bool:
+    return job.compression is not None and job.compression.keeps_state
+
+
+def _load_base(work: Work, base: pb.StateRef) -> None:
+    if base.digest:
+        tensors, metadata = work.blob(base.digest)
+        # Aggregated states (federated) carry no step of their own.
+        work.load(tensors, {"step": str(base.step), "format": "1", **metadata})
+    else:
+        work.holding.drop()
+        work.holding.trainer = work.new_trainer(fresh=True)
+    work.holding.tally = Tally(work.segment)
+
+
+def _copy_from(work: Work, view: PartyView, address: str) -> None:
+    try:
+        tensors, metadata = work.control.wait(_pull_live(work, view, address), view.membership)
+    except StratagemError as error:  # the donor is gone, or no longer offers
+        raise ExchangeError(f"no state from {address}: {error}") from error
+    sums = metadata.pop(_TALLY, "")
+    work.load(tensors, metadata)
+    tally = Tally(**json.loads(sums)) if sums else Tally()
+    work.holding.tally = tally if tally.segment == work.segment else Tally(work.segment)
+
+
+async def _pull_live(
+    work: Work, view: PartyView, address: str
+) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+    """The state that another member has frozen for us."""
+    ways_out: list[Callable[[], dict[str, Tensor]]] = []
+
+    def accept(manifest: Manifest) -> Sink:
+        sink, finish = allocate(manifest)
+        ways_out.append(finish)
+        return sink
+
+    async with open_channel(address, work.host.hub.proof, to_worker="") as channel:
+        stub = WorkerServiceStub(channel)
+        # A session has the same name on every member.
+        request = pb.GetStateRequest(fence=fence_of(view), session=session_of(work), live=True)
+        manifest = await pull(
+            lambda offset: stub.GetState(_from(request, offset)),
+            accept,
+            purpose=Purpose.STATE,
+        )
+    return ways_out[0](), dict(manifest.metadata)
+
+
+def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
+    request.offset = offset
+    return request
+
+
+def _offer(work: Work, view: PartyView) -> None:
+    """Freeze what we hold for members that are behind; dropped after the next step."""
+    trainer = work.holding.trainer
+    assert isinstance(trainer, Trainer)
+    tensors, metadata = trainer.copy_state()
+    sums = json.dumps(asdict(work.holding.tally))
+    work.holding.is_offering = True
+    work.post(work.states.set_live, view.membership, freeze(tensors, {**metadata, _TALLY: sums}))

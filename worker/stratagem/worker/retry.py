@@ -1,0 +1,15 @@
+"""The pauses between a worker's attempts to reach its coordinator."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stratagem.common.backoff import Backoff
+
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+
+
+def new_backoff() -> Backoff:
+    """Between attempts to be heard by a coordinator."""
+    return Backoff(FIRST_RETRY_S, LAST_RETRY_S)
