@@ -12,10 +12,11 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.fingerprint import numerics_fingerprint, processor_name
+from stratagem.worker.learning_rate import schedule_factor
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
 from stratagem.worker.models.stochastic import draws_random_numbers
-from stratagem.worker.optimizers import make_optimizer, schedule_factor
+from stratagem.worker.optimizers import make_optimizer
 from stratagem.worker.supported import check_supported
 from tests.engine.support import ALLOWED, CPU, job, solo, train, trainer_of
 from tests.engine.userland import classes

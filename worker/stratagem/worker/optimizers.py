@@ -1,24 +1,22 @@
-"""Optimizers by their torch.optim names, learning-rate schedules, and clipping.
+"""Optimizers by their torch.optim names, their updates, and clipping of gradients.
 
-A schedule is a pure function of the step, so it has no state to save. Steps run per parameter
-tensor (foreach is off, and fused kernels keep to one tensor too): the same bits whatever other
-parameters there are, and however many threads.
+Steps run per parameter tensor (foreach is off, and fused kernels keep to one tensor too): the same
+bits whatever other parameters there are, and however many threads.
 Must not know where gradients come from.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.job import OptimizerSpec, ScheduleSpec
+from stratagem.common.job import OptimizerSpec
 from stratagem.common.json_text import not_one_of, unknown_key
 
 # They need a closure (LBFGS) or gradients of another kind (SparseAdam).
@@ -70,38 +68,6 @@ def make_optimizer(
         return kind(params, **kwargs)
     except (ValueError, TypeError) as error:
         raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
-
-
-def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """The rate for the update that follows `step` applied ones, of `num_steps` in all."""
-    if spec.schedule is None:
-        return spec.lr
-    return spec.lr * schedule_factor(spec.schedule, step, num_steps)
-
-
-def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """What the schedule makes of a rate of 1. Warm-up rises linearly and reaches 1 at its end."""
-    warmup, final = spec.warmup_steps, spec.final_lr_fraction
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    match spec.name:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - (1.0 - final) * progress
-        case "cosine":
-            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "step":
-            return float(spec.gamma ** ((step - warmup) // (spec.step_size_steps or num_steps)))
-        case _:
-            assert_never(spec.name)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Applies to all parameters from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:

@@ -29,9 +29,10 @@ from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.passes import Key, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model
-from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import make_optimizer
 
 # Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
 _CLIENT_STRIDE = 0x9E3779B97F4A7C15

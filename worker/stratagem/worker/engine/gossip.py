@@ -35,7 +35,8 @@ from stratagem.worker.exchange.distances import neighbour_distance
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.exchange.public import PublicCopies
-from stratagem.worker.optimizers import learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.optimizers import make_optimizer
 
 _NUM_COLUMNS: Final = 6
 """Of the table in which a segment's summary is added up."""

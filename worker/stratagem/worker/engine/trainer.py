@@ -33,15 +33,10 @@ from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.extras import Extras
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import counts_rows
 from stratagem.worker.norms import parts_of, total_norm
-from stratagem.worker.optimizers import (
-    clip,
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-    update,
-)
+from stratagem.worker.optimizers import clip, make_optimizer, update
 from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
 
 _FIXED: Final = 3

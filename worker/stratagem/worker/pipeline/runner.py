@@ -26,13 +26,8 @@ from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import not_finite, what_is_wrong
 from stratagem.worker.engine.report import StepReport
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.optimizers import (
-    clip,
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-    update,
-)
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.optimizers import clip, make_optimizer, update
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
 from stratagem.worker.pipeline.forward import Begins, evaluate, predict
 from stratagem.worker.pipeline.rank_pass import RankPass, Work

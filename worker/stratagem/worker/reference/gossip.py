@@ -23,9 +23,10 @@ from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.execution import plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import clip, make_optimizer
 from stratagem.worker.reference.coded import is_coded
 from stratagem.worker.reference.gossip_coded import CodedMixing
 from stratagem.worker.reference.loops import backward, cut_rows, divide, is_skipped

@@ -29,10 +29,11 @@ from stratagem.worker.engine.client_round import client_order
 from stratagem.worker.engine.execution import Execution, LossScale, plainly, prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied
-from stratagem.worker.optimizers import clip, learning_rate, make_optimizer, set_learning_rate
+from stratagem.worker.optimizers import clip, make_optimizer
 from stratagem.worker.reference.coded import is_coded, received
 from stratagem.worker.reference.norm import gradient_norm
 from stratagem.worker.reference.server import Slots, server_step
