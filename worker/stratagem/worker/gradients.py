@@ -23,8 +23,9 @@ from stratagem.common.tensors.traffic import sent
 from stratagem.common.tensors.transfer import receive_chunks
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.tensor_pb2 import TensorSpec
-from stratagem.worker.exchange import ExchangeError, ServerTransport
 from stratagem.worker.exchange.freight import Entry
+from stratagem.worker.exchange.server import ServerTransport
+from stratagem.worker.mesh.link import ExchangeError
 
 
 class GradientPort:
