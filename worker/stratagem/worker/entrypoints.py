@@ -22,13 +22,14 @@ from typing import Any, Final
 
 import torch
 
+import stratagem
 from stratagem.common.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.failures import leaves, told
 from stratagem.common.frozen import thawed
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_OURS: Final = str(Path(__file__).parent)
-_TORCH: Final = str(Path(torch.__file__).parent)
+_MACHINERY: Final = (*stratagem.__path__, str(Path(torch.__file__).parent))
+"""Folders of our own code and of torch."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,6 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_machinery(filename: str) -> bool:
-    return filename.startswith((_OURS, _TORCH, "<frozen")) or filename.endswith(
+    return filename.startswith((*_MACHINERY, "<frozen")) or filename.endswith(
         ("contextlib.py", "importlib/__init__.py")
     )
