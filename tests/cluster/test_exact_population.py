@@ -15,8 +15,8 @@ from stratagem.coordinator.strategies.evolution import donors, draw, explored, s
 from stratagem.coordinator.strategies.population_run import member_job
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import make_optimizer

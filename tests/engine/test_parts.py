@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
+from stratagem.worker.engine.optim.learning_rate import schedule_factor
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.fingerprint import numerics_fingerprint, processor_name
-from stratagem.worker.learning_rate import schedule_factor
 from stratagem.worker.losses import make_loss
 from stratagem.worker.metrics import make_metrics
 from stratagem.worker.models.stochastic import draws_random_numbers

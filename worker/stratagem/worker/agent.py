@@ -26,7 +26,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.worker.clock import CoordinatorClock
-from stratagem.worker.retry import new_backoff
+from stratagem.worker.host.coordinator_retry import new_backoff
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub

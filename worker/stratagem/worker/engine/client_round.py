@@ -26,10 +26,10 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.execution import make_gather, prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.passes import Key, Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import make_loss
 from stratagem.worker.models.build import build_model
 from stratagem.worker.optimizers import make_optimizer

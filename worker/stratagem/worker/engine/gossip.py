@@ -27,6 +27,7 @@ from stratagem.worker.engine.consensus import consensus_distance
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.execution import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.passes import Passes, Rows, Window
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.report import StepReport
@@ -35,7 +36,6 @@ from stratagem.worker.exchange.distances import neighbour_distance
 from stratagem.worker.exchange.flat import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip import GossipExchange
 from stratagem.worker.exchange.public import PublicCopies
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.optimizers import make_optimizer
 
 _NUM_COLUMNS: Final = 6

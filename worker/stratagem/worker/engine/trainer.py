@@ -23,6 +23,7 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import Finding, inspect, not_finite
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.passes import Counted, Passes, Rows, Window, part
 from stratagem.worker.engine.replicas import ReplicaCheck
 from stratagem.worker.engine.report import StepReport
@@ -33,7 +34,6 @@ from stratagem.worker.exchange.alone import AloneExchange
 from stratagem.worker.exchange.compressor import compressor_of
 from stratagem.worker.exchange.exchange import Exchange
 from stratagem.worker.exchange.extras import Extras
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import counts_rows
 from stratagem.worker.norms import parts_of, total_norm
 from stratagem.worker.optimizers import clip, make_optimizer, update

@@ -14,7 +14,7 @@ from stratagem.common.failpoints import failpoint
 from stratagem.v1 import coordinator_pb2, types_pb2
 from stratagem.worker.control import Moved, PartyView
 from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.retry import new_backoff
+from stratagem.worker.host.coordinator_retry import new_backoff
 from stratagem.worker.work import Work
 
 # The coordinator decides how long members may stay away; this only ends a call it has forgotten.

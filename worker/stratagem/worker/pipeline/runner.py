@@ -24,9 +24,9 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.evaluate import Part
 from stratagem.worker.engine.finite import not_finite, what_is_wrong
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.report import StepReport
 from stratagem.worker.entrypoints import user_code
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.optimizers import clip, make_optimizer, update
 from stratagem.worker.pipeline.agreement import Agreement, Verdict
 from stratagem.worker.pipeline.forward import Begins, evaluate, predict

@@ -27,9 +27,9 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import Client, DataSources, load_data
 from stratagem.worker.engine.client_round import client_order
 from stratagem.worker.engine.execution import Execution, LossScale, plainly, prepare
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.models.nodes import program_of, separate_tied

@@ -1,0 +1,1 @@
+"""What one worker process offers to all its sessions."""
