@@ -31,7 +31,6 @@ from stratagem.common.json_text import (
     under,
     unknown_key,
 )
-from stratagem.common.strategy import Strategy, parse_strategy
 
 MAX_COUNT: Final = 2**63 - 1  # what the journal's integer columns and torch's seeds can hold
 
@@ -88,22 +87,6 @@ Items: TypeAlias = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
-
-def _read_strategy(value: object) -> Strategy:
-    if isinstance(value, get_args(Strategy)):
-        strategy: Strategy = value
-        return strategy
-    if isinstance(value, str):
-        raise InvalidInputError(f"{value!r} is not a mapping such as {{type: Local}}")
-    return parse_strategy(value, "")
-
-
-StrategyField: TypeAlias = Annotated[
-    Strategy,
-    GetPydanticSchema(
-        lambda _source, _handler: core_schema.no_info_plain_validator_function(_read_strategy)
-    ),
-]
 
 _MODULE_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -15,11 +15,12 @@ from typing import Annotated, Final, Self, TypeAlias
 
 from pydantic import AfterValidator, model_validator
 
-from stratagem.common.document import Items, Kwargs, Section, StrategyField, Whole, refuse
+from stratagem.common.document import Items, Kwargs, Section, Whole, refuse
 from stratagem.common.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
 from stratagem.common.frozen import FrozenDict
 from stratagem.common.json_text import suggest
 from stratagem.common.strategy import Local, Strategy
+from stratagem.common.strategy.document_field import StrategyField
 
 MAX_COMPARED: Final = 10_000
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BaseModel, Field, model_validator
 
 from stratagem.common import limits
-from stratagem.common.document import MAX_COUNT, Count, Name, Section, StrategyField, refuse
+from stratagem.common.document import MAX_COUNT, Count, Name, Section, refuse
 from stratagem.common.errors import Violation
 from stratagem.common.frozen import thawed
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
@@ -46,6 +46,7 @@ from stratagem.common.strategy import (
     all_reduce_of,
     dump_strategy,
 )
+from stratagem.common.strategy.document_field import StrategyField
 
 # One epoch reseeds with seed + epoch, which must stay in torch's range.
 _MAX_SEED = MAX_COUNT // 2
