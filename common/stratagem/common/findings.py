@@ -18,7 +18,7 @@ from stratagem.common.errors import (
     UnauthenticatedError,
     WrongStateError,
 )
-from stratagem.common.rpc.options import PROTOCOL_VERSION
+from stratagem.common.protocol_version import PROTOCOL_VERSION
 from stratagem.v1 import types_pb2
 
 SLOW_ROUND_TRIP_S: Final = 0.25

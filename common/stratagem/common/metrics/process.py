@@ -16,7 +16,7 @@ from stratagem.common.metrics.definition import Metric, Values, one
 from stratagem.common.metrics.expiry import EXPIRY, START, expiries
 from stratagem.common.metrics.guard import MetricsSettings
 from stratagem.common.metrics.lag import LoopLag
-from stratagem.common.rpc.options import PROTOCOL_VERSION
+from stratagem.common.protocol_version import PROTOCOL_VERSION
 from stratagem.common.tensors import traffic
 
 BUILD_INFO: Final = Metric(

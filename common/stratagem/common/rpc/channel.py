@@ -21,12 +21,11 @@ from google.protobuf.message import Message
 
 from stratagem.common import tracing
 from stratagem.common.errors import ConflictError, InvalidInputError
+from stratagem.common.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
 from stratagem.common.rpc.options import (
     CLIENT_OPTIONS,
-    PROTOCOL_KEY,
-    PROTOCOL_VERSION,
     SHALLOW_OPTIONS,
 )
 from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name

@@ -1,4 +1,4 @@
-"""Protocol version and gRPC settings that clients and servers must agree on.
+"""Settings of gRPC that clients and servers must agree on.
 
 Owns the numbers. Limits on messages are finite on purpose: a peer must not be able to make this
 process buffer what it likes. The other knobs of gRPC were measured to change nothing.
@@ -7,9 +7,6 @@ process buffer what it likes. The other knobs of gRPC were measured to change no
 from __future__ import annotations
 
 from typing import Final
-
-PROTOCOL_KEY: Final = "stratagem-protocol"
-PROTOCOL_VERSION: Final = "1"
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 _KEEPALIVE_MS: Final = 30_000
