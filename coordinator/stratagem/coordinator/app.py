@@ -43,6 +43,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import live_blobs, pending, pending_of
 from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.showing import phase_of, phase_then
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.effects.perform import perform
@@ -55,7 +56,6 @@ from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.resting import rest
 from stratagem.coordinator.rows import Committed
-from stratagem.coordinator.service.views import phase_of, phase_then
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool.spool import SpoolKey
 from stratagem.coordinator.standby import Entrance

@@ -4,8 +4,23 @@ written down when it comes to rest."""
 from stratagem.common.ids import Digest, RunId
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.asking import outlook_of
-from stratagem.coordinator.core.facts import ErrorRecord, Metrics, Value
-from stratagem.coordinator.core.state import RunPhase, RunRecord, World, best_commit, retained
+from stratagem.coordinator.core.facts import (
+    ErrorRecord,
+    Fact,
+    Metrics,
+    RunCancelled,
+    RunCompleted,
+    RunFailed,
+    Value,
+)
+from stratagem.coordinator.core.state import (
+    EndedRun,
+    RunPhase,
+    RunRecord,
+    World,
+    best_commit,
+    retained,
+)
 from stratagem.coordinator.strategies.contract import Outlook
 
 
@@ -87,6 +102,26 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
         data_plane=_data_plane(world, outlook),
         submitted_by=run.submitted_by,
     )
+
+
+def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
+    """The phase of a run: how it ended, else what its strategy says."""
+    if isinstance(run, EndedRun):
+        return run.ended
+    return run.ended or outlook_of(run, world).phase
+
+
+def phase_then(fact: Fact) -> RunPhase:
+    """The phase of a run after an old fact of it, as far as the fact itself tells."""
+    match fact:
+        case RunCompleted():
+            return RunPhase.COMPLETED
+        case RunFailed():
+            return RunPhase.FAILED
+        case RunCancelled():
+            return RunPhase.CANCELLED
+        case _:
+            return RunPhase.RUNNING
 
 
 def _data_plane(world: World, outlook: Outlook) -> str:

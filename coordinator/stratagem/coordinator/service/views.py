@@ -8,17 +8,12 @@ from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.facts import (
     Capability,
     ErrorRecord,
-    Fact,
     Member,
-    RunCancelled,
-    RunCompleted,
-    RunFailed,
 )
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.showing import CommitView, RunView
 from stratagem.coordinator.core.state import (
     CoordinatorState,
-    EndedRun,
     RunPhase,
     RunRecord,
     WorkerRecord,
@@ -31,26 +26,6 @@ Paths = Callable[[Digest], str]
 """Where a blob lies, for people; "" when it is not a file here."""
 
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
-
-
-def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
-    """The phase of a run: how it ended, else what its strategy says."""
-    if isinstance(run, EndedRun):
-        return run.ended
-    return run.ended or outlook_of(run, world).phase
-
-
-def phase_then(fact: Fact) -> RunPhase:
-    """The phase of a run after an old fact of it, as far as the fact itself tells."""
-    match fact:
-        case RunCompleted():
-            return RunPhase.COMPLETED
-        case RunFailed():
-            return RunPhase.FAILED
-        case RunCancelled():
-            return RunPhase.CANCELLED
-        case _:
-            return RunPhase.RUNNING
 
 
 def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
