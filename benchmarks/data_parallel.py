@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from stratagem.common.certificates import make_authority
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.authorization import Gate
+from stratagem.common.rpc.authentication import Gate
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.common.rpc.tls import Role, TlsFiles

@@ -20,7 +20,7 @@ MAY_READ: Mapping[str, str] = {
     "client/doctor.py": "compares clocks, and says which one is wrong",
     "common/authorities.py": EXPIRY,
     "common/certificates.py": EXPIRY,
-    "common/rpc/authorization.py": EXPIRY,
+    "common/rpc/authentication.py": EXPIRY,
     "common/rpc/chain.py": EXPIRY,
     "common/rpc/tls_probe.py": EXPIRY,
     "coordinator/app.py": LOG_LINES,

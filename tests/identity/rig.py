@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.rpc.authorization import Gate, current_caller
+from stratagem.common.rpc.authentication import Gate, current_caller
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.common.rpc.tls import TlsFiles
 from stratagem.common.rpc.tokens import TokenBook

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from stratagem.common.certificates import Authority
-from stratagem.common.rpc.authorization import Gate
+from stratagem.common.rpc.authentication import Gate
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.common.rpc.tls import Role, TlsFiles

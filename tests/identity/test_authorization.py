@@ -10,14 +10,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from stratagem.common.certificates import Authority
 from stratagem.common.errors import InvalidInputError, PermissionDeniedError, UnauthenticatedError
-from stratagem.common.rpc.authorization import (
-    NOBODY,
-    TABLE,
-    Anyone,
-    Gate,
-    current_caller,
-    is_open,
-)
+from stratagem.common.rpc.authentication import NOBODY, Gate, current_caller
+from stratagem.common.rpc.authorization import TABLE, Anyone, is_open
 from stratagem.common.rpc.revocation import RevokedFile, add_revoked, fingerprint
 from stratagem.common.rpc.tls import Role
 from stratagem.common.rpc.tokens import HEADER, Scope, TokenBook, add_token, new_token

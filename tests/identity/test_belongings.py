@@ -16,7 +16,8 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from stratagem.common.certificates import Authority, make_authority
 from stratagem.common.ids import Party, RunId
-from stratagem.common.rpc.authorization import TABLE, Gate
+from stratagem.common.rpc.authentication import Gate
+from stratagem.common.rpc.authorization import TABLE
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.common.rpc.tls import Role

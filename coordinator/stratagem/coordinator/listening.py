@@ -12,7 +12,7 @@ import structlog
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.rpc.addresses import is_loopback, split_address
-from stratagem.common.rpc.authorization import Gate
+from stratagem.common.rpc.authentication import Gate
 from stratagem.common.rpc.revocation import RevokedFile
 from stratagem.common.rpc.server import bind, bind_tls
 from stratagem.common.rpc.tls import Role, TlsFiles, tls_files

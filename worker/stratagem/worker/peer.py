@@ -26,7 +26,8 @@ from stratagem.common.errors import (
     StratagemError,
     UnavailableError,
 )
-from stratagem.common.rpc.authorization import Caller, Names
+from stratagem.common.rpc.authentication import Caller
+from stratagem.common.rpc.authorization import Names
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.manifest import Limits, from_proto

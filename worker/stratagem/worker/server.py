@@ -26,7 +26,8 @@ from stratagem.common.errors import (
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import check_party, check_run_id
 from stratagem.common.job import JobSpec
-from stratagem.common.rpc.authorization import Caller, Names, current_caller
+from stratagem.common.rpc.authentication import Caller, current_caller
+from stratagem.common.rpc.authorization import Names
 from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
 from stratagem.common.tensors.transfer import (

@@ -22,7 +22,7 @@ from stratagem.common.errors import (
     UnavailableError,
 )
 from stratagem.common.job import JobSpec
-from stratagem.common.rpc.authorization import Caller
+from stratagem.common.rpc.authentication import Caller
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.control import Control

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from stratagem.common.rpc.authorization import TABLE, UNCHECKED, Caller, Names, current_caller
+from stratagem.common.rpc.authentication import Caller, current_caller
+from stratagem.common.rpc.authorization import TABLE, UNCHECKED, Names
 
 Check = Callable[[Any, Any, Caller], Awaitable[None] | None]
 """Of the servicer, the request and the caller: raises when what is named is not for that one. Of a

@@ -1,6 +1,6 @@
 """Servers of our services.
 
-Owns what holds for every call of every service: the caller may make it (see `authorization.py`),
+Owns what holds for every call of every service: the caller may make it (see `authentication.py`),
 the protocol version is right, requests arrive in time and within the limits (see `intake.py`), what
 does not parse is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status with
 the reason, any other exception becomes INTERNAL with an id that stands in the log, never a
@@ -27,8 +27,10 @@ from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.common.failures import sole
 from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
+from stratagem.common.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.rpc.addresses import is_loopback
-from stratagem.common.rpc.authorization import Gate, is_open
+from stratagem.common.rpc.authentication import Gate
+from stratagem.common.rpc.authorization import is_open
 from stratagem.common.rpc.credentials import server_credentials
 from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.ids import bind_ids
@@ -40,7 +42,7 @@ from stratagem.common.rpc.intake import (
     ParsedStream,
     only_request,
 )
-from stratagem.common.rpc.options import PROTOCOL_KEY, PROTOCOL_VERSION, SERVER_OPTIONS
+from stratagem.common.rpc.options import SERVER_OPTIONS
 from stratagem.common.rpc.sending import Sending
 from stratagem.common.rpc.status import to_status
 from stratagem.common.rpc.tls import TlsFiles

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from stratagem.common.errors import PermissionDeniedError
 from stratagem.common.ids import Party, RunId
-from stratagem.common.rpc.authorization import Caller, Names
+from stratagem.common.rpc.authentication import Caller
+from stratagem.common.rpc.authorization import Names
 from stratagem.common.rpc.named import Check
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.asking import parties_of

@@ -16,7 +16,7 @@ from typing import Final
 from stratagem.common.errors import ConflictError, InvalidInputError, LimitError
 from stratagem.common.printable import is_printable, printable
 from stratagem.common.rpc.addresses import split_address
-from stratagem.common.rpc.authorization import NOBODY, Caller
+from stratagem.common.rpc.authentication import NOBODY, Caller
 from stratagem.common.rpc.intake import RETRY_AFTER_S
 from stratagem.v1 import types_pb2
 

@@ -25,7 +25,7 @@ from stratagem.common.ids import (
     check_run_id,
     check_worker_id,
 )
-from stratagem.common.rpc.authorization import Caller, current_caller
+from stratagem.common.rpc.authentication import Caller, current_caller
 from stratagem.common.rpc.named import checks_what_is_named
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app import App

@@ -16,7 +16,7 @@ from stratagem.common.errors import (
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.job.sections import check_digest
-from stratagem.common.rpc.authorization import Caller, current_caller
+from stratagem.common.rpc.authentication import Caller, current_caller
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
 from stratagem.common.tensors.safefile import header_bytes, header_of
