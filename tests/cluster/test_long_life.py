@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.client.local_cluster import LocalCluster
-from stratagem.common.health import health_of
+from stratagem.common.health.health_probe import health_of
 from stratagem.common.ids import RunId
 from stratagem.coordinator.journal import Holder, Journal, Record
 from tests.core.simulation import Simulation, start

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.common.health import health_of
+from stratagem.common.health.health_probe import health_of
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.worker.settings import WorkerSettings, advertised, from_command_line
 from tests.crash.rig import until
@@ -110,7 +110,7 @@ def test_no_answer_is_not_healthy_and_says_why() -> None:
 def test_a_health_check_loads_little() -> None:
     """It runs every few seconds in each container."""
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, stratagem.common.health; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, stratagem.common.health.__main__; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

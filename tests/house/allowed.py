@@ -37,7 +37,7 @@ FOLDERS_IN_CIRCLES: frozenset[str] = frozenset(
 
 MODULES_IN_FOLDERS: dict[str, int] = {
     "client": 19,
-    "common": 34,
+    "common": 33,
     "common.rpc": 18,
     "coordinator": 20,
     "coordinator.core": 21,
@@ -83,7 +83,6 @@ LOOSE_MODULES: frozenset[str] = frozenset(
         "common.findings",
         "common.frozen",
         "common.graph",
-        "common.health",
         "common.ids",
         "common.json_forms",
         "common.json_text",

@@ -40,7 +40,7 @@ def test_channels_listeners_and_credentials_are_made_in_one_place_each() -> None
     """Health is asked in plaintext, by a program that imports nothing else."""
     places = {
         r"aio\.(?:in)?secure_channel\(": {"channel.py"},
-        r"grpc\.(?:in)?secure_channel\(": {"health.py"},
+        r"grpc\.(?:in)?secure_channel\(": {"health_probe.py"},
         r"add_(?:in)?secure_port": {"server.py"},
         r"ssl_channel_credentials": {"credentials.py"},
         r"ssl_server_credentials": {"credentials.py"},

@@ -15,7 +15,7 @@ from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.client import DEFAULT_ADDRESS
 from stratagem.client.local_cluster import LocalCluster
-from stratagem.common.health import TIMEOUT_S, health_of, is_healthy
+from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
 
 
 def up(

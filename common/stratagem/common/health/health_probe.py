@@ -1,13 +1,11 @@
-"""Asks a grpc.health.v1 service how it is: `python -m stratagem.common.health HOST:PORT`.
+"""Asks a grpc.health.v1 service how it is: one question, one answer, no retries.
 
 For health checks of containers, which run it every few seconds in each of them: so it imports gRPC
-and nothing else that costs time. One question, one answer; no retries.
+and nothing else that costs time.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from typing import Final
 
 import grpc
@@ -37,18 +35,3 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 def is_healthy(answer: str) -> bool:
     """Whether what `health_of` said is good news."""
     return answer == "SERVING"
-
-
-def main() -> int:
-    """0 when the service answers SERVING, else 1; the answer stands on standard output."""
-    parser = argparse.ArgumentParser(prog="python -m stratagem.common.health")
-    parser.add_argument("address", metavar="HOST:PORT")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
-    options = parser.parse_args()
-    answer = health_of(options.address, options.timeout)
-    print(answer)
-    return 0 if is_healthy(answer) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The health check of containers: `python -m stratagem.common.health HOST:PORT`."""
