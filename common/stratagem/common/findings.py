@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Final
 
+from stratagem.common.base.protocol_version import PROTOCOL_VERSION
 from stratagem.common.errors import (
     PermissionDeniedError,
     StratagemError,
     UnauthenticatedError,
     WrongStateError,
 )
-from stratagem.common.protocol_version import PROTOCOL_VERSION
 from stratagem.v1 import types_pb2
 
 SLOW_ROUND_TRIP_S: Final = 0.25

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Final
 
+from stratagem.common.base.protocol_version import PROTOCOL_VERSION
 from stratagem.common.metrics.calls import CallStats
 from stratagem.common.metrics.definition import Metric, Values, one
 from stratagem.common.metrics.expiry import EXPIRY, START, expiries
 from stratagem.common.metrics.guard import MetricsSettings
 from stratagem.common.metrics.lag import LoopLag
-from stratagem.common.protocol_version import PROTOCOL_VERSION
 from stratagem.common.tensors import traffic
 
 BUILD_INFO: Final = Metric(

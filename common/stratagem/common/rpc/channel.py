@@ -20,8 +20,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from stratagem.common import tracing
+from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.errors import ConflictError, InvalidInputError
-from stratagem.common.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
 from stratagem.common.rpc.options import (

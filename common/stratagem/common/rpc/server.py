@@ -24,16 +24,16 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
 from stratagem.common import tracing
+from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.common.failures import sole
 from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
-from stratagem.common.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
+from stratagem.common.observe.request_ids import bind_ids
 from stratagem.common.rpc.addresses import is_loopback
 from stratagem.common.rpc.authentication import Gate
 from stratagem.common.rpc.authorization import is_open
 from stratagem.common.rpc.credentials import server_credentials
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.common.rpc.ids import bind_ids
 from stratagem.common.rpc.intake import (
     DEFAULT_LIMITS,
     MALFORMED,

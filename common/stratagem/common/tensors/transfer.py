@@ -21,8 +21,8 @@ import grpc
 import grpc.aio
 
 from stratagem.common.errors import ConflictError, InvalidInputError, UnavailableError
+from stratagem.common.observe.request_ids import bind_ids
 from stratagem.common.rpc.channel import write_message
-from stratagem.common.rpc.ids import bind_ids
 from stratagem.common.rpc.status import from_rpc_error
 from stratagem.common.tensors.chunks import (
     CarriesChunk,

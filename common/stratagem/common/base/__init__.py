@@ -1,0 +1,1 @@
+"""What every part of the system builds on: errors, identifiers, limits, durations, addresses."""

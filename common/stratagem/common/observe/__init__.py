@@ -1,0 +1,1 @@
+"""What every process tells about itself: metrics, logs, traces."""
