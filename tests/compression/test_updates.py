@@ -14,7 +14,7 @@ from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError
 from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.effects.coded_update import CodedUpload
-from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey
+from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey, SpoolRun
 from stratagem.worker.coded_update import coded_update
 from stratagem.worker.engine.client_round import ClientRound
 from stratagem.worker.state_store import Frozen
@@ -65,7 +65,7 @@ class Place:
         self.base: Digest = writer.commit()
 
     def enter(self, manifest: Manifest, data: bytes) -> SpoolEntry:
-        upload = CodedUpload(spec(), SpoolKey(RUN, ROOT, 1, 0), self.base, self.expected)
+        upload = CodedUpload(spec(), SpoolKey(SpoolRun(RUN), ROOT, 1, 0), self.base, self.expected)
         upload.accept(manifest)(0, data)
         return upload.enter(self.spool, self.blobs, "worker", 5)
 
@@ -118,4 +118,4 @@ def test_what_cannot_be_right_is_rejected_with_the_reason(place: Place) -> None:
     spoiled[-25:-21] = np.array([3e38], np.float32).tobytes()
     with pytest.raises(UpdateRejectedError, match="values of 'model/weight' are not finite"):
         place.enter(manifest, bytes(spoiled))
-    assert place.spool.entry(SpoolKey(RUN, ROOT, 1, 0)) is None
+    assert place.spool.entry(SpoolKey(SpoolRun(RUN), ROOT, 1, 0)) is None

@@ -1,8 +1,10 @@
 """The coordinator's gRPC face over a real server, with a worker that only says who it is."""
 
 import asyncio
+import json
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,18 @@ async def test_submit_is_idempotent_and_names_every_wrong_field(tmp_path: Path) 
         code, reason = await refused(stub.SubmitRun(submit("Bad Id")))
         assert code is Code.INVALID_ARGUMENT
         assert [run.run_id for run in (await stub.ListRuns(pb.ListRunsRequest())).runs] == ["r-1"]
+
+
+async def test_each_submission_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """What is stored of a run bears it: the id may have been another run's, that was deleted."""
+    async with coordinator(tmp_path) as stub:
+        for run_id in ("r-1", "r-2"):
+            await stub.SubmitRun(submit(run_id))
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as journal:
+        found = journal.execute("SELECT payload FROM event WHERE kind = 'RunSubmitted'").fetchall()
+    names = {json.loads(payload)["submission"] for (payload,) in found}
+    assert len(names) == 2
+    assert all(names)
 
 
 async def test_a_coordinator_that_may_no_longer_write_answers_what_it_was_asked(

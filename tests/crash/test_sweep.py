@@ -39,6 +39,7 @@ REACHED_BY = {
     "coordinator.spool.after_checkpoint": ("FedAvg-large",),
     "coordinator.spool.before_rename": ("FedAvg",),
     "coordinator.spool.after_rename": ("FedAvg",),
+    "coordinator.spool.before_delete": ("FedAvg",),
     "coordinator.fold.after_window": ("FedAvg", "FedAvg-large", "FedYogi"),
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),

@@ -20,7 +20,7 @@ from stratagem.coordinator.aggregation.server_optimizers import server_optimizer
 from stratagem.coordinator.aggregation.server_step import ServerStep, slot_dtype
 from stratagem.coordinator.blobs import DirectoryBlobs
 from stratagem.coordinator.spool.spool import Spool
-from tests.store.updates import MIXED, accept, arrays, data_of, flip_bit, manifest_of
+from tests.store.updates import MIXED, OF_RUN, accept, arrays, data_of, flip_bit, manifest_of
 
 # A frozen tensor and a buffer between trained ones; MIXED has sizes 0, 1 and odd ones.
 LAYOUT = [*MIXED[:2], ("model/frozen", "float32", (7,)), *MIXED[2:], ("model/mean", "float32", ())]
@@ -111,7 +111,7 @@ class Server:
         self.base, self.slots = fold_weighted_mean(
             entries, WEIGHTS, self.manifest, self.writer(), server=self.step(number)
         )
-        self.spool.delete_run("digits-1")  # type: ignore[arg-type]
+        self.spool.delete_run(OF_RUN)
         manifest, start = read_header(self.store.path(self.base))
         data = self.store.path(self.base).read_bytes()[start:]
         return {

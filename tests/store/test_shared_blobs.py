@@ -29,7 +29,7 @@ from tests.patience import PATIENCE_S
 from tests.store.places import CONTENT, MIB, Bucket, digest_of, put, read
 from tests.store.programs import run
 from tests.store.troubled import FORBIDDEN, HALF, UNAVAILABLE, troubled
-from tests.store.updates import MIXED, RUN, accept, data_of, flip_bit, manifest_of
+from tests.store.updates import MIXED, OF_RUN, accept, data_of, flip_bit, manifest_of
 
 WRITE = """
 from stratagem.coordinator.blobs import SharedBlobs
@@ -178,7 +178,7 @@ def test_copies_make_room_on_a_full_disk(
     accepted = accept(spool, 0, update, data_of(update, 1))
     assert accepted.path.stat().st_size > 500
     assert not copies(disk / "cache"), "no copy is worth an update"
-    spool.delete_run(RUN)
+    spool.delete_run(OF_RUN)
     with pytest.raises(NoSpaceError, match="the coordinator's disk is full"):
         put(store, bytes(3000))
     assert not list((disk / "cache" / "tmp").iterdir())

@@ -14,10 +14,17 @@ from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import DataCheck
 from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.spool import upload
-from stratagem.coordinator.spool.spool import Spool, SpoolKey, UpdateRejectedError, check_layout
+from stratagem.coordinator.spool.spool import (
+    Spool,
+    SpoolKey,
+    SpoolRun,
+    UpdateRejectedError,
+    check_layout,
+)
 from tests.store.programs import run
 from tests.store.updates import (
     MIXED,
+    OF_RUN,
     ROOT,
     RUN,
     accept,
@@ -279,16 +286,18 @@ def test_the_quota_counts_what_is_announced_also_after_a_restart(tmp_path: Path)
     spool = reopened(tmp_path, quota_bytes=2 * size)
     with pytest.raises(LimitError):
         spool.open(key(4), MANIFEST)
-    spool.delete_round(RUN, ROOT, 1)
+    spool.delete_round(OF_RUN, ROOT, 1)
     accept(spool, 4, MANIFEST, DATA)
 
 
 @pytest.mark.parametrize("party", ["..", "a/../b", "/a", "a//b", "a.b"])
 def test_names_that_are_no_names_never_reach_the_disk(spool: Spool, party: str) -> None:
     with pytest.raises(InvalidInputError, match="party"):
-        spool.open(SpoolKey(RUN, Party(party), 1, 0), MANIFEST)
+        spool.open(SpoolKey(OF_RUN, Party(party), 1, 0), MANIFEST)
     with pytest.raises(InvalidInputError, match="run_id"):
-        spool.open(SpoolKey(RunId("../x"), ROOT, 1, 0), MANIFEST)
+        spool.open(key(0, run=SpoolRun(RunId("../x"))), MANIFEST)
+    with pytest.raises(InvalidInputError, match="submission"):
+        spool.open(key(0, run=SpoolRun(RUN, "../x")), MANIFEST)
 
 
 @pytest.mark.parametrize(

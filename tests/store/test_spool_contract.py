@@ -11,12 +11,13 @@ from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.tensors.safefile import read_header
 from stratagem.coordinator.aggregation.fold import fold_weighted_mean
 from stratagem.coordinator.blobs import DirectoryBlobs
-from stratagem.coordinator.spool.spool import Spool, SpoolKey
+from stratagem.coordinator.spool.spool import Spool, SpoolKey, SpoolRun
 from tests.store.places import Bucket, Place
 from tests.store.programs import run
 from tests.store.troubled import FORBIDDEN, troubled
 from tests.store.updates import (
     MIXED,
+    OF_RUN,
     ROOT,
     RUN,
     accept,
@@ -69,7 +70,7 @@ def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
     again = blob_place.spool()
     found = again.entry(key(3))
     assert found is not None
-    assert again.entries(RUN, ROOT, 1) == {3: found}
+    assert again.entries(OF_RUN, ROOT, 1) == {3: found}
     assert again.entry(key(4)) is None
     for each in (entry, found):
         assert each.digest == update_digest(DATA)
@@ -83,22 +84,22 @@ def test_entries_come_in_client_order_and_go_with_their_round(blob_place: Place)
     spool = blob_place.spool()
     for client in (10, 2, 0):
         accept(spool, client, MANIFEST, DATA)
-    other = SpoolKey(RUN, Party("silo0/replica1"), 1, 5)
+    other = SpoolKey(OF_RUN, Party("silo0/replica1"), 1, 5)
     writer = spool.open(other, MANIFEST)
     writer.write(DATA)
     writer.commit(MANIFEST, 1)
     spool = blob_place.spool()
-    assert list(spool.entries(RUN, ROOT, 1)) == [0, 2, 10]
-    assert list(spool.entries(RUN, other.party, 1)) == [5]
+    assert list(spool.entries(OF_RUN, ROOT, 1)) == [0, 2, 10]
+    assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
     spool.delete_updates([key(2), key(7)])
-    assert list(spool.entries(RUN, ROOT, 1)) == [0, 10]
-    spool.delete_round(RUN, ROOT, 1)
-    assert spool.entries(RUN, ROOT, 1) == {}
+    assert list(spool.entries(OF_RUN, ROOT, 1)) == [0, 10]
+    spool.delete_round(OF_RUN, ROOT, 1)
+    assert spool.entries(OF_RUN, ROOT, 1) == {}
     assert spool.entry(key(0)) is None
-    assert list(spool.entries(RUN, other.party, 1)) == [5]
-    spool.delete_run(RUN)
-    spool.delete_run(RUN)
-    assert blob_place.spool().entries(RUN, other.party, 1) == {}
+    assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
+    spool.delete_run(OF_RUN)
+    spool.delete_run(OF_RUN)
+    assert blob_place.spool().entries(OF_RUN, other.party, 1) == {}
 
 
 def test_a_second_update_of_a_client_takes_the_place_of_the_first(blob_place: Place) -> None:
@@ -107,6 +108,72 @@ def test_a_second_update_of_a_client_takes_the_place_of_the_first(blob_place: Pl
     second = accept(spool, 0, MANIFEST, OTHER_DATA)
     assert spool.entry(key(0)) == second
     assert content_of(blob_place.spool(), 0) == OTHER_DATA
+
+
+def test_files_of_runs_that_are_not_known_any_more_are_deleted(blob_place: Place) -> None:
+    """But not those of runs that another coordinator, which leads now, has begun meanwhile."""
+    accept(blob_place.spool(), 0, MANIFEST, DATA)
+    spool = blob_place.spool()
+    later = SpoolRun(RunId("another-1"))
+    accept(blob_place.spool(), 0, MANIFEST, DATA, run=later)
+    spool.clean([OF_RUN])
+    assert blob_place.spool().entry(key(0)) is not None
+    spool.clean([])
+    assert blob_place.spool().entry(key(0)) is None
+    assert blob_place.spool().entry(key(0, run=later)) is not None
+
+
+AGAIN = SpoolRun(RUN, "b")
+
+
+def test_a_run_does_not_meet_what_an_earlier_one_of_its_id_has_left(blob_place: Place) -> None:
+    spool = blob_place.spool()
+    first = SpoolRun(RUN, "a")
+    for run_before in (OF_RUN, first):
+        accept(spool, 0, MANIFEST, DATA, run=run_before)
+    assert blob_place.spool().look(key(0, run=AGAIN)) == (None, 0)
+    accept(spool, 0, MANIFEST, OTHER_DATA, run=AGAIN)
+    spool.delete_run(first)  # late
+    assert spool.entry(key(0, run=first)) is None
+    spool = blob_place.spool()
+    spool.clean([AGAIN])
+    found = spool.entry(key(0, run=AGAIN))
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    assert spool.entry(key(0)) is None
+
+
+def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(blob_place: Place) -> None:
+    """A crash, or another coordinator's disk, may have left it; its base was another state."""
+    spool = blob_place.spool()
+    silo = SpoolKey(AGAIN, Party("silo0"), 2, 0)
+    accept(spool, 0, MANIFEST, DATA, run=AGAIN)
+    with closing(spool.open(silo, MANIFEST)) as writer:
+        writer.write(DATA)
+        writer.commit(MANIFEST, 5)
+    returned = replace(AGAIN, num_returns=1)
+    assert blob_place.spool().look(key(0, run=returned)) == (None, 0)
+    accept(spool, 0, MANIFEST, OTHER_DATA, run=returned)
+    spool.delete_returned(returned)  # late: a round of the present has begun
+    assert spool.entry(key(0, run=AGAIN)) is None
+    assert spool.entry(silo) is None
+    found = blob_place.spool().look(key(0, run=returned))[0]
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    spool.delete_round(returned, ROOT, 1)
+    assert spool.look(key(0, run=returned)) == (None, 0)
+
+
+def test_the_next_start_deletes_what_lay_there_before_a_run_went_back(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", quota_bytes=1 << 20)
+    accept(spool, 0, MANIFEST, DATA, run=AGAIN)
+    returned = replace(AGAIN, num_returns=12)
+    accept(spool, 0, MANIFEST, DATA, run=returned)
+    accept(spool, 1, MANIFEST, DATA, run=replace(AGAIN, num_returns=11))
+    used_bytes = spool.used_bytes
+    spool.clean([returned])
+    assert spool.used_bytes == used_bytes // 3
+    assert spool.entry(key(0, run=returned)) is not None
 
 
 # ---- in an object store ----
@@ -145,72 +212,23 @@ def test_a_coordinator_deletes_nothing_that_a_later_one_has_accepted(bucket: Buc
     accept(new, 0, MANIFEST, DATA)
     accept(new, 1, MANIFEST, OTHER_DATA)
     old.delete_updates([key(0), key(1)])
-    old.delete_round(RUN, ROOT, 1)
-    old.delete_run(RUN)
-    old.clean((), ())
+    old.delete_round(OF_RUN, ROOT, 1)
+    old.delete_run(OF_RUN)
+    old.clean([])
     assert len(bucket.names("spool")) == 2
-    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [0, 1]
-
-
-def test_a_new_run_of_an_old_name_keeps_what_is_accepted_while_the_old_one_is_deleted(
-    bucket: Bucket,
-) -> None:
-    spool = bucket.spool()
-    accept(spool, 0, MANIFEST, DATA)
-    before = spool.mark()
-    accept(spool, 1, MANIFEST, DATA)
-    spool.delete_run(RUN, before)
-    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [1]
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0, 1]
 
 
 def test_what_crashes_have_left_of_unknown_and_completed_runs_is_deleted(bucket: Bucket) -> None:
     accept(bucket.spool(), 0, MANIFEST, DATA)
     spool = bucket.spool()
     accept(spool, 1, MANIFEST, DATA)
-    spool.clean((), {RUN})
+    spool.clean([OF_RUN])
     assert len(bucket.names("spool")) == 2
-    spool.clean((), {RunId("another-1")})  # but not what was accepted since this start
-    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [1]
-    bucket.spool().clean({RUN}, {RUN})
+    spool.clean([SpoolRun(RunId("another-1"))])  # but not what was accepted since this start
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [1]
+    bucket.spool().clean([])
     assert bucket.names("spool") == []
-
-
-def test_copies_of_runs_that_are_not_known_any_more_are_deleted(
-    bucket: Bucket, tmp_path: Path
-) -> None:
-    for root in ("known", "unknown", "completed"):
-        spool = bucket.spool(tmp_path / root)
-        accept(spool, 0, MANIFEST, DATA)
-        completed = {RUN} if root == "completed" else set()
-        spool.clean(completed, {RUN} if root != "unknown" else ())
-        assert (tmp_path / root / RUN).exists() == (root == "known")
-        assert (spool.used_bytes > 0) == (root == "known")
-    # In a folder that two coordinators share, only what the journal says has ended.
-    folder_spool = Spool(tmp_path / "folder", quota_bytes=1 << 20)
-    accept(folder_spool, 0, MANIFEST, DATA)
-    folder_spool.clean((), ())
-    assert folder_spool.entry(key(0)) is not None
-    folder_spool.clean({RUN}, {RUN})
-    assert folder_spool.entry(key(0)) is None
-
-
-def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(blob_place: Place) -> None:
-    """A crash, or another coordinator's disk, may have left it; its base was another state."""
-    spool = blob_place.spool()
-    accept(spool, 0, MANIFEST, DATA)
-    anew = replace(key(0), num_returns=1)
-    assert blob_place.spool().look(anew) == (None, 0)
-    with closing(spool.open(anew, MANIFEST)) as writer:
-        writer.write_at(0, OTHER_DATA)
-        writer.commit(MANIFEST, 5)
-    found = blob_place.spool().look(anew)[0]
-    assert found is not None
-    assert found.digest == digest_of(OTHER_DATA)
-    spool.delete_round(RUN, ROOT, 1, num_returns=1)
-    assert spool.look(anew) == (None, 0)
-    assert spool.entry(key(0)) is not None
-    spool.delete_run(RUN)
-    assert spool.entry(key(0)) is None
 
 
 @pytest.mark.parametrize("at", [0, 7, 20, -1])
@@ -273,7 +291,7 @@ def test_a_round_is_folded_on_another_machine_to_the_same_bits(
     accept(second, 2, MANIFEST, data_of(MANIFEST, 2))
 
     def folded(spool: Spool, name: str) -> Digest:
-        entries = list(spool.entries(RUN, ROOT, 1).values())
+        entries = list(spool.entries(OF_RUN, ROOT, 1).values())
         store = DirectoryBlobs(tmp_path / name)
         size = entries[0].data_start + entries[0].data_bytes
         return fold_weighted_mean(entries, [1.0, 2.0, 3.0], MANIFEST, store.writer(size))[0]
@@ -285,4 +303,4 @@ def test_what_is_no_update_is_not_taken_for_one(bucket: Bucket) -> None:
     spool = bucket.spool()
     accept(spool, 0, MANIFEST, DATA)
     bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)
-    assert list(bucket.spool().entries(RUN, ROOT, 1)) == [0]
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0]

@@ -11,9 +11,10 @@ from stratagem.common.ids import Party, RunId
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.coordinator.aggregation.floats import narrow, storage
-from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey
+from stratagem.coordinator.spool.spool import Spool, SpoolEntry, SpoolKey, SpoolRun
 
 RUN, ROOT = RunId("digits-1"), Party("")
+OF_RUN = SpoolRun(RUN)
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 
@@ -60,14 +61,19 @@ def update_digest(data: bytes) -> str:
     return f"crc32c:{google_crc32c.value(data):08x}"
 
 
-def key(client: int, round_num: int = 1) -> SpoolKey:
-    return SpoolKey(RUN, ROOT, round_num, client)
+def key(client: int, round_num: int = 1, run: SpoolRun = OF_RUN) -> SpoolKey:
+    return SpoolKey(run, ROOT, round_num, client)
 
 
 def accept(
-    spool: Spool, client: int, manifest: Manifest, data: bytes, num_samples: int = 1
+    spool: Spool,
+    client: int,
+    manifest: Manifest,
+    data: bytes,
+    num_samples: int = 1,
+    run: SpoolRun = OF_RUN,
 ) -> SpoolEntry:
-    writer = spool.open(key(client), manifest)
+    writer = spool.open(key(client, run=run), manifest)
     writer.write(data)
     return writer.commit(manifest, num_samples)
 

@@ -41,6 +41,7 @@ FAILPOINTS: Final = (
     "coordinator.spool.after_checkpoint",
     "coordinator.spool.before_rename",
     "coordinator.spool.after_rename",
+    "coordinator.spool.before_delete",
     "coordinator.fold.after_window",
     "worker.step.before_backward",
     "worker.step.before_apply",

@@ -43,6 +43,11 @@ def new_run_id(name: str) -> RunId:
     return RunId(f"{slug or 'run'}-{secrets.token_hex(_SUFFIX_BYTES)}")
 
 
+def new_submission() -> str:
+    """A fresh name for one submission of a run: an id may be used again once a run is deleted."""
+    return secrets.token_hex(8)
+
+
 def new_incarnation() -> Incarnation:
     """A fresh name for one start of a worker process."""
     return Incarnation(secrets.token_hex(8))

@@ -34,6 +34,7 @@ from stratagem.coordinator.core.facts import (
     RunCompleted,
     RunDeleted,
     RunResumed,
+    RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
     UpdateRejected,
@@ -57,7 +58,7 @@ from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.resting import rest
 from stratagem.coordinator.rows import Committed
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool.spool import SpoolKey
+from stratagem.coordinator.spool.spool import SpoolKey, SpoolRun
 from stratagem.coordinator.standby import Entrance
 from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.supervisor import Supervisor
@@ -227,6 +228,8 @@ class App:
         ]
 
     def _follow(self, run_id: RunId, fact: Fact) -> None:
+        if isinstance(fact, RunSubmitted):
+            self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
         if run_id != CLUSTER and not isinstance(fact, RunDeleted):
             self.logs.add(run_id, Line(time.time(), "", "INFO", sentence(fact)))
         self._named += _written_for(fact)
@@ -244,25 +247,28 @@ class App:
             case UpdateRejected():
                 self.env.refused[fact.cause] += 1
             case RunCompleted():
-                self._delete_updates(run_id)
+                self._delete_updates(self._spool_run(run_id))
             case RunResumed(from_segment=int()):
-                self._delete_updates(run_id)  # of rounds that happen anew
+                of_run = self._spool_run(run_id)
+                self._do(self._in_thread(lambda: self.spool.delete_returned(of_run)))
                 self._do(self._collecting.ask())
             case RunDeleted():
                 self.feed.forget(run_id)
-                self.logs.delete(run_id)
-                self.profiles.delete(run_id)
-                self._delete_updates(run_id)
+                self._forget_lines(run_id)
+                self._delete_updates(SpoolRun(run_id, fact.submission))
                 self._do(self._collecting.ask())
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
 
+    def _forget_lines(self, run_id: RunId) -> None:
+        self.logs.delete(run_id)
+        self.profiles.delete(run_id)
+
     def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
         """Drop the updates that made a round, and rounds that no late update can come for."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
-        run = self.loop.state.runs.get(run_id)
-        again = 0 if run is None else run.num_returns
-        self._do(self._in_thread(lambda: self.spool.delete_round(run_id, party, oldest, again)))
+        of_run = self._spool_run(run_id)
+        self._do(self._in_thread(lambda: self.spool.delete_round(of_run, party, oldest)))
         if not fact.max_staleness:
             return
         # The committed state no longer says what made it; the newest closing of the round does.
@@ -273,12 +279,15 @@ class App:
             ),
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
-        folded = [SpoolKey(run_id, party, number - a.staleness, a.client, again) for a in accepted]
+        folded = [SpoolKey(of_run, party, number - a.staleness, a.client) for a in accepted]
         self._do(self._in_thread(lambda: self.spool.delete_updates(folded)))
 
-    def _delete_updates(self, run_id: RunId) -> None:
-        before = self.spool.mark()
-        self._do(self._in_thread(lambda: self.spool.delete_run(run_id, before)))
+    def _delete_updates(self, of_run: SpoolRun) -> None:
+        self._do(self._in_thread(lambda: self.spool.delete_run(of_run)))
+
+    def _spool_run(self, run_id: RunId) -> SpoolRun:
+        run = self.loop.state.find(run_id)
+        return SpoolRun(run_id) if run is None else SpoolRun.of(run)
 
     async def _collect_blobs(self) -> None:
         # Together: what is named from now on is not in `live`, and must not be settled yet.
@@ -300,8 +309,7 @@ class App:
     def _clean_spool(self) -> None:
         """What a crash between a run's end and the deletion of its updates has left."""
         runs = self.loop.state.all_runs()
-        completed = [run.run_id for run in runs if run.ended is RunPhase.COMPLETED]
-        self.spool.clean(completed, {run.run_id for run in runs})
+        self.spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
 
     async def _in_thread(self, call: Callable[[], object]) -> None:
         await asyncio.to_thread(call)

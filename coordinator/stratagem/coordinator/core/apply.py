@@ -125,6 +125,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
         owner=fact.owner or fact.by,
+        submission=fact.submission,
         traceparent=fact.traceparent,
         numerics=fact.numerics,
     )

@@ -18,6 +18,8 @@ class SubmitRun:
     """Of the call that submits it; see RunSubmitted."""
     owner: str = ""
     """To whom it will belong; see RunSubmitted."""
+    submission: str = ""
+    """What no other submission is called; see RunSubmitted."""
 
 
 @dataclass(frozen=True, slots=True)

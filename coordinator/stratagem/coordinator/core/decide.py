@@ -196,6 +196,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         wall_s=command.wall_s,
         by=command.by,
         owner=command.owner,
+        submission=command.submission,
         traceparent=command.traceparent,
         numerics=numerics.CURRENT,
     )
@@ -249,7 +250,7 @@ def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | 
     if not run.is_released:
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
-    return (Entry(command.run_id, RunDeleted(by=command.by)),)
+    return (Entry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
 
 
 def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, ...]:

@@ -74,6 +74,9 @@ class RunSubmitted(Value):
     """Which rules decide the bits of the run, to its end; see stratagem.common.numerics."""
     owner: str = ""
     """To whom it belongs: `by`, and of a token also which of that name it was; as `by` if empty."""
+    submission: str = ""
+    """Tells the run from an earlier one of the same id, that was deleted, in the names of what is
+    stored of it; empty: those names do without."""
 
 
 class RunCancelled(Value):
@@ -110,6 +113,8 @@ class RunReleased(Value):
 
 class RunDeleted(Value):
     by: str = ""
+    submission: str = ""
+    """Which of the runs of that id; see RunSubmitted."""
 
 
 class RunExpired(RunDeleted):

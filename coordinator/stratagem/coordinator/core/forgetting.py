@@ -78,8 +78,10 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[Entry, ..
         map(initial_of, state.runs.values())
     )
     free = [run for run in old if not _own_blobs(run) & named]
-    fact = RunExpired(reason=command.reason)
-    return tuple(Entry(run.run_id, fact) for run in free[: command.limit])
+    return tuple(
+        Entry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
+        for run in free[: command.limit]
+    )
 
 
 def _own_blobs(run: EndedRun) -> frozenset[Digest | None]:

@@ -46,6 +46,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
         owner=run.owner,
         ended_s=run.changed_s,
         initial=initial_of(run),
+        submission=run.submission,
     )
     return ended, view
 

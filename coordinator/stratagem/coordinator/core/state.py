@@ -71,6 +71,8 @@ class RunRecord:
     submitted_wall_s: float = 0.0
     submitted_by: str = ""
     """For people; empty: it is not known."""
+    submission: str = ""
+    """See RunSubmitted."""
     owner: str = ""
     """Who may stop, resume and delete it without the scope admin."""
     traceparent: str = ""
@@ -110,6 +112,8 @@ class EndedRun:
     initial: Digest | None
     """The state that its job has named to begin from."""
     owner: str = ""
+    submission: str = ""
+    """See RunSubmitted."""
 
     @property
     def is_released(self) -> bool:

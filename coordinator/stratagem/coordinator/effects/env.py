@@ -31,7 +31,7 @@ from stratagem.coordinator.effects.told import Told
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool.spool import Spool, SpoolKey
+from stratagem.coordinator.spool.spool import Spool, SpoolKey, SpoolRun
 from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.feed import Feed
 from stratagem.coordinator.watching.profiles import Profiles
@@ -129,7 +129,8 @@ class Env:
     def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
         """Under which the update of a client lies in the spool."""
         run = self.state.runs.get(run_id)
-        return SpoolKey(run_id, party, round_num, client, 0 if run is None else run.num_returns)
+        of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
+        return SpoolKey(of_run, party, round_num, client)
 
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
         """The metrics that the party's job asks for."""

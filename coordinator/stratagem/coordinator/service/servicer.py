@@ -24,6 +24,7 @@ from stratagem.common.ids import (
     RunId,
     check_run_id,
     check_worker_id,
+    new_submission,
 )
 from stratagem.common.rpc.authentication import Caller, current_caller
 from stratagem.common.rpc.named import checks_what_is_named
@@ -85,7 +86,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.SubmitRunResponse:
         run_id = RunId(request.run_id)
         caller, trace = current_caller(), tracing.traceparent()
-        command = SubmitRun(run_id, request.job_json, time.time(), caller.name, trace, caller.owner)
+        command = SubmitRun(
+            run_id,
+            request.job_json,
+            time.time(),
+            by=caller.name,
+            traceparent=trace,
+            owner=caller.owner,
+            submission=new_submission(),
+        )
         entries = await self._app.loop.submit(command)
         if entries and request.note:
             self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))

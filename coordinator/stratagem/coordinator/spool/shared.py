@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from stratagem.common.errors import IntegrityError, LimitError
-from stratagem.common.ids import Digest, RunId
+from stratagem.common.ids import Digest
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safefile import MAX_HEADER_BYTES, header_size, parse_header
 from stratagem.coordinator.blobs.objects import (
@@ -94,20 +94,18 @@ class SharedSpool:
 
         return replace(manifest, purpose=Purpose.UPDATE), data()
 
-    def mark(self) -> str:
-        """Stands between what was written so far and what will be."""
-        return mark(self._term)
+    def delete(self, folder: str, is_meant: Callable[[str], bool] = lambda _name: True) -> None:
+        """Delete what was written below a folder, by this coordinator and earlier ones; is_meant is
+        asked about each name, <run>/<party>/..."""
+        listed = self._objects.list(f"{_FOLDER}/{folder}")
+        meant = [each for each in listed if is_meant(each.name.partition("/")[2])]
+        self._delete(meant, mark(self._term))
 
-    def delete(self, folder: str, before: str = "") -> None:
-        """Delete what was written below a folder, by this coordinator and earlier ones, before a
-        mark; before now, unless given."""
-        self._delete(self._objects.list(f"{_FOLDER}/{folder}"), before or self.mark())
-
-    def clean(self, known: Collection[RunId]) -> None:
-        """Delete what earlier coordinators have written for runs that are not known (any more)."""
+    def clean(self, kept: Collection[str]) -> None:
+        """Delete what earlier coordinators have written below other folders of runs than these."""
         listed = self._objects.list(_FOLDER)
-        unknown = [each for each in listed if each.name.split("/")[1] not in known]
-        self._delete(unknown, beginning(self._term))
+        others = [each for each in listed if each.name.split("/")[1] not in kept]
+        self._delete(others, beginning(self._term))
 
     def _delete(self, found: list[Found], before: str) -> None:
         self._objects.delete(each.name for each in deletable(found, before))

@@ -3,32 +3,33 @@
     root/<run>/<party>/<round>/<client>.<token>.safetensors   data, whole or on their way
     root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
 
-Owns names, quota and removal; `upload.py` owns how one update comes in. Where there is an object
-store (shared_spool.py), an update is accepted when that has it, and the files here are copies: what
-another coordinator has accepted is fetched. Knows nothing of rounds beyond their number, and does
-not decide who takes part in them.
+Owns files, quota and removal; `keys.py` owns the names of the folders, and `upload.py` how one
+update comes in. Where there is an object store (shared.py), an update is accepted when that has
+it, and the files here are copies: what another coordinator has accepted is fetched. Knows nothing
+of rounds beyond their number, and does not decide who takes part in them.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from stratagem.common.errors import IntegrityError, InvalidInputError, LimitError, NotFoundError
-from stratagem.common.ids import Digest, Party, RunId, check_run_id
+from stratagem.common.errors import IntegrityError, LimitError, NotFoundError
+from stratagem.common.failpoints import failpoint
+from stratagem.common.ids import Digest, Party
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safefile import header_bytes
 from stratagem.coordinator.aggregation.update_checks import UpdateRejectedError, check_layout
 from stratagem.coordinator.blobs.durable import MakeRoom, make_folder, no_room
+from stratagem.coordinator.spool.keys import SpoolKey, SpoolRun
 from stratagem.coordinator.spool.shared import SharedSpool, SharedUpdate
 from stratagem.coordinator.spool.upload import (
     SpoolEntry,
@@ -42,6 +43,7 @@ __all__ = [
     "Spool",
     "SpoolEntry",
     "SpoolKey",
+    "SpoolRun",
     "SpoolWriter",
     "UpdateRejectedError",
     "check_layout",
@@ -51,20 +53,6 @@ _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"
 Publish = Callable[[SpoolEntry], None]
 _log = structlog.get_logger(__name__)
-_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class SpoolKey:
-    """Whose update it is."""
-
-    run_id: RunId
-    party: Party
-    round_num: int
-    client: int
-    num_returns: int = 0
-    """How often the run has gone back to an earlier commit: its rounds happen anew then, perhaps
-    from other states, and what was accepted for them before is none of theirs."""
 
 
 class Spool:
@@ -91,6 +79,8 @@ class Spool:
         self._of_client: dict[Path, set[Path]] = {}  # folder/client -> its data files
         for path in root.glob(f"*/*/*/*{_DATA}"):
             self._note(path, path.stat().st_size)
+        self._found = [folder.name for folder in root.iterdir()]
+        """Of whom earlier coordinators have left something."""
 
     def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
         """A writer for the update that `manifest` announces; `writer.offset` says where to go on.
@@ -154,14 +144,14 @@ class Spool:
         wanted = [each for each in updates if digest in (None, each.digest)]
         return self._fetch(key, wanted[-1]) if wanted else None
 
-    def entries(self, run_id: RunId, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
+    def entries(self, run: SpoolRun, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
         """All accepted updates of a round, in client order."""
-        folder = self._round_folder(run_id, party, round_num)
+        folder = self._root / run.folder_of(party, round_num)
         clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
         if self._shared is not None:
             clients |= self._shared.find(self._relative(folder)).keys()
         found = (
-            (client, self.entry(SpoolKey(run_id, party, round_num, client)))
+            (client, self.entry(SpoolKey(run, party, round_num, client)))
             for client in sorted(clients)
         )
         return {client: entry for client, entry in found if entry is not None}
@@ -172,11 +162,11 @@ class Spool:
         with self._lock:
             return sum(self._used.values())
 
-    def delete_round(
-        self, run_id: RunId, party: Party, round_num: int, num_returns: int = 0
-    ) -> None:
+    def delete_round(self, run: SpoolRun, party: Party, round_num: int) -> None:
         """Forget a round: accepted updates and unfinished uploads."""
-        self._delete(self._round_folder(run_id, party, round_num, num_returns))
+        folder = run.folder_of(party, round_num).as_posix()
+        self._delete_here(self._root / folder)
+        self._delete_shared(folder, lambda _name: True)
 
     def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
         """Forget some accepted updates, entry first."""
@@ -198,30 +188,37 @@ class Spool:
             _client_of(entry.path).with_suffix(_ENTRY).unlink(missing_ok=True)
             self._remove(entry.path)
 
-    def mark(self) -> str:
-        """The present, for delete_run: a run of the same name may begin before that is done."""
-        return self._shared.mark() if self._shared is not None else ""
+    def delete_run(self, run: SpoolRun) -> None:
+        """Forget all rounds of a submission of a run."""
+        self._delete_here(self._root / run.folder)
+        self._delete_shared(run.folder, lambda _name: True)
 
-    def delete_run(self, run_id: RunId, before: str = "") -> None:
-        """Forget all rounds of a run; in an object store, what was written before a mark."""
-        self._delete(self._root / check_run_id(run_id), before)
+    def delete_returned(self, run: SpoolRun) -> None:
+        """Forget what was accepted before the run last went back; what came since then stays."""
+        self._delete_returned_here(run)
+        self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
 
-    def clean(self, completed: Collection[RunId], known: Collection[RunId]) -> None:
-        """Forget what crashes have left of runs that have ended, or that are not known any more."""
-        kept = set(known) - set(completed)
-        for folder in self._root.iterdir():
-            # A coordinator that is fenced may not know the runs of one that has the same folder.
-            if folder.name in completed or (self._shared is not None and folder.name not in kept):
-                self._delete_here(folder)
+    def clean(self, kept: Iterable[SpoolRun]) -> None:
+        """Forget what crashes have left of all runs but these.
+
+        `kept` was read from the journal after this was made: whom it does not know is over, also
+        where a later coordinator has the same folder, for what that has begun was not found.
+        """
+        kept = list(kept)
+        folders = {run.folder for run in kept}
+        for name in self._found:
+            if name not in folders:
+                self._delete_here(self._root / name)
+        for run in kept:
+            self._delete_returned_here(run)
         if self._shared is not None:
-            self._shared.clean(kept)
+            self._shared.clean(folders)
 
     def _publish(self, key: SpoolKey) -> Publish | None:
         shared = self._shared
         if shared is None:
             return None
-        folder = self._folder_of(key)
-        return lambda entry: shared.put(f"{self._relative(folder)}/{key.client}", entry)
+        return lambda entry: shared.put(f"{key.folder}/{key.client}", entry)
 
     def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
         """What the object store has of a round: by now, or since this coordinator first looked.
@@ -230,7 +227,7 @@ class Spool:
         that the journal names.
         """
         assert self._shared is not None
-        folder = self._relative(self._folder_of(key))
+        folder = key.folder.as_posix()
         if is_fresh or folder not in self._of_others:
             self._of_others[folder] = self._shared.find(folder)
         return self._of_others[folder]
@@ -269,23 +266,8 @@ class Spool:
                 yield path
 
     def _folder_of(self, key: SpoolKey, *, make: bool = False) -> Path:
-        return self._round_folder(key.run_id, key.party, key.round_num, key.num_returns, make=make)
-
-    def _round_folder(
-        self,
-        run_id: RunId,
-        party: Party,
-        round_num: int,
-        num_returns: int = 0,
-        *,
-        make: bool = False,
-    ) -> Path:
-        segments = party.split("/") if party else []
-        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
-            raise InvalidInputError.at("party", f"{party!r} is no path of names")
-        root = f"root-{num_returns}" if num_returns else "root"
         path = self._root
-        for name in (check_run_id(run_id), ".".join((root, *segments)), str(int(round_num))):
+        for name in key.folder.parts:
             path = path / name
             if make:
                 make_folder(path)
@@ -311,15 +293,21 @@ class Spool:
             self._used.pop(path, None)
             self._of_client.get(_client_of(path), set()).discard(path)
 
-    def _delete(self, folder: Path, before: str = "") -> None:
-        self._delete_here(folder)
+    def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
+        """What lies below a folder, in an object store; is_meant is asked about names in there."""
         if self._shared is not None:
-            gone = self._relative(folder)
-            self._shared.delete(gone, before)
-            for seen in [each for each in self._of_others if Path(each).is_relative_to(gone)]:
+            self._shared.delete(folder, is_meant)
+            below = [each for each in self._of_others if Path(each).is_relative_to(folder)]
+            for seen in filter(is_meant, below):
                 self._of_others.pop(seen, None)
 
+    def _delete_returned_here(self, run: SpoolRun) -> None:
+        for folder in (self._root / run.folder).glob("root*"):
+            if run.is_over(folder.name):
+                self._delete_here(folder)
+
     def _delete_here(self, folder: Path) -> None:
+        failpoint("coordinator.spool.before_delete")
         shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             self._used = {p: n for p, n in self._used.items() if folder not in p.parents}

@@ -1,0 +1,79 @@
+"""Updates in the spool when their run is over, or goes back: its next life meets none of them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from stratagem.common.ids import new_submission
+from stratagem.coordinator.app import App
+from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
+from stratagem.coordinator.core.facts import ROOT
+from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.spool.spool import SpoolKey
+from tests.coordinator.entrance import entrance
+from tests.core.simulation import RUN, job
+from tests.core.test_runs import FEDERATED
+from tests.store.programs import run
+from tests.store.updates import MIXED, data_of, manifest_of
+
+BEGIN_AND_DELETE = """
+import asyncio
+from tests.coordinator.test_spooled import begin_and_delete
+asyncio.run(begin_and_delete(Path(sys.argv[1])))
+"""
+
+
+@asynccontextmanager
+async def coordinator(folder: Path) -> AsyncIterator[App]:
+    made = Settings(data_dir=folder, _cli_parse_args=False)  # type: ignore[call-arg]
+    app = await App.lead(made, entrance())
+    running = asyncio.create_task(app.run())
+    try:
+        yield app
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await app.loop.close()
+
+
+async def submit(app: App) -> SpoolKey:
+    """Submit the run; where the update of its first client in the first round lies."""
+    command = SubmitRun(RUN, job(FEDERATED), 1.0, submission=new_submission())
+    assert await app.loop.submit(command)
+    return app.env.spool_key(RUN, ROOT, 1, 0)
+
+
+async def begin_and_delete(folder: Path) -> None:
+    async with coordinator(folder) as app:
+        key = await submit(app)
+        manifest = manifest_of(MIXED)
+        writer = app.spool.open(key, manifest)
+        writer.write(data_of(manifest, 1))
+        writer.commit(manifest, 1)
+        assert app.spool.look(key)[0] is not None
+        await app.loop.submit(CancelRun(RUN))
+        app.logs.delete = lambda _: None  # type: ignore[method-assign]  # not done any more
+        await app.loop.submit(DeleteRun(RUN))
+        while app._chores:
+            await asyncio.wait(app._chores)
+
+
+async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupted(
+    tmp_path: Path,
+) -> None:
+    armed = tmp_path / "coordinator.spool.before_delete"
+    armed.touch()
+    data = tmp_path / "data"
+    assert run(BEGIN_AND_DELETE, data, failpoints=tmp_path)[0] == 137
+    assert list((data / "spool").rglob("*.json")), "the update is left"
+    assert list((data / "logs").iterdir())
+    async with coordinator(data) as app:
+        key = await submit(app)
+        assert app.spool.look(key) == (None, 0)
+        lines = [line.text async for line in app.logs.tail(RUN, follow=False, is_over=app.is_over)]
+        assert not any("deleted" in text or "stopped" in text for text in lines)
+        while app._chores:
+            await asyncio.wait(app._chores)
+        assert not list((data / "spool").rglob("*.json"))
+        assert app.spool.used_bytes == 0
