@@ -69,6 +69,14 @@ def test_a_disk_that_fills_up_later_has_room_for_all_of_it(tmp_path: Path) -> No
         os.close(file)
 
 
+def test_only_its_owner_may_read_them(tmp_path: Path) -> None:
+    """They hold what the code of jobs has printed."""
+    (tmp_path / "w.last-words").touch(0o644)  # of an earlier version
+    assert ended(tmp_path, "pass").returncode == 0
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"w.last-words": 0o600, "w.fault": 0o600}
+
+
 def test_who_executed_nothing_says_so_and_who_was_stopped_too(tmp_path: Path) -> None:
     words = LastWords(tmp_path, "w", "first")
     words.registered()

@@ -1,7 +1,8 @@
-"""Files that only some may read: private keys.
+"""Files that only some may read: private keys, and what a process notes about its work.
 
-Owns what is too open. A file's group may read it: Kubernetes gives the group of a pod its secrets
-(`fsGroup`), and a service account is often a group of its own. Everybody may not.
+Owns what is too open, and how such a file is made. A key's group may read it: Kubernetes gives the
+group of a pod its secrets (`fsGroup`), and a service account is often a group of its own. Everybody
+may not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from os import PathLike
+from typing import BinaryIO
 
 from stratagem.common.errors import InvalidInputError
 
@@ -27,3 +29,17 @@ def check_private(field: str, path: str | PathLike[str]) -> None:
             f"its owner (chmod 600) and its group (640) may have it; if others have been here, "
             f"make a new one",
         )
+
+
+def create_private(path: str | PathLike[str]) -> BinaryIO:
+    """An empty file to write and read, which its owner alone may read.
+
+    Raises OSError, as `open` does.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    file = open(path, "w+b", opener=opener)  # noqa: SIM115  (the caller closes it)
+    os.fchmod(file.fileno(), 0o600)  # one that was there keeps its mode
+    return file

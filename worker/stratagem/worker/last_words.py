@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 
 import structlog
 
+from stratagem.common.private_file import create_private
 from stratagem.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -74,7 +75,7 @@ class LastWords:
             log.warning("the next process will not be told how this one ended", reason=str(error))
 
     def _begin(self) -> None:
-        with self._own.open("w+b") as file:
+        with create_private(self._own) as file:
             # Not truncate: a page that a full disk has no room for would end us with SIGBUS.
             file.write(bytes(_SIZE))
             file.flush()
@@ -85,7 +86,7 @@ class LastWords:
     def explain_faults(self) -> None:
         """Have fatal signals of this process explained to the next one."""
         if self._map is not None:
-            self._fault_file = self._own_faults.open("wb")
+            self._fault_file = create_private(self._own_faults)
             faulthandler.enable(self._fault_file, all_threads=False)
 
     def registered(self) -> None:
