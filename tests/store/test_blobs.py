@@ -8,6 +8,7 @@ import pytest
 from stratagem.common.errors import (
     IntegrityError,
     NotFoundError,
+    StaleError,
 )
 from stratagem.coordinator.blobs import DirectoryBlobs
 from tests.store.places import CONTENT, digest_of, put, read
@@ -125,13 +126,48 @@ print(put(bytes(300_000)))
 
 def test_a_leader_that_was_replaced_collects_nothing_of_its_successor(tmp_path: Path) -> None:
     replaced = DirectoryBlobs(tmp_path)
-    own = put(replaced, b"own")
+    put(replaced, b"own")
     successor = DirectoryBlobs(tmp_path)
-    path = successor.path(put(successor, b"committed by the next"))
-    written_ns = path.stat().st_mtime_ns + 10_000_000  # clocks of file systems are coarse
-    os.utime(path, ns=(written_ns, written_ns))
-    assert replaced.collect(set(), grace_s=0) == [own]
-    assert path.exists()
+    next_one = put(successor, b"committed by the next")
+    with pytest.raises(StaleError, match="opened by another coordinator"):
+        replaced.collect(set(), grace_s=0)
+    assert successor.exists(next_one)
+    assert replaced.collect({digest_of(b"own"), next_one}, grace_s=0) == [], "nothing to do"
+    assert successor.collect({next_one}, grace_s=0) == [digest_of(b"own")]
+
+
+def test_a_leader_that_is_frozen_while_it_collects_deletes_nothing_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a blob of its own that nobody needs: its successor has stored the same bytes."""
+    frozen = DirectoryBlobs(tmp_path)
+    own = put(frozen, b"the same bytes")
+    frozen.settle(own)
+    successors: list[DirectoryBlobs] = []
+    move = Path.rename
+
+    def wake_late(path: Path, target: Path) -> Path:
+        if not successors:  # between its last look and the deed
+            successors.append(DirectoryBlobs(tmp_path))
+            put(successors[0], b"the same bytes")
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "rename", wake_late)
+    with pytest.raises(StaleError):
+        frozen.collect(set(), grace_s=0)
+    assert read(successors[0], own) == b"the same bytes"
+    assert successors[0].collect({own}, grace_s=0) == []
+
+
+def test_what_a_coordinator_died_over_while_it_collected_is_removed(tmp_path: Path) -> None:
+    store = DirectoryBlobs(tmp_path)
+    path = store.path(put(store, b"discarded"))
+    (bin_of_it,) = (tmp_path / "bins").iterdir()
+    path.rename(bin_of_it / path.stem)
+    DirectoryBlobs(tmp_path)
+    (other,) = (tmp_path / "bins").iterdir()
+    assert other != bin_of_it
+    assert not list(other.iterdir())
 
 
 def test_a_disk_that_takes_little_at_a_time_gets_it_all(

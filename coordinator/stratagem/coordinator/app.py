@@ -132,6 +132,7 @@ class App:
         apps: list[App] = []
         loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
         apps.append(cls(settings, loop, storage, entrance))
+        await loop.renew()  # its stores were opened by who leads, and by nobody later
         await loop.replay(apps[0]._show, renew_every_s=settings.lease_ttl_s / 3)
         apps[0]._forget_resting(loop.state.ended)
         failpoint("coordinator.replay.done")

@@ -18,10 +18,6 @@ class Claims:
         self._since_s: dict[Digest, tuple[float, ...]] = {}
         """By blob that this process has written; the oldest claim first."""
 
-    def __contains__(self, digest: Digest) -> bool:
-        """Whether this process has written the blob, as far as it remembers."""
-        return digest in self._since_s
-
     def add(self, digest: Digest) -> None:
         """It was written, or is to be kept, for an event that comes."""
         self._since_s[digest] = (*self._since_s.get(digest, ()), self._monotonic())

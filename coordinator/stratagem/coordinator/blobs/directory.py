@@ -1,13 +1,18 @@
 """Blobs as files under one folder: root/aa/<digest>.safetensors.
 
-See store.py for the rules. Knows nothing of runs.
+Collecting moves a blob into a bin, root/bins/<token>, of which each opening has its own and removes
+all others: a coordinator that was frozen and replaced, wherever it stopped, finds that it cannot
+collect any more, for its successor may have stored the same bytes again. See store.py for the
+rules. Knows nothing of runs.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.errors import InvalidInputError, StaleError
 from stratagem.common.failpoints import failpoint
 from stratagem.common.ids import Digest
 from stratagem.coordinator.blobs.claims import Claims
@@ -30,7 +35,7 @@ from stratagem.coordinator.blobs.durable import (
     sync_folder,
 )
 from stratagem.coordinator.blobs.store import Adopt, BlobWriter, DamagedBlobError, MissingBlobError
-from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned, time_of
+from stratagem.coordinator.blobs.temporary import Scratch, remove_if_abandoned
 from stratagem.coordinator.blobs.verified import BlobFile, Sums
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -72,7 +77,7 @@ class DirectoryBlobs:
         make_folder(self._temporary)
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
-        self._opened_ns = time_of(self._temporary)
+        self._bin = _new_bin(root / "bins")
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """A writer for a blob of exactly total_bytes; `adopt` may do more than this store's own."""
@@ -136,7 +141,10 @@ class DirectoryBlobs:
         return str(self._path(digest).resolve()) if self.exists(digest) else ""
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
-        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
+        """Delete the blobs that are not in `live`, and return them; see BlobStore.
+
+        Raises StaleError when somebody has opened the folder since.
+        """
         collected = []
         for digest in self._digests():
             if digest not in live and self._delete(digest, grace_s):
@@ -188,17 +196,19 @@ class DirectoryBlobs:
         with self._lock:
             if self._claims.hold(digest, grace_s):
                 return False
-            if digest not in self._claims and self._is_newer_than_we(digest):
-                return False
+            self._discard(digest)
             self._forget(digest)
             return True
 
-    def _is_newer_than_we(self, digest: Digest) -> bool:
-        """Somebody else has written it since: a coordinator that leads now."""
+    def _discard(self, digest: Digest) -> None:
+        """In one step, which fails once the bin is gone; a look before it could be outdated."""
+        discarded = self._bin / digest
         try:
-            return self._path(digest).stat().st_mtime_ns > self._opened_ns
+            self._path(digest).rename(discarded)
         except FileNotFoundError:
-            return False
+            if not self._bin.is_dir():
+                raise StaleError(f"{self._root} was opened by another coordinator since") from None
+        discarded.unlink(missing_ok=True)
 
     def _forget(self, digest: Digest) -> None:
         self._path(digest).unlink(missing_ok=True)
@@ -224,6 +234,29 @@ class DirectoryBlobs:
             raise DamagedBlobError(digest)
         self._verified[digest] = identity, sums
         return sums
+
+
+def _new_bin(bins: Path) -> Path:
+    """A bin of our own, made after all others are gone."""
+    make_folder(bins)
+    for other in bins.iterdir():
+        while other.is_dir():
+            with suppress(FileNotFoundError):  # somebody else opens the folder, too
+                _remove(other)
+    own = bins / secrets.token_hex(8)
+    make_folder(own)
+    return own
+
+
+def _remove(folder: Path) -> None:
+    """Remove a bin, unless its owner throws something in meanwhile."""
+    for left in folder.iterdir():
+        left.unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
 
 
 def _identity(descriptor: int) -> _Identity:

@@ -59,16 +59,6 @@ def new_temporary(folder: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def time_of(folder: Path) -> int:
-    """Now, in nanoseconds since 1970, by the clock of the file system that the folder is on."""
-    path, descriptor = new_temporary(folder)
-    path.unlink()
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
-
-
 def remove_if_abandoned(path: Path) -> None:
     """Remove a temporary file whose writer is gone."""
     try:
