@@ -28,7 +28,7 @@ from stratagem.common.malloc import tune_malloc
 from stratagem.common.numerics import CURRENT
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import prepare
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.engine.setup import Setup
 from stratagem.worker.engine.trainer import Trainer

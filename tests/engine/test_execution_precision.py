@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.errors import UserCodeError
-from stratagem.worker.engine.execution import LossScale
+from stratagem.worker.engine.execution.precision import LossScale
 from stratagem.worker.reference.gossip import gossip_loop
 from stratagem.worker.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.engine import test_client_round, test_gossip

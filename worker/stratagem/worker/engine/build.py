@@ -15,7 +15,8 @@ from stratagem.common.numerics import CURRENT
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import make_gather, prepare
+from stratagem.worker.engine.execution.memory import make_gather
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.gossip import GossipTrainer
 from stratagem.worker.engine.inference import Inference
 from stratagem.worker.engine.randomness import KeyedRandomness

@@ -24,7 +24,8 @@ from stratagem.worker.data.order import epoch_order
 from stratagem.worker.data.sources import Client, ClientData, DataSources
 from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
-from stratagem.worker.engine.execution import make_gather, prepare
+from stratagem.worker.engine.execution.memory import make_gather
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.passes import Key, Passes, Rows, Window

@@ -25,7 +25,7 @@ from stratagem.worker.engine import state
 from stratagem.worker.engine.buffers import Buffers
 from stratagem.worker.engine.consensus import consensus_distance
 from stratagem.worker.engine.evaluate import Part
-from stratagem.worker.engine.execution import prepare
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.passes import Passes, Rows, Window

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
 from stratagem.worker.engine.blame import naming_parameters
-from stratagem.worker.engine.execution import Execution
+from stratagem.worker.engine.execution.prepare import Execution
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import user_code
 from stratagem.worker.losses import LossFunction, NamedLoss

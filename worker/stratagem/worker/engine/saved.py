@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.worker.engine import state
-from stratagem.worker.engine.execution import LossScale
+from stratagem.worker.engine.execution.precision import LossScale
 from stratagem.worker.exchange.compressor import Compressor
 from stratagem.worker.phases import PhaseTraining
 

@@ -31,7 +31,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker import capture
 from stratagem.worker.control import ABORTED, DRAINED, Deserted, Interrupt, Parked, PartyView, Peer
-from stratagem.worker.engine.execution import give_back
+from stratagem.worker.engine.execution.memory import give_back
 from stratagem.worker.entrypoints import user_error
 from stratagem.worker.executing.evaluate import evaluate_share
 from stratagem.worker.executing.pipeline import train_stages

@@ -13,7 +13,7 @@ from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
 from stratagem.common.pipeline.tiling import plan_stages
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import make_gather
+from stratagem.worker.engine.execution.memory import make_gather
 from stratagem.worker.engine.execution.prepare import prepare_nodes
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints

@@ -10,7 +10,7 @@ from torch import nn
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution import Execution
+from stratagem.worker.engine.execution.prepare import Execution
 from stratagem.worker.models.nodes import Trained
 from stratagem.worker.pipeline.rank_pass import Lane
 from stratagem.worker.pipeline.stage import StagePart

@@ -24,7 +24,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.sources import DataSources, load_data
 from stratagem.worker.engine.build import make_setup
-from stratagem.worker.engine.execution import make_gather
+from stratagem.worker.engine.execution.memory import make_gather
 from stratagem.worker.engine.trainer import Trainer
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange.buckets import GradientBuckets

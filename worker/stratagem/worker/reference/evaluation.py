@@ -15,7 +15,7 @@ from torch import Tensor
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.engine.execution import prepare
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.losses import make_loss

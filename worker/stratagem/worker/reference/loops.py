@@ -26,7 +26,8 @@ from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import Client, DataSources, load_data
 from stratagem.worker.engine.client_round import client_order
-from stratagem.worker.engine.execution import Execution, LossScale, plainly, prepare
+from stratagem.worker.engine.execution.precision import LossScale
+from stratagem.worker.engine.execution.prepare import Execution, plainly, prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints

@@ -20,7 +20,7 @@ from stratagem.common.shards import split_rows
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.engine.execution import plainly, prepare
+from stratagem.worker.engine.execution.prepare import plainly, prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
