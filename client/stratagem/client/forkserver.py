@@ -14,7 +14,6 @@ only.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib
@@ -32,6 +31,7 @@ from typing import Any, Final
 
 from stratagem.client.guard import PR_SET_PDEATHSIG
 from stratagem.client.preloaded import MAX_REQUEST_BYTES
+from stratagem.common.ending import end
 
 NUM_DESCRIPTORS: Final = 4
 
@@ -54,12 +54,8 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a fork's collections would copy every page of what was imported
-    # In forks, too. Libraries that count what is left at the end (nanobind's do, under torch 2.15)
-    # would take what the last collection does not see for leaks.
-    atexit.register(gc.unfreeze)
     program = _serve(requests)
-    if program is not None:
-        _become(program)
+    end(0 if program is None else _become(program))
 
 
 def _serve(requests: socket.socket) -> Program | None:
@@ -134,8 +130,8 @@ def _detach(
         channel.close()
 
 
-def _become(program: Program) -> None:
-    """Go on as `python argv...` in the folder and environment asked for."""
+def _become(program: Program) -> int:
+    """Go on as `python argv...` in the folder and environment asked for; the exit status."""
     os.environ.clear()
     os.environ.update(program.environment)
     os.chdir(program.folder)
@@ -144,12 +140,19 @@ def _become(program: Program) -> None:
             stream.reconfigure(write_through=True)
     is_module = program.argv[0] == "-m"
     sys.argv = program.argv[1:] if is_module else program.argv
-    if is_module:
-        sys.path[0] = program.folder
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if is_module:
+            sys.path[0] = program.folder
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import signal
 
-from stratagem.common.signals import leave_on
+from stratagem.common.ending import leave_on
 
 if __name__ == "__main__":
     leave_on(signal.SIGTERM)

@@ -2,8 +2,8 @@
 
 import signal
 
+from stratagem.common.ending import end, leave_on
 from stratagem.common.malloc import tune_malloc
-from stratagem.common.signals import leave_on
 
 # Before anything large is allocated, and so before torch is imported.
 _MALLOC = tune_malloc()
@@ -16,4 +16,4 @@ if __name__ == "__main__":
 
     from stratagem.worker.main import main
 
-    sys.exit(main(sys.argv[1:], _MALLOC))
+    end(main(sys.argv[1:], _MALLOC))

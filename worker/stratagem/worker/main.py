@@ -7,7 +7,6 @@ what runs after its present step, says that it leaves, and exits 0.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import importlib
 import json
@@ -237,7 +236,6 @@ def _warm_up() -> None:
     # 1 ms and not 60.
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries that count what is left at the end would complain
 
 
 async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:
