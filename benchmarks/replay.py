@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from stratagem.common.ids import RunId  # noqa: E402
 from stratagem.coordinator.journal import Holder, Journal, Record  # noqa: E402
 from stratagem.coordinator.loop import Loop  # noqa: E402
+from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
 from tests.golden.replay import FOLDER, load  # noqa: E402
 from tests.postgres import Postgres  # noqa: E402
 
@@ -64,7 +65,7 @@ def measure(name: str, place: str, num_runs: int, num_rounds: int, folder: Path)
     for start in range(0, len(records), BATCH):
         journal.append(lead.term, records[start : start + BATCH])
     for what in ("facts", "summaries"):
-        loop = Loop(journal, lead, lambda facts: None)
+        loop = Loop(journal, lead, BUILT_IN)
         before, cpu = time.perf_counter(), time.process_time()
         asyncio.run(loop.replay(lambda facts: None))
         wall_s, cpu_s = time.perf_counter() - before, time.process_time() - cpu

@@ -25,8 +25,8 @@ from stratagem.coordinator.core.encoding import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
 from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.contract import Outlook
-from stratagem.coordinator.strategies.table import strategy_of
 from tests.core.simulation import RUN, Simulation, ending, job, member, register, start
 
 START = "[*]"
@@ -108,13 +108,13 @@ def _played(name: str) -> tuple[Simulation, ...]:
 
 
 def _replay(simulation: Simulation, phase_of: PhaseOf, observed: Observed) -> None:
-    state, before = CoordinatorState(), START
+    state, before = CoordinatorState(BUILT_IN), START
     for run_id, kind, payload, time_s in simulation.journal:
         state = apply(state, run_id, decode(kind, 1, payload), time_s)
         run = state.runs.get(RUN)
         if run is None:
             continue
-        outlook = strategy_of(run.job).outlook(run.job, run.value, world_of(state))
+        outlook = run.strategy.outlook(run.job, run.value, world_of(state))
         after = phase_of(run.ended, outlook)
         observed.effects[after] |= {type(effect).__name__ for effect in pending_of(run)}
         if before != after:

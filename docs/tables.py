@@ -34,6 +34,7 @@ from stratagem.common.strategy.json_form import REFUSE
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.decide import decide
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.worker.losses import _LOSSES
 from stratagem.worker.metrics import _METRICS, FROM_LOSS
 from stratagem.worker.models.graph import MODULES
@@ -311,7 +312,7 @@ def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
     name = f"`{'/'.join(filter(None, parts))}`"
     try:
         decide(
-            CoordinatorState(),
+            CoordinatorState(BUILT_IN),
             SubmitRun(RUN, job(strategy, **NEEDED.get(strategy["type"], {})), 0.0),
         )
     except InvalidInputError as error:

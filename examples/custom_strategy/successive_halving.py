@@ -28,6 +28,7 @@ from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
 from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Halving:
     failed: tuple[str, ...] = ()
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     config = _config(job)
     found = []
     rates = config.get("learning_rates")
@@ -50,13 +51,13 @@ def check(job: JobSpec) -> list[Violation]:
             found.append(Violation(f"strategy.config.{name}", "must be a count >= 1"))
     if job.evaluation is None or job.evaluation.best is None:
         found.append(Violation("evaluation.best", "missing; members are compared by it"))
-    return found or nested.check(_member_job(job, rates[0]))
+    return found or nested.check(_member_job(job, rates[0]), strategies)
 
 
-def init(job: JobSpec, party: Party) -> Halving:
+def init(job: JobSpec, party: Party, strategies: Strategies) -> Halving:
     rates = _config(job)["learning_rates"]
     children = [
-        nested.begin(child_party(party, f"lr{number}"), _member_job(job, rate), horizon=1)
+        nested.begin(child_party(party, f"lr{number}"), _member_job(job, rate), 1, strategies)
         for number, rate in enumerate(rates)
     ]
     return Halving(1, tuple(children))

@@ -19,9 +19,10 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.common.frozen import FrozenDict, FrozenList, frozen, thawed
 from stratagem.common.job import JobSpec, entry_points, with_fields
 from stratagem.common.strategy import Custom, Strategy, describe
+from stratagem.coordinator.core.asking import objections_to
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.evolution import draw, explored, stream
 from stratagem.coordinator.strategies.population_run import member_job, space_of, spec_of
-from stratagem.coordinator.strategies.table import require
 from tests.common_job.strategies import json_values
 
 pytestmark = pytest.mark.core
@@ -273,7 +274,7 @@ def test_no_derivation_changes_the_job_that_it_begins_from(
     for derive in (
         lambda: with_fields(spec, params),
         lambda: member_job(spec, number, params),
-        lambda: require(spec).check(spec),
+        lambda: objections_to(spec, BUILT_IN),
         lambda: draw(space_of(spec), stream(number, 0, 0)),
         lambda: explored(
             spec_of(spec).explore,

@@ -44,16 +44,16 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.showing import Runs
 from stratagem.coordinator.service.streams import download, which
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.storage import Storage
-from stratagem.coordinator.strategies import table
-from stratagem.coordinator.strategies.local import STRATEGY as local
+from stratagem.coordinator.strategies.table import Strategies
 from tests.coordinator.entrance import entrance
 from tests.coordinator.twins import twins
 from tests.core.simulation import RUN, job, member, register, start
-from tests.core.test_plugins import Raising
+from tests.core.test_plugins import Raising, with_local
 from tests.core.test_population import SECTIONS, population
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
 
@@ -137,7 +137,7 @@ async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_i
     assert f"###{final}".encode() in b"".join(received[1:]), "behind the manifest"
     with pytest.raises(NotFoundError):
         await anext(download(app.blobs, stored["0"], 0))
-    running = asyncio.create_task(app.loop.run())
+    running = asyncio.create_task(app.loop.run(app._changed))
     await app.loop.submit(DeleteRun(RUN))
     app.blobs.collect(live_blobs(app.loop.state), 0.0)
     with pytest.raises(NotFoundError):
@@ -198,39 +198,32 @@ async def test_the_name_of_a_deleted_run_is_free_and_nothing_of_it_is_left(tmp_p
         await both.agree()
 
 
-async def test_what_an_absent_strategy_left_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed: dict[str, object] = {"Local": local}
-    monkeypatch.setattr(table, "_load", installed.get)
+async def test_what_an_absent_strategy_left_is_read_again(tmp_path: Path) -> None:
     async with twins(tmp_path, "a") as both:
         await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
         await both.work(2)
-        del installed["Local"]
+        both.simulation.strategies = Strategies({})
         await both.restart()
         await both.tell(register("b"))
         assert both.loop.state.runs[RUN].ended is RunPhase.FAILED, "not at rest"
-        installed["Local"] = local
+        both.simulation.strategies = BUILT_IN
         await both.restart()
         await both.work()
         await both.agree()
         assert both.loop.state.ended[RUN].ended is RunPhase.FAILED
-        del installed["Local"]
+        both.simulation.strategies = Strategies({})
         await both.restart()
         assert RUN in both.loop.state.ended, "what was summed up with it stays"
 
 
-async def test_what_a_strategy_raised_about_is_read_again_by_a_mended_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed: dict[str, object] = {"Local": Raising("transition")}
-    monkeypatch.setattr(table, "_load", installed.get)
-    async with twins(tmp_path, "a") as both:
+async def test_what_a_strategy_raised_about_is_read_again_by_a_mended_one(tmp_path: Path) -> None:
+    broken = with_local(Raising("transition"))
+    async with twins(tmp_path, "a", strategies=broken) as both:
         await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
         await both.work()
         assert both.loop.state.runs[RUN].ended is RunPhase.FAILED
         await both.agree()
-        installed["Local"] = local
+        both.simulation.strategies = BUILT_IN
         await both.restart()
         assert both.loop.state.runs[RUN].ended is None
         await both.work()

@@ -22,6 +22,7 @@ from stratagem.coordinator.core.forgetting import expire_runs
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
 from stratagem.coordinator.journal import Holder, Journal, Record
 from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.watching.run_logs import Line
 from tests.coordinator.entrance import entrance
@@ -44,7 +45,7 @@ def ended(name: str, at_s: float, *blobs: str, initial: str = "") -> EndedRun:
 
 
 def expired(command: ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
-    state = CoordinatorState(ended={run.run_id: run for run in runs}, **others)
+    state = CoordinatorState(BUILT_IN, ended={run.run_id: run for run in runs}, **others)
     return [entry.run_id for entry in expire_runs(state, command)]
 
 
@@ -123,7 +124,7 @@ async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path:
     """Also those that a coordinator has left which died before it could."""
     made = Settings(data_dir=tmp_path, keep_runs=2, _cli_parse_args=False)  # type: ignore[call-arg]
     app = await App.lead(made, entrance())
-    serving = asyncio.create_task(app.loop.run())
+    serving = asyncio.create_task(app.loop.run(app._changed))
     house = app._house
     for name in ("r-1", "r-2", "r-3"):
         await app.loop.submit(SubmitRun(RunId(name), job(LOCAL), 1.0))
@@ -186,7 +187,7 @@ async def test_a_replay_that_is_killed_again_and_again_gets_to_its_end(
     lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
     _write(journal, lead.term, simulation.journal, number_of_runs)
     while left[-1] > 1:
-        loop = Loop(journal, lead, lambda facts: None)
+        loop = Loop(journal, lead, BUILT_IN)
         pages = iter(range(3))
 
         def show(_facts: object, pages: Iterator[int] = pages) -> None:
@@ -199,7 +200,7 @@ async def test_a_replay_that_is_killed_again_and_again_gets_to_its_end(
         assert left[-1] < left[-2]
         loop.recorded._thread.shutdown()
     assert len(left) > 3, "it was killed in between"
-    loop = Loop(journal, lead, lambda facts: None)
+    loop = Loop(journal, lead, BUILT_IN)
     await loop.replay(lambda facts: None)
     assert len(loop.state.ended) == number_of_runs
     await loop.close()
@@ -227,7 +228,7 @@ async def test_the_lead_is_kept_during_a_long_replay(
         change(both.path, "DELETE FROM summary")
         journal = Journal.open(both.path)
         lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
-        loop = Loop(journal, lead, lambda facts: None)
+        loop = Loop(journal, lead, BUILT_IN)
         renewed = []
         monkeypatch.setattr(journal, "renew", renewed.append)
         await loop.replay(lambda facts: None, renew_every_s=0.0)

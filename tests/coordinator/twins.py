@@ -14,7 +14,9 @@ from stratagem.coordinator.core.showing import RunView, view_of
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.coordinator.loop import Loop
-from stratagem.coordinator.strategies import table
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.strategies import missing
+from stratagem.coordinator.strategies.table import Strategies
 from tests.core.simulation import Simulation, register
 
 
@@ -22,9 +24,9 @@ class Twins:
     """A loop over a journal, and a simulation in which no run comes to rest; both are told the
     same, and have to answer the same."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, strategies: Strategies) -> None:
         self.path = path
-        self.simulation = Simulation()
+        self.simulation = Simulation(strategies)
         self.told: list[Command] = []
         self.loop: Loop
         self._running: asyncio.Task[None]
@@ -32,9 +34,9 @@ class Twins:
     async def open(self) -> None:
         journal = Journal.open(self.path)
         lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
-        self.loop = Loop(journal, lead, lambda facts: None)
+        self.loop = Loop(journal, lead, self.simulation.strategies)
         await self.loop.replay(lambda facts: None)
-        self._running = asyncio.create_task(self.loop.run())
+        self._running = asyncio.create_task(self.loop.run(lambda facts: None))
 
     async def close(self) -> None:
         self._running.cancel()
@@ -42,7 +44,7 @@ class Twins:
         await self.loop.close()
 
     async def restart(self) -> None:
-        """Both forget what they have in memory."""
+        """Both forget what they have in memory, and then have the simulation's `strategies`."""
         await self.close()
         self.simulation.crash()
         await self.open()
@@ -87,7 +89,7 @@ class Twins:
 
 
 def may_rest(run: RunRecord) -> bool:
-    settled = not run.has_raised and table.is_installed(run.job)
+    settled = not run.has_raised and run.strategy is not missing
     return run.ended is not None and run.is_released and settled
 
 
@@ -99,8 +101,10 @@ async def _answer(asked: Awaitable[Any]) -> Any:
 
 
 @asynccontextmanager
-async def twins(folder: Path, *workers: str) -> AsyncIterator[Twins]:
-    made = Twins(folder / "journal.sqlite")
+async def twins(
+    folder: Path, *workers: str, strategies: Strategies = BUILT_IN
+) -> AsyncIterator[Twins]:
+    made = Twins(folder / "journal.sqlite", strategies)
     await made.open()
     for name in workers:
         await made.tell(register(name))

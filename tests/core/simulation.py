@@ -46,6 +46,8 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import next_deadline, pending
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.strategies.table import Strategies
 
 RUN = RunId("run-1")
 ROWS = {"train": 100, "test": 20}
@@ -96,14 +98,20 @@ def ending(name: str, start: int, **known: Any) -> Ending:
 class Simulation:
     """The journal, the state that it folds to, and what is under way."""
 
-    state: CoordinatorState = field(default_factory=CoordinatorState)
+    strategies: Strategies = BUILT_IN
+    """Of the process, from its start on."""
+    state: CoordinatorState = field(init=False)
     journal: list[tuple[RunId, str, str, float]] = field(default_factory=list)
     queue: deque[Command] = field(default_factory=deque)
     seen: set[Effect] = field(default_factory=set)
     now_s: float = 0.0
-    agenda: Agenda = field(default_factory=lambda: Agenda(CoordinatorState()))
+    agenda: Agenda = field(init=False)
     structural: tuple[str, ...] = ()
     """What workers find out when they build a model."""
+
+    def __post_init__(self) -> None:
+        self.state = CoordinatorState(self.strategies)
+        self.agenda = Agenda(self.state)
 
     def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
         """Decide, journal and apply one command, and start what it made due."""
@@ -135,8 +143,8 @@ class Simulation:
         raise AssertionError("the simulation does not end")
 
     def crash(self) -> None:
-        """Forget all but the journal."""
-        self.state = CoordinatorState()
+        """Forget all but the journal; the next process has `strategies`."""
+        self.state = CoordinatorState(self.strategies)
         self.queue.clear()
         self.seen.clear()
         for run_id, kind, payload, time_s in self.journal:
@@ -267,9 +275,14 @@ def do(effect: Effect) -> list[Fact]:
             return [RunReleased()]
 
 
-def start(job_json: str, *workers: str, structural: tuple[str, ...] = ()) -> Simulation:
+def start(
+    job_json: str,
+    *workers: str,
+    structural: tuple[str, ...] = (),
+    strategies: Strategies = BUILT_IN,
+) -> Simulation:
     """A simulation with workers and one submitted run."""
-    simulation = Simulation(structural=structural)
+    simulation = Simulation(strategies, structural=structural)
     for name in workers:
         simulation.tell(register(name))
     simulation.tell(SubmitRun(RUN, job_json, 0.0))

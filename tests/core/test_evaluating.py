@@ -11,7 +11,6 @@ from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunComple
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.strategies.contract import Outlook
-from stratagem.coordinator.strategies.table import strategy_of
 from tests.core.simulation import RUN, Simulation, digest, ending, job, member, register, start
 
 pytestmark = pytest.mark.core
@@ -34,7 +33,7 @@ def evaluating(num_replicas: int = 3, **changes: object) -> str:
 
 def outlook(simulation: Simulation) -> Outlook:
     run = simulation.state.runs[RUN]
-    return strategy_of(run.job).outlook(run.job, run.value, world_of(simulation.state))
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state))
 
 
 def effects(simulation: Simulation) -> list[EvaluateTogether]:

@@ -6,12 +6,13 @@ import pytest
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.asking import objections_to
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
 from stratagem.coordinator.core.facts import MembersFormed, SegmentCommitted
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.strategies.table import require
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.core.simulation import RUN, Simulation, job, member, register
 from tests.core.simulation import start as started
 from tests.core.test_runs import reason
@@ -193,7 +194,7 @@ def test_partitions_that_do_not_tile_the_graph_are_refused(
         (replicated(2, strategy), "strategy.options.inner"),
     ):
         found = JobSpec.from_json(job(whole, model=GRAPH))
-        (violation,) = require(found).check(found)
+        (violation,) = objections_to(found, BUILT_IN)
         assert str(violation).startswith(expected.replace("strategy", place, 1))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.asking import objections_to
 from stratagem.coordinator.core.commands import LoseWorker, Report
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import RunSegment
@@ -21,7 +22,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.strategies.table import require
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.core.simulation import RUN, Simulation, job, member, start
 
 pytestmark = pytest.mark.core
@@ -60,7 +61,7 @@ def closed(simulation: Simulation) -> list[GenerationClosed]:
 def check(document: str) -> None:
     """What happens to a job at submit."""
     found = JobSpec.from_json(document)
-    violations = require(found).check(found)
+    violations = objections_to(found, BUILT_IN)
     if violations:
         raise InvalidInputError(violations=violations)
 
@@ -239,7 +240,7 @@ def test_one_member_that_fails_is_told_of_without_a_judgement() -> None:
 
 def shown(simulation: Simulation) -> str:
     run = simulation.state.runs[RUN]
-    return require(run.job).outlook(run.job, run.value, world_of(simulation.state)).reason
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).reason
 
 
 def test_asynchronous_members_do_not_wait() -> None:
@@ -370,5 +371,5 @@ def test_members_train_with_phases_of_their_own() -> None:
 def test_an_inner_strategy_is_checked_with_its_place() -> None:
     inner = {**INNER["DataParallel"], "num_replicas": 99}  # type: ignore[dict-item]
     found = JobSpec.from_json(spec(inner=inner))
-    (violation,) = require(found).check(found)
+    (violation,) = objections_to(found, BUILT_IN)
     assert str(violation).startswith("strategy.options.inner.num_replicas: 99 replicas cannot")

@@ -32,7 +32,6 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
-from stratagem.coordinator.strategies.table import strategy_of
 from tests.core.simulation import RUN, Simulation, digest, ending, job, member, register, start
 
 pytestmark = pytest.mark.core
@@ -59,12 +58,12 @@ def phase(simulation: Simulation) -> RunPhase:
     run = simulation.state.runs[RUN]
     if run.ended:
         return run.ended
-    return strategy_of(run.job).outlook(run.job, run.value, world_of(simulation.state)).phase
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).phase
 
 
 def reason(simulation: Simulation) -> str:
     run = simulation.state.runs[RUN]
-    return strategy_of(run.job).outlook(run.job, run.value, world_of(simulation.state)).reason
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).reason
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.asking import objections_to
 from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.commands import LoseWorker, Report
 from stratagem.coordinator.core.effects import Build, CollectUpdate, RunSegment, TrainClient
@@ -20,7 +21,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import live_blobs, pending
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.strategies.table import require
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.core.simulation import RUN, Simulation, ending, job, member, register, start
 
 pytestmark = pytest.mark.core
@@ -210,7 +211,7 @@ def test_a_silo_that_ends_its_processes_is_rejected_as_crashed() -> None:
 def test_a_silo_is_not_asked_again_in_its_round() -> None:
     options = {"inner": INNER, "on_missing_quorum": "wait"}
     found = JobSpec.from_json(job(silos(options=options)))
-    (violation,) = require(found).check(found)
+    (violation,) = objections_to(found, BUILT_IN)
     assert violation.field == "strategy.options.on_missing_quorum"
 
 
@@ -254,9 +255,9 @@ def test_what_a_silo_cannot_do_is_refused(
     changes: dict[str, Any], sections: dict[str, Any], field: str
 ) -> None:
     found = JobSpec.from_json(job(silos(**changes), **sections))
-    assert [violation.field for violation in require(found).check(found)] == [field]
+    assert [violation.field for violation in objections_to(found, BUILT_IN)] == [field]
 
 
 def test_an_inner_local_is_no_silo() -> None:
     found = JobSpec.from_json(job(silos(inner={"type": "Local"})))
-    assert require(found).__name__.endswith("federated")  # type: ignore[attr-defined]
+    assert BUILT_IN.of(found).__name__.endswith("federated")  # type: ignore[attr-defined]

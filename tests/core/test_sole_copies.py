@@ -37,7 +37,7 @@ A, B, C, D = (member(name) for name in "abcd")
 
 
 def under(shape: Shape) -> Synchronous:
-    return Synchronous(check=lambda _: [], shape=lambda _: shape)
+    return Synchronous(objections=lambda _: [], shape=lambda _: shape)
 
 
 def formed(membership: int, *members: Member) -> MembersFormed:

@@ -22,6 +22,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.pending import pending
 from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.evolution import draw, explored, stream
 from stratagem.coordinator.strategies.population_run import PopulationRun, form, member_job
 from stratagem.coordinator.strategies.structure import (
@@ -250,7 +251,7 @@ def test_the_order_of_a_search_space_has_no_meaning(
 
 
 def formed_of(spec: JobSpec) -> PopulationFormed:
-    return form(spec, PopulationRun(ROOT))
+    return form(spec, PopulationRun(ROOT, BUILT_IN))
 
 
 def test_the_same_job_in_another_order_is_the_same_job() -> None:

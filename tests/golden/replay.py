@@ -13,6 +13,7 @@ from stratagem.coordinator.core.showing import RunView, view_of
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.journal import Holder, Journal
 from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.views import run_info
 
 FOLDER = Path(__file__).parent / "journals"
@@ -36,7 +37,7 @@ class Found:
 async def replay(journal: Journal) -> Found:
     """What a journal holds, which is closed."""
     lead = journal.take_lead(Holder.of_this_process(), ttl_s=1)
-    loop = Loop(journal, lead, lambda facts: None)
+    loop = Loop(journal, lead, BUILT_IN)
     await loop.replay(lambda _: None)
     at_rest = await loop.recorded.views(loop.state.ended.keys())
     await loop.close()

@@ -159,9 +159,7 @@ LOOSE_MODULES: frozenset[str] = frozenset(
 )
 """Modules at the root of a package, which belong into a folder."""
 
-IMPURE_IMPORTS: frozenset[tuple[str, str]] = frozenset(
-    {("coordinator.strategies.table", "importlib")}
-)
+IMPURE_IMPORTS: frozenset[tuple[str, str]] = frozenset()
 """A module that the core reaches, and what it imports."""
 
 UNUSED_NAMES: frozenset[str] = frozenset(

@@ -121,7 +121,7 @@ def _origin(symbol: Symbol) -> Iterator[Symbol]:
 
 def _registered() -> Iterator[Symbol]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups: Mapping[str, Mapping[str, str]] = project["entry-points"]
+    groups: Mapping[str, Mapping[str, str]] = project.get("entry-points", {})
     for target in [*project["scripts"].values(), *(t for g in groups.values() for t in g.values())]:
         module, _, name = target.partition(":")
         yield module.removeprefix("stratagem."), name or "*"

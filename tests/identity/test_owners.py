@@ -19,6 +19,7 @@ from stratagem.coordinator.core.commands import Report
 from stratagem.coordinator.core.facts import ROOT, DataUploaded, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.owners import has_brought
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.coordinator.test_service import refused, submit
 from tests.core.simulation import job
@@ -160,14 +161,14 @@ async def test_tokens_and_runs_of_earlier_versions_know_each_other(
 
 def test_a_journal_of_an_earlier_version_says_who_owns_a_run() -> None:
     fact = RunSubmitted(job_json=job(LOCAL, data={"inline": DIGEST}), wall_s=0.0, by="token ci")
-    state = apply(CoordinatorState(), RunId("r"), fact, 0.0)
+    state = apply(CoordinatorState(BUILT_IN), RunId("r"), fact, 0.0)
     assert state.runs[RunId("r")].owner == "token ci"
     assert has_brought(state, "token ci", Digest(DIGEST))
     assert not has_brought(state, "token ci#1", Digest(DIGEST))
 
 
 def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
-    state = CoordinatorState()
+    state = CoordinatorState(BUILT_IN)
     digests = [Digest(f"{number:064x}") for number in range(MAX_UPLOADS + 1)]
     for digest in digests:
         state = apply(state, RunId(""), DataUploaded(owner="token a", digest=digest), 0.0)

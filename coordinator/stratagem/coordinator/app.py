@@ -7,14 +7,13 @@ follows from a batch of facts (events for watchers, links to drop, files to dele
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
 
 from stratagem.common.errors import StratagemError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.failures import sole
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.logs import identify
 from stratagem.common.malloc import give_back
@@ -57,6 +56,8 @@ from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.paced import Paced
 from stratagem.coordinator.resting import rest
 from stratagem.coordinator.rows import Committed
+from stratagem.coordinator.runtime.chores import Chores
+from stratagem.coordinator.runtime.plugins import installed
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool.spool import SpoolKey, SpoolRun
 from stratagem.coordinator.standby import Entrance
@@ -99,6 +100,7 @@ class App:
             lambda effect: perform(self.env, effect),
             lambda effect, reason: say_what_fails(self.feed, effect, reason),
         )
+        self._chores = Chores()
         self.env = Env(
             loop=loop,
             links=self.links,
@@ -108,19 +110,20 @@ class App:
             logs=self.logs,
             profiles=self.profiles,
             settings=settings,
+            chores=self._chores,
             yield_slots=self.supervisor.yield_slots,
         )
         self._house = House(loop, settings, self.logs, self.profiles)
         self._named: list[Digest] = []
         """Blobs that facts have named since the last collection."""
         self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
-        self._chores: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def lead(cls, settings: Settings, entrance: Entrance) -> "App":
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
         await asyncio.to_thread(_private_folder, settings.data_dir)
         storage = await asyncio.to_thread(Storage.open, settings)
+        strategies = await asyncio.to_thread(installed)
         journal, lead = await asyncio.to_thread(_take_lead, settings, entrance)
         entrance.say("has the lead and reads its journal")
         try:
@@ -129,26 +132,25 @@ class App:
         except StratagemError:
             await asyncio.to_thread(journal.release, lead.term)
             raise
-        apps: list[App] = []
-        loop = Loop(journal, lead, lambda facts: apps[0]._changed(facts))
-        apps.append(cls(settings, loop, storage, entrance))
+        loop = Loop(journal, lead, strategies)
+        app = cls(settings, loop, storage, entrance)
         await loop.renew()  # its stores were opened by who leads, and by nobody later
-        await loop.replay(apps[0]._show, renew_every_s=settings.lease_ttl_s / 3)
-        apps[0]._forget_resting(loop.state.ended)
+        await loop.replay(app._show, renew_every_s=settings.lease_ttl_s / 3)
+        app._forget_resting(loop.state.ended)
         failpoint("coordinator.replay.done")
-        return apps[0]
+        return app
 
     async def run(self) -> None:
         """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
         workers = self.loop.state.workers.values()
         self.leases.grant(worker.member for worker in workers if worker.is_alive)
         self.supervisor.reconcile(pending(self.loop.state))
-        self._do(self._collecting.ask())
-        self._do(self._in_thread(self._clean_spool))
+        self._collect()
+        self._do_in_thread(self._clean_spool, "clean the spool")
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.loop.clock.run())
-                group.create_task(self.loop.run())
+                group.create_task(self.loop.run(self._changed))
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
                 group.create_task(self._house.keep())
@@ -157,9 +159,7 @@ class App:
         finally:
             self.barriers.close()
             await self.supervisor.close()
-            for chore in self._chores:
-                chore.cancel()
-            await asyncio.gather(*self._chores, return_exceptions=True)
+            await self._chores.close()
             await self.links.close()
             self.logs.close()
 
@@ -185,7 +185,7 @@ class App:
         changed = {item.entry.run_id for item in facts}
         if CLUSTER in changed:
             for link in self.links.drop_lost(self.loop.state):
-                self._do(link.close())
+                self._chores.do(link.close(), f"close the link to {link.member.worker_id}")
         runs = self.loop.state.runs
         self._forget_resting(changed & self.loop.state.ended.keys())
         due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
@@ -244,20 +244,22 @@ class App:
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():
                 self._empty_spool(run_id, fact)
-                self._do(self._collecting.ask())
+                self._collect()
             case UpdateRejected():
                 self.env.refused[fact.cause] += 1
             case RunCompleted():
                 self._delete_updates(self._spool_run(run_id))
             case RunResumed(from_segment=int()):
                 of_run = self._spool_run(run_id)
-                self._do(self._in_thread(lambda: self.spool.delete_returned(of_run)))
-                self._do(self._collecting.ask())
+                self._do_in_thread(
+                    lambda: self.spool.delete_returned(of_run), f"go back in run {run_id}"
+                )
+                self._collect()
             case RunDeleted():
                 self.feed.forget(run_id)
                 self._forget_lines(run_id)
                 self._delete_updates(SpoolRun(run_id, fact.submission))
-                self._do(self._collecting.ask())
+                self._collect()
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
 
@@ -269,7 +271,8 @@ class App:
         """Drop the updates that made a round, and rounds that no late update can come for."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
         of_run = self._spool_run(run_id)
-        self._do(self._in_thread(lambda: self.spool.delete_round(of_run, party, oldest)))
+        what = f"delete the updates of a round of run {run_id}"
+        self._do_in_thread(lambda: self.spool.delete_round(of_run, party, oldest), what)
         if not fact.max_staleness:
             return
         # The committed state no longer says what made it; the newest closing of the round does.
@@ -281,10 +284,11 @@ class App:
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
         folded = [SpoolKey(of_run, party, number - a.staleness, a.client) for a in accepted]
-        self._do(self._in_thread(lambda: self.spool.delete_updates(folded)))
+        self._do_in_thread(lambda: self.spool.delete_updates(folded), what)
 
     def _delete_updates(self, of_run: SpoolRun) -> None:
-        self._do(self._in_thread(lambda: self.spool.delete_run(of_run)))
+        what = f"delete the updates of run {of_run.run_id}"
+        self._do_in_thread(lambda: self.spool.delete_run(of_run), what)
 
     def _spool_run(self, run_id: RunId) -> SpoolRun:
         run = self.loop.state.find(run_id)
@@ -312,23 +316,11 @@ class App:
         runs = self.loop.state.all_runs()
         self.spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
 
-    async def _in_thread(self, call: Callable[[], object]) -> None:
-        await asyncio.to_thread(call)
+    def _do_in_thread(self, call: Callable[[], None], what: str) -> None:
+        self._chores.do(asyncio.to_thread(call), what)
 
-    def _do(self, chore: Coroutine[object, object, None]) -> None:
-        """A deed that nothing depends on; an error is logged, the next one of its kind mends it."""
-        task = asyncio.create_task(chore)
-        self._chores.add(task)
-        task.add_done_callback(self._chore_done)
-
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self._chores.discard(task)
-        error = None if task.cancelled() else task.exception()
-        error = error and sole(error)
-        if isinstance(error, OSError | StratagemError):
-            log.warning("chore failed", reason=str(error))
-        elif error is not None:
-            log.error("chore failed", exc_info=error)
+    def _collect(self) -> None:
+        self._chores.do(self._collecting.ask(), "collect blobs")
 
     # ---- what others ask ----
 

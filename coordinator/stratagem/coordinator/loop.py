@@ -39,6 +39,7 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRun, World
 from stratagem.coordinator.journal import Journal, Lead
 from stratagem.coordinator.recorded import Recorded
 from stratagem.coordinator.rows import Committed
+from stratagem.coordinator.strategies.table import Strategies
 from stratagem.coordinator.watching.log_ids import ids_of
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
@@ -84,17 +85,15 @@ class Loop:
         self,
         journal: Journal,
         lead: Lead,
-        on_change: Callable[[list[Committed]], None],
+        strategies: Strategies,
     ) -> None:
-        """on_change is told of every batch after it is durable and applied, on the event loop."""
-        self.state = CoordinatorState()
+        self.state = CoordinatorState(strategies)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
         """What strategies may look at, of the same state."""
         self.term = lead.term
         self.clock = LeaderClock(lead.last_time_s)
         self.recorded = Recorded(journal, lead.term)
-        self._on_change = on_change
         self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
         self._in_hand: list[_Ask] = []
         self._has_ended = False
@@ -171,10 +170,13 @@ class Loop:
             answer.cancel()
         return await answer
 
-    async def run(self) -> None:
-        """Serve commands until cancelled; raises FencedError when the lead is lost."""
+    async def run(self, on_change: Callable[[list[Committed]], None]) -> None:
+        """Serve commands until cancelled; raises FencedError when the lead is lost.
+
+        on_change is told of every batch after it is durable and applied, on the event loop.
+        """
         try:
-            await self._serve()
+            await self._serve(on_change)
         finally:
             self._has_ended = True
             for ask in self._in_hand:
@@ -193,7 +195,7 @@ class Loop:
             self._deadline.cancel()
         await self.recorded.close()
 
-    async def _serve(self) -> None:
+    async def _serve(self, on_change: Callable[[list[Committed]], None]) -> None:
         while True:
             asks = self._in_hand = [await self._queue.get()]
             while len(asks) < MAX_BATCH and not self._queue.empty():
@@ -202,9 +204,9 @@ class Loop:
             for ask in asks:
                 await self._decide(batch, ask)
                 if batch.ends_with_deletion:  # what comes next may be of a new run of that name
-                    await self._commit(batch)
+                    await self._commit(batch, on_change)
                     batch = _Batch(self.state, self._num_of_cluster)
-            await self._commit(batch)
+            await self._commit(batch, on_change)
 
     async def _decide(self, batch: _Batch, ask: _Ask) -> None:
         try:
@@ -239,7 +241,7 @@ class Loop:
         self._agenda.note(batch.state, entry.run_id)
         batch.committed.append(Committed(entry, index, now_s, time.time()))
 
-    async def _commit(self, batch: _Batch) -> None:
+    async def _commit(self, batch: _Batch, on_change: Callable[[list[Committed]], None]) -> None:
         if batch.committed:
             found = _at_rest(batch.state, self._agenda.world, batch.walls_s)
             began_s = time.perf_counter()
@@ -258,7 +260,7 @@ class Loop:
             fact = item.entry.fact
             log.info(sentence(fact), kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
-            self._on_change(batch.committed)
+            on_change(batch.committed)
         for ask, answer in batch.answers:
             _answer(ask, answer)
         self._arm_deadline()

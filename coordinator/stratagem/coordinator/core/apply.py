@@ -47,7 +47,7 @@ from stratagem.coordinator.core.state import (
     WorkerRecord,
     best_commit,
 )
-from stratagem.coordinator.strategies.table import strategy_of
+from stratagem.coordinator.strategies.table import Strategies
 
 CLUSTER = RunId("")
 K = TypeVar("K")
@@ -69,7 +69,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     if isinstance(fact, RunDeleted):
         return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
     if isinstance(fact, RunSubmitted):
-        record = _submitted(run_id, fact)
+        record = _submitted(state.strategies, run_id, fact)
     else:
         record = _apply_to_run(state.runs[run_id], fact, time_s)
     record = replace(record, num_facts=record.num_facts + 1, changed_s=time_s)
@@ -116,11 +116,12 @@ def _workers_after(
     return {**workers, record.member.worker_id: record}
 
 
-def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
+def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> RunRecord:
     job = JobSpec.from_json(fact.job_json)
     record = RunRecord(
         run_id=run_id,
         job=job,
+        strategy=strategies.of(job),
         value=None,
         submitted_wall_s=fact.wall_s,
         submitted_by=fact.by,
@@ -130,7 +131,7 @@ def _submitted(run_id: RunId, fact: RunSubmitted) -> RunRecord:
         numerics=fact.numerics,
     )
     try:
-        return replace(record, value=strategy_of(job).init(job, ROOT))
+        return replace(record, value=record.strategy.init(job, ROOT, strategies))
     except Exception as error:  # the border to plug-ins; replay meets the same error
         return _raised(record, error)
 
@@ -163,7 +164,7 @@ def _transition(
     """The run with the fact folded in, and the workers that what is now due would use."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
         record = returned(record, fact)
-    strategy = strategy_of(record.job)
+    strategy = record.strategy
     value = strategy.transition(record.job, record.value, fact, time_s)
     due = strategy.pending(record.run_id, record.job, value)
     used = frozenset[Member]().union(*(slots(effect) for effect in due))

@@ -15,7 +15,7 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
-from stratagem.coordinator.strategies.table import require, strategy_of
+from stratagem.coordinator.strategies.table import Strategies
 
 
 class Raised(str):
@@ -28,11 +28,11 @@ class Raised(str):
         return cls(f"the strategy raised {told(error)}")
 
 
-def objections_to(job: JobSpec) -> list[Violation]:
+def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """What is wrong with a job. Raises InvalidInputError when its strategy is not installed."""
-    strategy = require(job)
+    strategy = strategies.require(job)
     try:
-        return strategy.check(job)
+        return strategy.check(job, strategies)
     except StratagemError:
         raise
     except Exception as error:
@@ -42,7 +42,7 @@ def objections_to(job: JobSpec) -> list[Violation]:
 def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
     """What follows for a run."""
     try:
-        fact = strategy_of(run.job).decide(run.job, run.value, world, now_s)
+        fact = run.strategy.decide(run.job, run.value, world, now_s)
     except Exception as error:
         return RunFailed(reason=Raised.by(error))
     return fact or _given_up(run, world, now_s)
@@ -51,7 +51,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 def deadline_of(run: RunRecord, world: World) -> float | None:
     """Leader-clock time at which an active run has to be asked again."""
     try:
-        deadline_s = strategy_of(run.job).next_deadline(run.value)
+        deadline_s = run.strategy.next_deadline(run.value)
     except Exception:  # what it decides next fails the run
         return None
     limit_s = run.job.placement_timeout_s
@@ -63,7 +63,7 @@ def deadline_of(run: RunRecord, world: World) -> float | None:
 def outlook_of(run: RunRecord, world: World) -> Outlook:
     """How a run stands, for people; the exception where the strategy cannot say."""
     try:
-        return strategy_of(run.job).outlook(run.job, run.value, world)
+        return run.strategy.outlook(run.job, run.value, world)
     except Exception as error:
         return Outlook(run.ended or RunPhase.RUNNING, "", Raised.by(error))
 
@@ -80,7 +80,7 @@ def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
     if run.ended is not None:
         return {}
     try:
-        return strategy_of(run.job).parties(run.value)
+        return run.strategy.parties(run.value)
     except Exception:  # nobody meets; their segments come to their deadlines
         return {}
 
@@ -88,7 +88,7 @@ def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
 def why_unwelcome(run: RunRecord, fact: Fact) -> str | Raised:
     """Why a reported fact is stale; "" when it is welcome."""
     try:
-        return strategy_of(run.job).is_welcome(run.job, run.value, fact)
+        return run.strategy.is_welcome(run.job, run.value, fact)
     except Exception as error:
         return Raised.by(error)
 
@@ -96,7 +96,7 @@ def why_unwelcome(run: RunRecord, fact: Fact) -> str | Raised:
 def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
     """The process of a member has ended unasked: what it was working on."""
     try:
-        return tuple(strategy_of(run.job).deaths(run.value, member))
+        return tuple(run.strategy.deaths(run.value, member))
     except Exception as error:
         return (RunFailed(reason=Raised.by(error)),)
 
@@ -104,7 +104,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
     """A new membership for a party whose exchange has failed though all its members live."""
     try:
-        return strategy_of(run.job).reform(run.value, party, reason)
+        return run.strategy.reform(run.value, party, reason)
     except Exception as error:
         return RunFailed(reason=Raised.by(error))
 

@@ -188,7 +188,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         if known.job == job:
             return ()
         return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
-    violations = objections_to(job)
+    violations = objections_to(job, state.strategies)
     if violations:
         raise InvalidInputError(violations=violations)
     fact = RunSubmitted(

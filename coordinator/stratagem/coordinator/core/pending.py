@@ -7,7 +7,6 @@ from stratagem.coordinator.core.asking import deadline_of
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import Effect, Release
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
-from stratagem.coordinator.strategies.table import strategy_of
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
@@ -18,7 +17,7 @@ def pending(state: CoordinatorState) -> frozenset[Effect]:
 def pending_of(run: RunRecord) -> frozenset[Effect]:
     """The effects of one run."""
     if run.ended is None:
-        return strategy_of(run.job).pending(run.run_id, run.job, run.value)
+        return run.strategy.pending(run.run_id, run.job, run.value)
     if run.is_released:
         return frozenset()
     return frozenset({Release(run.run_id, run.touched)})
@@ -42,7 +41,7 @@ def blobs_of(run: RunRecord) -> frozenset[Digest]:
     states, predictions."""
     live = {commit.digest for commit in retained(run)}
     live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
-    live |= strategy_of(run.job).blobs(run.value)
+    live |= run.strategy.blobs(run.value)
     if run.job.data.inline is not None:
         live.add(Digest(run.job.data.inline))
     if run.job.initial is not None and run.job.initial.digest is not None:

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.state import (
     World,
     initial_of,
 )
-from stratagem.coordinator.strategies.table import is_installed
+from stratagem.coordinator.strategies import missing
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:
@@ -30,7 +30,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
     None for a run that is not, or whose facts another version of its strategy, or the strategy's
     return, may yet read otherwise.
     """
-    if run.ended is None or not run.is_released or run.has_raised or not is_installed(run.job):
+    if run.ended is None or not run.is_released or run.has_raised or run.strategy is missing:
         return None
     try:
         blobs, view = blobs_of(run), view_of(world, run, last_wall_s)
@@ -77,7 +77,7 @@ def recall(
     state: CoordinatorState, run_id: RunId, facts: Iterable[tuple[Fact, float]]
 ) -> CoordinatorState:
     """The state with a run as these facts tell of it, each with its leader-clock time."""
-    alone = CoordinatorState()
+    alone = CoordinatorState(state.strategies)
     for fact, time_s in facts:
         alone = apply(alone, run_id, fact, time_s)
     return replace(state, runs={**state.runs, **alone.runs}, ended=without(state.ended, run_id))

@@ -10,7 +10,6 @@ from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.strategies.contract import Nestable
-from stratagem.coordinator.strategies.table import strategy_of
 
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
@@ -21,7 +20,7 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
         return f"from_segment: {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
     commit = kept[segment]
     last = run.commits[-1].segment
-    strategy = strategy_of(run.job)
+    strategy = run.strategy
     if not isinstance(strategy, Nestable):
         return (
             f"from_segment: under this strategy run {run.run_id!r} goes on from its last commit "
@@ -38,7 +37,7 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
 
 def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     """The run with only what had happened up to the commit."""
-    strategy = strategy_of(run.job)
+    strategy = run.strategy
     assert isinstance(strategy, Nestable)
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest)

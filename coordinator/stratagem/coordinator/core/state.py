@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.common.ids import Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
+
+if TYPE_CHECKING:  # both are made of what stands here
+    from stratagem.coordinator.strategies.contract import Strategy
+    from stratagem.coordinator.strategies.table import Strategies
 
 
 class RunPhase(StrEnum):
@@ -57,6 +61,8 @@ class Commit:
 class RunRecord:
     run_id: RunId
     job: JobSpec
+    strategy: "Strategy"
+    """That runs the job, out of the table of this process."""
     value: Any
     """The strategy's own run value; only the strategy's file looks inside."""
     ended: RunPhase | None = None
@@ -122,6 +128,8 @@ class EndedRun:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
+    strategies: "Strategies"
+    """That runs can have; given with the first state, and not changed by any fact."""
     workers: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
     """The active ones, and of the ended ones those that are not at rest."""

@@ -60,7 +60,7 @@ async def train_client(env: Env, effect: TrainClient) -> None:
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.do_beside(link.abort(request.fence, session_ref), f"abort client {effect.client}")
+            env.chores.do(link.abort(request.fence, session_ref), f"abort client {effect.client}")
         raise
     match result.WhichOneof("outcome"):
         case "error":
@@ -121,7 +121,7 @@ async def _collect(
 def _close(env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
     """The worker would keep one update of every client that it plays."""
     link = env.links.to(effect.member, env.state)
-    env.do_beside(link.close_session(session_ref), f"close client {effect.client}")
+    env.chores.do(link.close_session(session_ref), f"close client {effect.client}")
 
 
 def _metrics(result: worker_pb2.ClientRoundResult) -> dict[str, float]:

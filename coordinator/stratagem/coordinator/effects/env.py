@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -30,9 +30,9 @@ from stratagem.coordinator.effects.ahead import FoldsAhead
 from stratagem.coordinator.effects.told import Told
 from stratagem.coordinator.link import Links
 from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.runtime.chores import Chores
 from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.spool.spool import Spool, SpoolKey, SpoolRun
-from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.feed import Feed
 from stratagem.coordinator.watching.profiles import Profiles
 from stratagem.coordinator.watching.run_logs import RunLogs
@@ -59,13 +59,13 @@ class Env:
     logs: RunLogs
     profiles: Profiles
     settings: Settings
+    chores: Chores
     yield_slots: Callable[[Effect], None]
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
     brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
     """The newest state that each member has of each run, as far as is known here."""
     frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
-    chores: set[asyncio.Task[None]] = field(default_factory=set)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
     refused: Counter[Cause] = field(default_factory=Counter)
     """Updates of federated clients that do not count, since the start."""
@@ -80,18 +80,6 @@ class Env:
     def state(self) -> CoordinatorState:
         """The newest durable state."""
         return self.loop.state
-
-    def do_beside(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        """A deed that nothing depends on and that outlives the effect that asks for it."""
-        task = asyncio.create_task(coroutine, name=what)
-        self.chores.add(task)
-        task.add_done_callback(self._chore_done)
-
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self.chores.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.info("not done", what=task.get_name(), reason=told(error))
 
     def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
         run = self.state.runs.get(run_id)
@@ -112,7 +100,7 @@ class Env:
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
         """What a party of a run trains: the run's job, but for what its strategies change."""
         run = self.state.runs[run_id]
-        return strategy_of(run.job).job_of(run.job, run.value, party)
+        return run.strategy.job_of(run.job, run.value, party)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
         """The same as text; a federated run asks for it once per client."""

@@ -8,7 +8,6 @@ from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.strategies.table import strategy_of
 
 
 async def report_update(
@@ -28,5 +27,5 @@ def count_if_late(env: Env, effect: TrainClient | CollectUpdate) -> None:
     update = UpdateRejected(
         party=effect.party, round_num=effect.round_num, client=effect.client, reason=""
     )
-    if strategy_of(run.job).is_welcome(run.job, run.value, update):
+    if run.strategy.is_welcome(run.job, run.value, update):
         env.refused[Cause.LATE] += 1

@@ -32,7 +32,6 @@ from stratagem.coordinator.effects.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.release import release
 from stratagem.coordinator.effects.segment import run_segment
 from stratagem.coordinator.strategies.contract import Nestable
-from stratagem.coordinator.strategies.table import strategy_of
 from stratagem.coordinator.watching.log_ids import ids_of
 
 
@@ -65,7 +64,7 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
     what = f"commit {which[-1]}: {error}" if which else str(error)
     advice = "put a sound copy in its place, then resume the run"
     others = sorted(c.segment for c in retained(run) if c.digest != error.digest)
-    if which and others and isinstance(strategy_of(run.job), Nestable):
+    if which and others and isinstance(run.strategy, Nestable):
         kept = f"{'is' if len(others) == 1 else 'are'} {', '.join(map(str, others))}"
         advice += f", or go on from an earlier commit (kept {kept}): "
         advice += f"stratagem resume {run.run_id} --from {others[-1]}"

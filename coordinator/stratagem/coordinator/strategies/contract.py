@@ -6,7 +6,7 @@ run value carries the path of its party, and so does every fact and effect of it
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
@@ -14,6 +14,9 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import Fact, Member, ProcessDied
 from stratagem.coordinator.core.state import RunPhase, World
+
+if TYPE_CHECKING:  # which is made of what stands here
+    from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,12 @@ class Standing:
 class Strategy(Protocol):
     """Pure functions over a frozen run value of the strategy's own choosing."""
 
-    def check(self, job: JobSpec) -> list[Violation]:
+    def check(self, job: JobSpec, strategies: "Strategies") -> list[Violation]:
         """What is wrong with this job under this strategy; asked once, at submit."""
         ...
 
-    def init(self, job: JobSpec, party: Party) -> Any:
-        """The run value before anything has happened."""
+    def init(self, job: JobSpec, party: Party, strategies: "Strategies") -> Any:
+        """The run value before anything has happened; strategies: for parties inside this one."""
         ...
 
     def decide(self, job: JobSpec, value: Any, world: World, now_s: float) -> Fact | None:

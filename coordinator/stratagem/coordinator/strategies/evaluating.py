@@ -28,20 +28,21 @@ from stratagem.coordinator.strategies.contract import Outlook, PartyView
 from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.placement import why_none
 from stratagem.coordinator.strategies.segments import PartyRun, Shape, decisions, run, views
+from stratagem.coordinator.strategies.table import Strategies
 
 # The open segment of the party: 0 while there is no state, then one of these.
 _EVALUATING = 1
 _DONE = 2
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Every valid job of this kind can be carried out."""
-    del job
+    del job, strategies
     return []
 
 
-def init(job: JobSpec, party: Party) -> PartyRun:
-    del job
+def init(job: JobSpec, party: Party, strategies: Strategies) -> PartyRun:
+    del job, strategies
     return PartyRun(party)
 
 

@@ -84,17 +84,18 @@ from stratagem.coordinator.strategies.federated_run import (
 )
 from stratagem.coordinator.strategies.placement import eligible
 from stratagem.coordinator.strategies.rejections import forbidden
+from stratagem.coordinator.strategies.table import Strategies
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Whatever parses can be run."""
-    del job
+    del job, strategies
     return []
 
 
-def init(job: JobSpec, party: Party) -> FederatedRun:
+def init(job: JobSpec, party: Party, strategies: Strategies) -> FederatedRun:
     """Nothing placed, nothing built."""
-    del job
+    del job, strategies
     return FederatedRun(party)
 
 

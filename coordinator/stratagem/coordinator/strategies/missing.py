@@ -5,7 +5,7 @@ other runs go on.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
@@ -16,19 +16,23 @@ from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, RunFaile
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
 
+if TYPE_CHECKING:
+    from stratagem.coordinator.strategies.table import Strategies
+
 
 def _reason(job: JobSpec) -> str:
     return f"the strategy {describe(job.strategy)} is not installed on this coordinator"
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: "Strategies") -> list[Violation]:
     """Nothing can run under it."""
+    del strategies
     return [Violation("strategy", _reason(job))]
 
 
-def init(job: JobSpec, party: Party) -> None:
+def init(job: JobSpec, party: Party, strategies: "Strategies") -> None:
     """It has no run value."""
-    del job, party
+    del job, party, strategies
 
 
 def decide(job: JobSpec, value: Any, world: World, now_s: float) -> Fact:

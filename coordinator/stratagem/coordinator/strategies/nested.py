@@ -26,38 +26,40 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.contract import Nestable, PartyView, Standing
-from stratagem.coordinator.strategies.table import require, strategy_of
+from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
     party: Party
     job: JobSpec
+    strategy: Nestable
+    """That runs it."""
     value: Any
-    """The run value of the child's own strategy."""
+    """The run value of that strategy."""
     horizon: int
     """The last segment that it may train for now."""
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """What is wrong with a child's job, including that its strategy cannot be nested."""
     try:
-        strategy = require(job)
+        strategy = strategies.require(job)
     except InvalidInputError as error:
         return list(error.violations)
     if not isinstance(strategy, Nestable):
         text = f"{describe(job.strategy)} cannot run inside another one: it cannot go on from a "
         return [Violation("strategy", text + "state that it is given (standing, rebase)")]
-    return strategy.check(job)
+    return strategy.check(job, strategies)
 
 
-def check_inside(child_job: Callable[[], JobSpec]) -> list[Violation]:
+def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> list[Violation]:
     """The same of the job of an `options.inner`, with the fields where the user wrote them.
 
     What is wrong with it beyond its strategy is wrong only inside: the user wrote no such field.
     """
     try:
-        found = check(child_job())
+        found = check(child_job(), strategies)
     except InvalidInputError as error:
         reasons = "; ".join(str(each) for each in error.violations)
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
@@ -68,14 +70,15 @@ def _inside(field: str) -> str:
     return field.replace("strategy", "strategy.options.inner", 1)
 
 
-def begin(party: Party, job: JobSpec, horizon: int) -> Child:
+def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
     """A child before anything has happened."""
-    return Child(party, job, strategy_of(job).init(job, party), horizon)
+    strategy = cast(Nestable, strategies.of(job))
+    return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 
 
 def standing(child: Child) -> Standing:
     """How far the child has come."""
-    return _strategy(child).standing(child.value)
+    return child.strategy.standing(child.value)
 
 
 def is_at_horizon(child: Child) -> bool:
@@ -90,13 +93,13 @@ def rebased(
     child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
 ) -> Child:
     """The child goes on from another state, perhaps with another job."""
-    value = _strategy(child).rebase(job, child.value, base, num_rows)
-    return Child(child.party, job, value, horizon)
+    value = child.strategy.rebase(job, child.value, base, num_rows)
+    return replace(child, job=job, value=value, horizon=horizon)
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
     """The child's next decision."""
-    fact = _strategy(child).decide(child.job, child.value, world, now_s)
+    fact = child.strategy.decide(child.job, child.value, world, now_s)
     match fact:
         case RunCompleted():
             return None
@@ -110,7 +113,7 @@ def decide(child: Child, world: World, now_s: float) -> Fact | None:
 
 def transition(child: Child, fact: Fact, now_s: float) -> Child:
     """Fold a fact of the child's party or of the whole run."""
-    return replace(child, value=_strategy(child).transition(child.job, child.value, fact, now_s))
+    return replace(child, value=child.strategy.transition(child.job, child.value, fact, now_s))
 
 
 def again(child: Child) -> Child:
@@ -126,32 +129,32 @@ def is_of(child: Child, fact: Fact) -> bool:
 
 def is_welcome(child: Child, fact: Fact) -> str:
     """Why a reported fact is stale; "" when welcome."""
-    return _strategy(child).is_welcome(child.job, child.value, fact)
+    return child.strategy.is_welcome(child.job, child.value, fact)
 
 
 def why_waiting(child: Child, world: World) -> str:
     """What a child without workers waits for, as a sentence; "" for one that has some."""
-    found = _strategy(child).outlook(child.job, child.value, world)
+    found = child.strategy.outlook(child.job, child.value, world)
     return "" if found.members else found.reason
 
 
 def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
     """What the child now needs done."""
-    return _strategy(child).pending(run_id, child.job, child.value, child.horizon)
+    return child.strategy.pending(run_id, child.job, child.value, child.horizon)
 
 
 def parties(children: Iterable[Child]) -> dict[Party, PartyView]:
     """The children's parties and all below."""
     found: dict[Party, PartyView] = {}
     for child in children:
-        found.update(_strategy(child).parties(child.value))
+        found.update(child.strategy.parties(child.value))
     return found
 
 
 def deaths(children: Iterable[Child], member: Member) -> tuple[ProcessDied, ...]:
     """What a worker that has died was working on."""
     return tuple(
-        death for child in children for death in _strategy(child).deaths(child.value, member)
+        death for child in children for death in child.strategy.deaths(child.value, member)
     )
 
 
@@ -159,7 +162,7 @@ def reform(children: Iterable[Child], party: Party, reason: str) -> Fact | None:
     """A new membership for the party whose exchange has failed."""
     for child in children:
         if is_within(party, child.party):
-            return _strategy(child).reform(child.value, party, reason)
+            return child.strategy.reform(child.value, party, reason)
     return None
 
 
@@ -167,18 +170,18 @@ def job_of(children: Iterable[Child], party: Party) -> JobSpec | None:
     """What a party among the children, or below, trains."""
     for child in children:
         if is_within(party, child.party):
-            return _strategy(child).job_of(child.job, child.value, party)
+            return child.strategy.job_of(child.job, child.value, party)
     return None
 
 
 def blobs(children: Iterable[Child]) -> frozenset[Digest]:
     """The states that the children may return to."""
-    return frozenset[Digest]().union(*(_strategy(c).blobs(c.value) for c in children))
+    return frozenset[Digest]().union(*(c.strategy.blobs(c.value) for c in children))
 
 
 def next_deadline(children: Iterable[Child]) -> float | None:
     """The earliest of the children's deadlines."""
-    found = (_strategy(child).next_deadline(child.value) for child in children)
+    found = (child.strategy.next_deadline(child.value) for child in children)
     return min((deadline for deadline in found if deadline is not None), default=None)
 
 
@@ -197,7 +200,3 @@ def world_beside(world: World, siblings: Iterable[Child]) -> World:
         worker_id: world.load.get(worker_id, 0) + load[worker_id] for worker_id in world.workers
     }
     return World(world.workers, total)
-
-
-def _strategy(child: Child) -> Nestable:
-    return cast(Nestable, strategy_of(child.job))

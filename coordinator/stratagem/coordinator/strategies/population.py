@@ -52,9 +52,10 @@ from stratagem.coordinator.strategies.population_run import (
     space_of,
     spec_of,
 )
+from stratagem.coordinator.strategies.table import Strategies
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
     violations = check_params(job)
     if violations:
@@ -70,13 +71,13 @@ def check(job: JobSpec) -> list[Violation]:
         text = "a population is no member: one member has one model and one score"
         return [Violation("strategy.options.inner", text)]
     params = draw(space_of(job), stream(job.seed, 0, 0))
-    return nested.check_inside(lambda: member_job(job, 0, params))
+    return nested.check_inside(lambda: member_job(job, 0, params), strategies)
 
 
-def init(job: JobSpec, party: Party) -> PopulationRun:
+def init(job: JobSpec, party: Party, strategies: Strategies) -> PopulationRun:
     """No member yet."""
     del job
-    return PopulationRun(party)
+    return PopulationRun(party, strategies)
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:

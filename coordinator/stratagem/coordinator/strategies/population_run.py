@@ -30,6 +30,7 @@ from stratagem.coordinator.strategies.evolution import donors, draw, explored, s
 from stratagem.coordinator.strategies.failures import Failures
 from stratagem.coordinator.strategies.nested import Child
 from stratagem.coordinator.strategies.structure import known_structure, with_parents
+from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class MemberRun:
 @dataclass(frozen=True, slots=True)
 class PopulationRun:
     party: Party
+    strategies: Strategies
+    """Out of which the members' own comes."""
     generation: int = 1
     """The generation that not all members have closed yet."""
     members: tuple[MemberRun, ...] = ()
@@ -261,6 +264,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
                 child_party(value.party, f"member{number}"),
                 member_job(job, number, params),
                 _segments(job),
+                value.strategies,
             ),
             params,
         )

@@ -43,6 +43,7 @@ from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.nested import Child
 from stratagem.coordinator.strategies.rejections import cause_of, reason_of, rejection
 from stratagem.coordinator.strategies.schedule import TRAIN_SPLIT
+from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,14 @@ class SiloRun:
     """The rounds, and the parties of the clients that have taken part so far."""
 
     rounds: FederatedRun
+    strategies: Strategies
+    """Out of which the clients' own comes."""
     clients: Mapping[int, Child]
     failures: Mapping[int, PartyFailed] = field(default_factory=dict)
     """By client, in the open round; each becomes the rejection of its client alone."""
 
 
-def check(job: JobSpec) -> list[Violation]:
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse what a silo cannot do, and an inner strategy that cannot run."""
     spec, violations = spec_of(job), []
     if isinstance(spec.aggregation, FedProx):
@@ -82,7 +85,7 @@ def check(job: JobSpec) -> list[Violation]:
     if isinstance(spec.options.inner, Federated):
         text = "a federation is no client: rows are divided among clients once; use more clients"
         violations.append(Violation("strategy.options.inner", text))
-    return violations or nested.check_inside(lambda: client_job(job, 0, 1))
+    return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
 
 def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
@@ -113,15 +116,15 @@ def client_seed(seed: int, client: int, round_num: int) -> int:
     return int.from_bytes(key[:4])
 
 
-def init(job: JobSpec, party: Party) -> SiloRun:
+def init(job: JobSpec, party: Party, strategies: Strategies) -> SiloRun:
     """No client yet."""
-    return SiloRun(federated.init(job, party), {})
+    return SiloRun(federated.init(job, party, strategies), strategies, {})
 
 
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round; between its opening and its closing, those of the clients."""
     rounds = value.rounds
-    if not _has_begun(rounds) and nested.decide(_sample(job, rounds.party), world, now_s) is None:
+    if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
         return None  # nothing is built for silos that have no place
     return federated.decide_round(
         job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
@@ -146,9 +149,10 @@ def _has_begun(rounds: FederatedRun) -> bool:
     return rounds.committed is not None or bool(rounds.helper)
 
 
-def _sample(job: JobSpec, party: Party) -> Child:
+def _sample(job: JobSpec, value: SiloRun) -> Child:
     """Any silo before its first round; all need the same kinds of workers."""
-    return nested.begin(child_party(party, "client0"), client_job(job, 0, 1), horizon=0)
+    party = child_party(value.rounds.party, "client0")
+    return nested.begin(party, client_job(job, 0, 1), 0, value.strategies)
 
 
 def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
@@ -191,7 +195,7 @@ def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
             clients[client] = _based(job, value, client, known)
         else:
             party = child_party(value.rounds.party, f"client{client}")
-            begun = nested.begin(party, client_job(job, client, 1), horizon=0)
+            begun = nested.begin(party, client_job(job, client, 1), 0, value.strategies)
             # One that has failed before it knew its rows goes on from its membership.
             clients[client] = begun if known is None else nested.again(known)
     return replace(value, clients=clients, failures={})
@@ -284,7 +288,7 @@ def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
     found = federated.outlook(job, value.rounds, world)
     members = nested.members(value.clients.values()) or found.members
     if not _has_begun(value.rounds):
-        reason = nested.why_waiting(_sample(job, value.rounds.party), world)
+        reason = nested.why_waiting(_sample(job, value), world)
         return replace(found, reason=reason)
     if found.strategy_phase != "TRAINING":
         return replace(found, members=members)

@@ -12,19 +12,24 @@ from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView, Standing
 from stratagem.coordinator.strategies.segments import decisions, due, run, views
 from stratagem.coordinator.strategies.segments.run import PartyRun, Shape
+from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronous:
     """`contract.Nestable` of a party that trains segment after segment; nothing depends on time."""
 
-    check: Callable[[JobSpec], list[Violation]]
+    objections: Callable[[JobSpec], list[Violation]]
     """What is wrong with a job under this strategy."""
     shape: Callable[[JobSpec], Shape]
     """How the job's party is made up and what its members hold."""
 
-    def init(self, job: JobSpec, party: Party) -> PartyRun:
-        del job
+    def check(self, job: JobSpec, strategies: Strategies) -> list[Violation]:
+        del strategies
+        return self.objections(job)
+
+    def init(self, job: JobSpec, party: Party, strategies: Strategies) -> PartyRun:
+        del job, strategies
         return PartyRun(party)
 
     def decide(self, job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:

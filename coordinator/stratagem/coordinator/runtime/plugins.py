@@ -1,0 +1,59 @@
+"""Finds the strategies that this coordinator has: the built-in ones and those of other packages.
+
+The only code of the coordinator that imports code of others. What it finds is a value, made once at
+the start; what is installed later counts from the next start on.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+import structlog
+
+from stratagem.common.failures import told
+from stratagem.coordinator.strategies import (
+    data_parallel,
+    evaluating,
+    federated,
+    local,
+    model_parallel,
+    population,
+    silos,
+)
+from stratagem.coordinator.strategies.contract import Strategy
+from stratagem.coordinator.strategies.table import EVALUATION, GROUP, SILOS, Strategies
+
+BUILT_IN = Strategies(
+    {
+        "DataParallel": data_parallel.STRATEGY,
+        "Federated": federated,
+        "Local": local.STRATEGY,
+        "ModelParallel": model_parallel.STRATEGY,
+        "PopulationBased": population,
+        EVALUATION: evaluating,
+        SILOS: silos,
+    }
+)
+
+log = structlog.get_logger()
+
+
+@cache
+def installed() -> Strategies:
+    """The built-in strategies and those that packages of this environment have registered."""
+    return with_plugins(entry_points(group=GROUP))
+
+
+def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
+    """The built-in strategies and these; of a name that several register, the first."""
+    found: dict[str, Strategy] = {}
+    broken: dict[str, str] = {}
+    for point in points:
+        if point.name in found or point.name in BUILT_IN.built_in:
+            continue
+        try:
+            found[point.name] = point.load()
+        except Exception as error:  # code of another package
+            broken[point.name] = f"{point.name!r} cannot be imported: {told(error)}"
+            log.warning("strategy left out", reason=broken[point.name])
+    return Strategies(BUILT_IN.built_in, found, broken)
