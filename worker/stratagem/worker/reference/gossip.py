@@ -20,7 +20,7 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.topology import graph_of, metropolis_hastings
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.engine.execution.prepare import plainly, prepare
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
@@ -31,6 +31,7 @@ from stratagem.worker.reference.coded import is_coded
 from stratagem.worker.reference.gossip_coded import CodedMixing
 from stratagem.worker.reference.loops import backward, cut_rows, divide, is_skipped
 from stratagem.worker.reference.norm import gradient_norm
+from stratagem.worker.reference.plain_job import plainly
 
 _CPU = torch.device("cpu")
 

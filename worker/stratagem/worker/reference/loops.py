@@ -27,7 +27,7 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sources import Client, DataSources, load_data
 from stratagem.worker.engine.client_round import client_order
 from stratagem.worker.engine.execution.precision import LossScale
-from stratagem.worker.engine.execution.prepare import Execution, plainly, prepare
+from stratagem.worker.engine.execution.prepare import Execution, prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
@@ -37,6 +37,7 @@ from stratagem.worker.models.nodes import program_of, separate_tied
 from stratagem.worker.optimizers import clip, make_optimizer
 from stratagem.worker.reference.coded import is_coded, received
 from stratagem.worker.reference.norm import gradient_norm
+from stratagem.worker.reference.plain_job import plainly
 from stratagem.worker.reference.server import Slots, server_step
 
 _CPU = torch.device("cpu")

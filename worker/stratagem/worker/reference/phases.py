@@ -20,7 +20,7 @@ from stratagem.common.shards import split_rows
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.order import BatchOrder
 from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.engine.execution.prepare import plainly, prepare
+from stratagem.worker.engine.execution.prepare import prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.randomness import KeyedRandomness
 from stratagem.worker.entrypoints import EntryPoints
@@ -29,6 +29,7 @@ from stratagem.worker.models.build import build_model, float_dtype
 from stratagem.worker.optimizers import clip, make_optimizer
 from stratagem.worker.reference.loops import Result, add_in_tree, cut_rows, is_skipped
 from stratagem.worker.reference.norm import gradient_norm
+from stratagem.worker.reference.plain_job import plainly
 
 _CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from stratagem.common.job import ExecutionSpec, JobSpec, with_fields
+from stratagem.common.job import ExecutionSpec, JobSpec
 from stratagem.common.pipeline.program import Program
 from stratagem.common.strategy import ModelParallel, Strategy
 from stratagem.worker.engine.execution.abilities import check_able
@@ -96,11 +96,6 @@ def prepare_nodes(
     for node in own:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution
-
-
-def plainly(job: JobSpec) -> JobSpec:
-    """The job without the settings that must change no bit."""
-    return with_fields(job, {"execution.gradient": "Full", "execution.memory": "Standard"})
 
 
 def is_cut(strategy: Strategy | None) -> bool:
