@@ -5,15 +5,28 @@ from typing import cast
 
 import pytest
 
-from stratagem.coordinator.core.commands import CancelRun, Refusal, RefusalKind, ResumeRun
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    Refusal,
+    RefusalKind,
+    Report,
+    ResumeRun,
+)
 from stratagem.coordinator.core.encoding import decode, encode
-from stratagem.coordinator.core.facts import RunResumed, SegmentCommitted, UpdateReceived
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    ClientEvaluated,
+    Evaluated,
+    RunResumed,
+    SegmentCommitted,
+    UpdateReceived,
+)
 from stratagem.coordinator.core.pending import live_blobs
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.effects.env import Env
 from stratagem.coordinator.spool.spool import SpoolKey
-from tests.core.simulation import RUN, Simulation, digest, job, start
+from tests.core.simulation import RUN, Simulation, digest, job, register, start
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL
 
 pytestmark = pytest.mark.core
@@ -115,6 +128,69 @@ def test_moments_of_a_server_optimizer_begin_anew_and_that_is_said() -> None:
     assert sentence(fact) == (
         "resumed from commit 1 at step 1; what else its strategy keeps begins anew"
     )
+
+
+EVALUATED = {"split": "test", "metrics": []}
+WARD = {"data": {"worker_local": "ward"}, "evaluation": EVALUATED}
+
+
+def with_late_evaluations(strategy: dict[str, object], **changes: object) -> Simulation:
+    """A run that was stopped after three rounds: of none the evaluation was done, but that some
+    clients have evaluated the first."""
+    simulation = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    for name in "abcd":
+        simulation.tell(register(name, local_data=("ward",)))
+    num_left = 1 if "data" in changes else 0
+    while len(simulation.state.runs[RUN].commits) < 4:
+        command = simulation.queue.popleft()
+        fact = command.fact if isinstance(command, Report) else None
+        if isinstance(fact, Evaluated | ClientEvaluated) and fact.segment:
+            num_left -= 1
+            if num_left < 0:
+                continue
+        simulation.tell(command)
+    simulation.tell(CancelRun(RUN))
+    simulation.queue.clear()
+    simulation.seen.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    assert not simulation.facts(Evaluated)
+    return simulation
+
+
+@pytest.mark.parametrize(("strategy", "changes"), [(FEDERATED, {}), (SILOS, {}), (FEDERATED, WARD)])
+@pytest.mark.parametrize("segment", [1, 2])
+def test_an_evaluation_that_is_still_owed_to_a_kept_commit_is_made(
+    strategy: dict[str, object], changes: dict[str, object], segment: int
+) -> None:
+    strategy = {**strategy, "rounds": 4}
+    undisturbed = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    for name in "abcd":
+        undisturbed.tell(register(name, local_data=("ward",)))
+    undisturbed.run()
+    simulation = with_late_evaluations(strategy, **changes)
+    simulation.tell(ResumeRun(RUN, from_segment=segment))
+    simulation.crash()
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert run.commits == undisturbed.state.runs[RUN].commits
+    assert [commit.metrics for commit in run.commits[1:]] == [
+        commit.metrics for commit in undisturbed.state.runs[RUN].commits[1:]
+    ]
+    assert all(commit.metrics for commit in run.commits[1:])
+    evaluated = sorted(fact.segment for fact in simulation.facts(Evaluated))
+    assert evaluated == [1, 2, 3, 4], "each once"
+
+
+def test_the_steps_that_were_skipped_up_to_the_commit_count_on() -> None:
+    simulation = stopped(LOCAL)
+    before = {each.segment: each.metrics for each in simulation.state.runs[RUN].commits}
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    simulation.run()
+    after = {each.segment: each.metrics for each in simulation.state.runs[RUN].commits}
+    assert after[2] == before[2]
+    assert after[2][SKIPPED_STEPS] == 2.0
 
 
 @pytest.mark.parametrize("segment", [3, 99])

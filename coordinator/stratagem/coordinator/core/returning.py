@@ -9,7 +9,7 @@ from dataclasses import replace
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.state import RunRecord, retained
-from stratagem.coordinator.strategies.contract import Nestable
+from stratagem.coordinator.strategies.contract import Nestable, Returning
 
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
@@ -41,11 +41,15 @@ def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     assert isinstance(strategy, Nestable)
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest)
-    num_rows = strategy.standing(run.value).num_rows
     commits = tuple(each for each in run.commits if each.segment <= base.segment)
+    if isinstance(strategy, Returning):
+        value = strategy.returned(run.job, run.value, base, commits[-1].metrics)
+    else:
+        num_rows = strategy.standing(run.value).num_rows
+        value = strategy.rebase(run.job, run.value, base, num_rows)
     return replace(
         run,
-        value=strategy.rebase(run.job, run.value, base, num_rows),
+        value=value,
         commits=commits,
         metrics=commits[-1].metrics,
         num_returns=run.num_returns + 1,

@@ -138,3 +138,15 @@ class Nestable(Strategy, Protocol):
         num_rows: as in Standing, for a party that has not built the model itself.
         """
         ...
+
+
+@runtime_checkable
+class Returning(Nestable, Protocol):
+    """A nestable strategy that knows more of a commit of its own than of a state that is given."""
+
+    def returned(self, job: JobSpec, value: Any, base: Base, metrics: Mapping[str, float]) -> Any:
+        """Go back to an earlier commit of the party's own, with its metrics.
+
+        What was still owed to it, and to those before, is still owed.
+        """
+        ...

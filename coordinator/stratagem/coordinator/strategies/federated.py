@@ -65,6 +65,7 @@ from stratagem.coordinator.strategies.federated_evaluation import (
     evaluators_left,
     with_evaluation,
     with_metrics,
+    with_owed,
 )
 from stratagem.coordinator.strategies.federated_outlook import outlook as outlook
 from stratagem.coordinator.strategies.federated_rounds import (
@@ -299,6 +300,14 @@ def rebase(
         committed=base,
         round_num=base.segment + 1,
     )
+
+
+def returned(
+    job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
+) -> FederatedRun:
+    """As `rebase`, with the evaluations that are still owed."""
+    fresh = replace(rebase(job, value, base, value.num_rows), metrics=metrics)
+    return with_owed(fresh, value, base.segment)
 
 
 def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:

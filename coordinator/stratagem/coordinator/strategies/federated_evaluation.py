@@ -3,7 +3,9 @@
 A client that cannot evaluate is left out of it alone, with the reason.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, RunFailed
@@ -12,6 +14,8 @@ from stratagem.coordinator.strategies.deaths import why
 from stratagem.coordinator.strategies.federated_deaths import task_of_evaluator
 from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.rejections import FAIL, MAX_NAMED
+
+T = TypeVar("T")
 
 
 def with_evaluation(value: FederatedRun, fact: ClientEvaluated) -> FederatedRun:
@@ -32,6 +36,21 @@ def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
         evaluators={n: each for n, each in value.evaluators.items() if n != segment},
         evaluations={n: each for n, each in value.evaluations.items() if n != segment},
         metrics=fact.metrics,
+    )
+
+
+def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
+    """With the evaluations that `before` owes to the commits up to a segment: evaluations may come
+    some rounds after what they evaluate."""
+
+    def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
+        return {number: each for number, each in of_segments.items() if number <= segment}
+
+    return replace(
+        fresh,
+        to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
+        evaluators=staying(before.evaluators),
+        evaluations=staying(before.evaluations),
     )
 
 

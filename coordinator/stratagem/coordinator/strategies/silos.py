@@ -336,3 +336,8 @@ def standing(value: SiloRun) -> Standing:
 def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
     """The next round begins from the state that was given."""
     return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
+
+
+def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, float]) -> SiloRun:
+    """The rounds go back."""
+    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))

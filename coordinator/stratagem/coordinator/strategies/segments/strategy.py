@@ -1,7 +1,7 @@
 """A strategy of one synchronous party, made from what tells it from others: a check and a shape."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
@@ -77,3 +77,9 @@ class Synchronous:
         self, job: JobSpec, value: PartyRun, base: Base, num_rows: Mapping[str, int]
     ) -> PartyRun:
         return run.rebase(job, value, base, num_rows)
+
+    def returned(
+        self, job: JobSpec, value: PartyRun, base: Base, metrics: Mapping[str, float]
+    ) -> PartyRun:
+        """Its metrics count on, such as the steps that were skipped up to it."""
+        return replace(run.rebase(job, value, base, value.num_rows), metrics=metrics)
