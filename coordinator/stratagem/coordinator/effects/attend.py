@@ -6,10 +6,11 @@ lines) is passed on.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
 
 import structlog
 
@@ -52,10 +53,10 @@ async def attend(
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
     had_begun = False
-    profiles: list[int] = []
+    plan = _Plan(request)
     while True:
         link = env.links.to(member, env.state)
-        attended = _Attended(env, member, request, on_progress, base, profiles)
+        attended = _Attended(env, member, plan, on_progress, base)
         refusal: BaseException | None = None
         try:
             return await attended.to_the_end(link)
@@ -75,18 +76,48 @@ async def attend(
         log.info("stream broke, attaching again", worker_id=member.worker_id)
 
 
+@dataclass
+class _Plan:
+    """What was asked of the worker, over all streams; its job is read when a wish depends on it."""
+
+    request: worker_pb2.ExecuteRequest
+    num_profiles: int = 0
+    """Taken so far."""
+
+    @cached_property
+    def blobs(self) -> frozenset[str]:
+        """Those that the worker may have."""
+        return blobs_named(self.request, self._job)
+
+    @property
+    def wants_profile(self) -> bool:
+        """A recording is wanted where the job asks for some, unless it is one too many."""
+        if self.num_profiles >= MAX_PROFILES:
+            return False
+        return bool((self._job.get("execution") or {}).get("profiling"))
+
+    @cached_property
+    def _job(self) -> dict[str, Any]:
+        job: dict[str, Any] = json.loads(self.request.job_json)
+        return job
+
+
 @dataclass(slots=True)
 class _Attended:
     """One stream of one plan."""
 
     env: Env
     member: Member
-    request: worker_pb2.ExecuteRequest
+    plan: _Plan
     on_progress: OnProgress | None
     base: Digest | None
-    profiles: list[int]
-    """The sizes of those that were taken so far, over all streams of the plan."""
     is_accepted: bool = False
+    under_way: set[Digest] = field(default_factory=set)
+    """Blobs that the worker has asked for and that are not there: whoever asks again waits, too."""
+
+    @property
+    def request(self) -> worker_pb2.ExecuteRequest:
+        return self.plan.request
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
@@ -98,11 +129,13 @@ class _Attended:
                 match message.WhichOneof("message"):
                     case "need_blob":
                         digest = Digest(message.need_blob.digest)
-                        if digest not in blobs_named(self.request):
+                        if digest not in self.plan.blobs:
                             return _refused(self.member, _not_named(self.member, digest), "asking")
-                        pushes.create_task(self._push(digest))
-                    case "profile" if self._is_wanted():
-                        self.profiles.append(message.profile.ByteSize())
+                        if digest not in self.under_way:
+                            self.under_way.add(digest)
+                            pushes.create_task(self._push(digest))
+                    case "profile" if self.plan.wants_profile:
+                        self.plan.num_profiles += 1
                         pushes.create_task(self._keep(message.profile))
                     case "result":
                         return message.result
@@ -121,13 +154,7 @@ class _Attended:
             await self.env.push(self.member, run_id, digest)
         except NotFoundError:  # of one that was under way and came before the plan
             await self.env.push(self.member, run_id, digest)
-
-    def _is_wanted(self) -> bool:
-        """A recording is, where the job asks for some and this is not one too many."""
-        if len(self.profiles) >= MAX_PROFILES:
-            return False
-        execution = json.loads(self.request.job_json).get("execution") or {}
-        return bool(execution.get("profiling"))
+        self.under_way.discard(digest)
 
     async def _keep(self, profile: worker_pb2.Profile) -> None:
         session = self.request.session
@@ -145,10 +172,9 @@ class _Attended:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 
 
-def blobs_named(request: worker_pb2.ExecuteRequest) -> frozenset[str]:
+def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
     """What a worker may have for a plan: the state that it begins from, and what its job names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
-    job = json.loads(request.job_json)
     named = {
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
         job.get("data", {}).get("inline"),

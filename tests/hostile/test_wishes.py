@@ -1,0 +1,67 @@
+"""A worker under somebody else's control asks for a blob that it may have, again and again."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stratagem.common.ids import Digest, Incarnation, WorkerId
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.effects import attend as module
+from stratagem.coordinator.effects.attend import attend
+from stratagem.coordinator.effects.env import Env
+from stratagem.v1 import worker_pb2
+from tests.core.simulation import job
+from tests.core.test_runs import LOCAL
+
+BASE = "1" * 64
+REPEATED = 1000
+
+
+def asks() -> worker_pb2.ExecuteResponse:
+    return worker_pb2.ExecuteResponse(need_blob=worker_pb2.NeedBlob(digest=BASE))
+
+
+async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    brought: list[str] = []
+    num_read = 0
+    has_room, has_come = asyncio.Event(), asyncio.Event()
+
+    async def push(_member: Member, _run_id: str, digest: Digest) -> None:
+        brought.append(digest)
+        await has_room.wait()
+        has_come.set()  # who has waited goes on later than the caller of this
+
+    async def execute(_request: Any) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        for _ in range(REPEATED):
+            yield asks()
+            await asyncio.sleep(0)
+        assert brought == [BASE], "it takes none of the bytes, and asks for more"
+        has_room.set()
+        await has_come.wait()
+        has_come.clear()
+        yield asks()  # it may have lost the blob
+        await has_come.wait()
+        yield worker_pb2.ExecuteResponse(result=worker_pb2.ExecuteResult())
+
+    def loads(text: str) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return json.loads(text)
+
+    monkeypatch.setattr(module, "json", SimpleNamespace(loads=loads))
+    link = SimpleNamespace(execute=execute)
+    env = SimpleNamespace(
+        push=push, state=None, links=SimpleNamespace(to=lambda _member, _state: link)
+    )
+    request = worker_pb2.ExecuteRequest(job_json=job(LOCAL))
+    request.train.base.digest = BASE
+    member = Member(worker_id=WorkerId("liar"), incarnation=Incarnation("liar"))
+    await attend(cast(Env, env), member, request)
+    assert brought == [BASE, BASE]
+    assert num_read == 1
