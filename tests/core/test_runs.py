@@ -439,6 +439,15 @@ def test_what_cannot_run_here_is_refused_at_submit() -> None:
     wide = {**DATA_PARALLEL, "num_replicas": 11}
     with pytest.raises(InvalidInputError, match="must be <= batch_size"):
         simulation.tell(SubmitRun(RUN, job(wide), 0.0))
+    adam = job(LOCAL, optimizer={"name": "Adam", "lr": 0.1, "momentum": 0.9})
+    refusal = r"^optimizer\.momentum: 0\.9, but Adam takes no 'momentum'; it takes amsgrad, betas, "
+    with pytest.raises(InvalidInputError, match=refusal):
+        simulation.tell(SubmitRun(RUN, adam, 0.0))
+    unknown = job(LOCAL, optimizer={"name": "adem", "lr": 0.1})
+    with pytest.raises(
+        InvalidInputError, match=r"optimizer\.name: 'adem' is not one of adadelta, "
+    ):
+        simulation.tell(SubmitRun(RUN, unknown, 0.0))
 
 
 def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:

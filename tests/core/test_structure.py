@@ -279,3 +279,55 @@ def test_copies_draw_in_the_same_order_as_the_first_members() -> None:
         ends.append(evolve(simulation))
     assert ends[0] == ends[1]
     assert ends[0]
+
+
+MOMENTUM = {"low": 0.1, "high": 0.9}
+SGD_OR_ADAM = {"choices": ["sgd", "adam"]}
+TAKEN = "amsgrad, betas, decoupled_weight_decay, differentiable, eps, maximize, weight_decay"
+OF_SGD = {"optimizer.name": ["sgd"]}
+
+
+@pytest.mark.parametrize(
+    ("search_space", "optimizer", "field", "value"),
+    [
+        ({"optimizer.name": SGD_OR_ADAM, "optimizer.momentum": MOMENTUM}, {}, "momentum", "0.1"),
+        (
+            {
+                "optimizer.name": SGD_OR_ADAM,
+                "optimizer.kwargs.momentum": {**MOMENTUM, "when": {"optimizer.name": ["adam"]}},
+            },
+            {},
+            "kwargs.momentum",
+            "0.",
+        ),
+        ({"optimizer.momentum": MOMENTUM}, {"name": "adam"}, "momentum", "0.1"),
+        ({"optimizer.name": SGD_OR_ADAM}, {"momentum": 0.5}, "name", "0.5"),
+    ],
+)
+def test_a_keyword_that_an_optimizer_of_the_space_does_not_take_is_refused_at_submit(
+    search_space: dict[str, Any], optimizer: dict[str, Any], field: str, value: str
+) -> None:
+    sections = {**SECTIONS, "search_space": search_space}
+    given = {"name": "sgd", "lr": 0.1, **optimizer}
+    with pytest.raises(InvalidInputError) as caught:
+        check(job(population(), **sections, optimizer=given))
+    assert str(caught.value).startswith(f"search_space.optimizer.{field}: {value}")
+    assert f"adam takes no 'momentum'; it takes {TAKEN}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "search_space",
+    [
+        {"optimizer.name": SGD_OR_ADAM, "optimizer.momentum": {**MOMENTUM, "when": OF_SGD}},
+        {"optimizer.name": SGD_OR_ADAM, "optimizer.weight_decay": MOMENTUM},
+        {
+            "model.kwargs.kind": {"choices": ["plain", "gated"]},
+            "optimizer.name": {**SGD_OR_ADAM, "when": {"model.kwargs.kind": ["gated"]}},
+            "optimizer.momentum": {**MOMENTUM, "when": {"model.kwargs.kind": ["plain"]}},
+        },
+    ],
+)
+def test_a_keyword_that_each_optimizer_takes_where_it_is_drawn_is_allowed(
+    search_space: dict[str, Any],
+) -> None:
+    check(job(population(), **{**SECTIONS, "search_space": search_space}))

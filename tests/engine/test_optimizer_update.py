@@ -1,5 +1,6 @@
 """An update without torch's wrappers against `optimizer.step()`."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,10 +10,25 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stratagem.common.job import OptimizerSpec
+from stratagem.common.job.optimizers import KEYWORDS
 from stratagem.worker.optimizers import _OPTIMIZERS, make_optimizer, update
 
 SHAPES = {"muon": ((7, 3), (1, 1)), "adafactor": ((7, 3), (1,), ())}
 """Muon takes matrices only, and Adafactor none that is empty."""
+
+
+def test_the_table_of_keywords_is_torchs() -> None:
+    """lr is the job's own; whether to use other kernels is ours to say."""
+    ours = {"self", "params", "lr", "foreach", "fused", "capturable"}
+    unusual = {"Optimizer", "LBFGS", "SparseAdam"}
+    found = {
+        name.lower(): set(inspect.signature(kind).parameters) - ours
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if name not in unusual
+    }
+    assert {name: set(known) for name, known in KEYWORDS.items()} == found
+    assert all(len(set(known)) == len(known) for known in KEYWORDS.values())
 
 
 def params_of(seed: int, shapes: tuple[tuple[int, ...], ...]) -> list[nn.Parameter]:

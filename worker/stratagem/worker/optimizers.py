@@ -16,20 +16,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from stratagem.common.errors import InvalidInputError
-from stratagem.common.job import OptimizerSpec
-from stratagem.common.json_text import not_one_of, unknown_key
+from stratagem.common.job import OptimizerSpec, check_optimizer
+from stratagem.common.job.optimizers import KEYWORDS
 
-# They need a closure (LBFGS) or gradients of another kind (SparseAdam).
-_EXCLUDED: Final = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
-_OPTIMIZERS: Final = {
+_OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in _EXCLUDED
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    if name.lower() in KEYWORDS
 }
 _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
     kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
 }
-_RESERVED: Final = frozenset({"self", "params", "lr", "foreach", "fused", "capturable"})
 
 
 def has_fused_kernels(spec: OptimizerSpec) -> bool:
@@ -46,15 +44,10 @@ def make_optimizer(
     On the CPU each tensor is updated in one pass, where torch has such a kernel; fused: on other
     devices too. Its bits are others, but they too depend on nothing but the tensor.
     """
-    params = list(params)
-    kind = _OPTIMIZERS.get(spec.name.lower())
-    if kind is None:
-        raise InvalidInputError.at("optimizer.name", not_one_of(spec.name, sorted(_OPTIMIZERS)))
+    if violations := list(check_optimizer(spec)):
+        raise InvalidInputError(violations=violations)
+    params, kind = list(params), _OPTIMIZERS[spec.name.lower()]
     known = inspect.signature(kind).parameters
-    allowed = sorted(set(known) - _RESERVED)
-    for key in spec.kwargs:
-        if key not in allowed:
-            raise InvalidInputError.at(f"optimizer.{key}", unknown_key(key, allowed))
     kwargs: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in spec.kwargs.items()

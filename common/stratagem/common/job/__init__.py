@@ -8,6 +8,7 @@ from stratagem.common.job.every import Every
 from stratagem.common.job.execution import ExecutionSpec
 from stratagem.common.job.files import load_job, parse_yaml
 from stratagem.common.job.initial import InitialSpec
+from stratagem.common.job.optimizers import check_optimizer
 from stratagem.common.job.phases import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -43,6 +44,7 @@ __all__ = [
     "PredictorSpec",
     "ScheduleSpec",
     "SubgraphSpec",
+    "check_optimizer",
     "effective_strategy",
     "entry_points",
     "load_job",

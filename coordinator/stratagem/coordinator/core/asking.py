@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from stratagem.common.errors import StratagemError, Violation
 from stratagem.common.failures import told
 from stratagem.common.ids import Party
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, check_optimizer
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
 from stratagem.coordinator.strategies.contract import Outlook, PartyView
@@ -31,6 +31,10 @@ class Raised(str):
 def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """What is wrong with a job. Raises InvalidInputError when its strategy is not installed."""
     strategy = strategies.require(job)
+    if job.optimizer is not None and job.search_space is None:  # a population has its members'
+        violations = list(check_optimizer(job.optimizer))
+        if violations:
+            return violations
     try:
         return strategy.check(job, strategies)
     except StratagemError:

@@ -7,7 +7,7 @@ other hyperparameters. So a field can be varied where the state does not depend 
 from collections.abc import Iterator
 
 from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, check_optimizer
 from stratagem.common.json_text import JSON
 from stratagem.common.search_space import (
     Categorical,
@@ -31,6 +31,7 @@ from stratagem.coordinator.strategies.structure import BY_DEFINITION, spread, va
 
 _PREFIXES = ("optimizer.", "loss.kwargs.", "model.kwargs.")
 _PHASES = "phases."
+_OPTIMIZER = "optimizer.name"
 _MAX_CHOICES = 64
 _OF_PHASES = (
     "correct_every",
@@ -65,7 +66,8 @@ def check_params(job: JobSpec) -> list[Violation]:
         if each.name in BY_DEFINITION and each.options.structural is False:
             text = "must not be false: it decides what the optimizer keeps"
             return [Violation(f"search_space.{each.name}.structural", text)]
-    return [violation for each in space.dimensions for violation in _check_values(job, each)]
+    found = [violation for each in space.dimensions for violation in _check_values(job, each)]
+    return found or [each for at in space.dimensions for each in _check_optimizers(job, at)]
 
 
 def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
@@ -99,6 +101,34 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
     return []
 
 
+def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
+    """A keyword that is drawn beside an optimizer which does not take it."""
+    space, name = space_of(job), plain(dimension).name
+    chosen = next((each for each in space.dimensions if plain(each).name == _OPTIMIZER), None)
+    if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
+        return
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    needed = {**_conditions(space, chosen), **_conditions(space, dimension)}
+    for optimizer in _extremes(plain(chosen)):
+        params = active_values(space, {**first, **needed, _OPTIMIZER: optimizer})
+        if name in params and (why := _unknown(job, params, name)):
+            text = f"{why}; draw it where it is taken: when: {{{_OPTIMIZER}: [...]}}"
+            yield Violation(f"search_space.{name}", text)
+            return
+
+
+def _unknown(job: JobSpec, params: Params, name: str) -> str:
+    """Why the optimizer of a member does not take this keyword; "" when it does, and where what is
+    drawn beside it makes no job."""
+    try:
+        optimizer = member_job(job, 0, params).optimizer
+    except InvalidInputError:
+        return ""
+    assert optimizer is not None  # a member trains
+    field = f"optimizer.{name.rpartition('.')[2]}"
+    return next((each.message for each in check_optimizer(optimizer) if each.field == field), "")
+
+
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
     """Values of others under which the dimension is there."""
     by_name = {each.name: each for each in space.dimensions}
@@ -121,7 +151,7 @@ def _extremes(dimension: Plain) -> list[JSON]:
 def _why_not(job: JobSpec, params: Params) -> str:
     """Why a member cannot have these hyperparameters; "" when it can."""
     try:
-        member_job(job, 0, params)
+        optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:
         return "; ".join(each.message for each in error.violations) or str(error)
-    return ""
+    return "; ".join(each.message for each in check_optimizer(optimizer)) if optimizer else ""
