@@ -1,14 +1,20 @@
 """Population based training over real processes has the bits of a loop in one process."""
 
 import copy
+import io
+import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+from stratagem.client.cli.tables import print_status, to_json
 from stratagem.client.sync import Client
+from stratagem.common.errors import UserCodeError
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
@@ -257,7 +263,9 @@ def test_what_decides_the_layout_goes_with_the_state(
     turned = dict(reversed(STRUCTURAL.items()))
     assert with_fields(spec, {"search_space": turned}) == spec
     assert not outcome.of("PartyFailed")
-    assert outcome.status.reason == "3 generations committed"
+    assert re.fullmatch(
+        r"3 generations committed; member \d is best, with [^;]*", outcome.status.reason
+    )
     assert copies_of(outcome) == history
     assert any(history)
     assert_same_bits(outcome.state, state)
@@ -305,9 +313,53 @@ def test_copies_of_any_layout_fit_under_every_way_to_train(client: Client, inner
     )
     outcome = train(client, spec)
     assert not outcome.of("PartyFailed")
-    assert outcome.status.reason == f"{generations} generations committed"
+    assert "failure" not in outcome.status.reason
+    assert outcome.status.reason.startswith(f"{generations} generations committed; member ")
     if inner != "asynchronous":  # where who is late decides whether anybody copies
         assert any(event.payload["copied"] for event in outcome.of("GenerationClosed"))
+
+
+def printed(outcome: Outcome) -> list[str]:
+    """The last lines of `run`, and all of `status`."""
+    text = io.StringIO()
+    print_status(Console(width=300, file=text), outcome.status)
+    return text.getvalue().splitlines()
+
+
+def test_the_result_says_what_it_was_trained_with(client: Client) -> None:
+    outcome = train(client, population(size=4, generations=4))
+    result, last = outcome.run.result(), outcome.of("GenerationClosed")[-1].payload
+    assert result.hyperparameters == last["params"]
+    assert result.schedule[-1].values == last["params"]
+    assert result.schedule[0].from_step == 0
+    (formed,) = outcome.of("PopulationFormed")
+    assert result.schedule[0].values in formed.payload["params"]
+    best = result.status.commit("best")
+    assert best is not None
+    lr = f"optimizer.lr {best.hyperparameters['optimizer.lr']:.6g}"
+    (line,) = [text for text in printed(outcome) if text.startswith("best ")]
+    assert f"segment {best.segment}, member {best.member}: {lr}, optimizer.momentum " in line
+    commits = json.loads(to_json(result.status))["commits"]
+    assert commits[-1]["hyperparameters"] == last["params"]
+    assert commits[-1]["schedule"][-1]["values"] == last["params"]
+    assert f"member {last['best']} is best, with optimizer.lr " in outcome.status.reason
+
+
+def test_a_model_of_another_width_says_what_the_state_was_trained_with(client: Client) -> None:
+    widths = {"model.kwargs.width": {"choices": [6, 8]}}
+    spec = population(size=2, generations=1, model=user("tower"), search_space=widths)
+    done = train(client, spec)
+    width = done.run.result().hyperparameters["model.kwargs.width"]
+    initial = {"run": done.run.run_id, "which": "best"}
+    fitting = client.submit(job(user("tower", width=width), initial=initial, steps=1))
+    fitting.result()
+    assert fitting.status().job["initial"]["trained_with"] == {"model.kwargs.width": width}
+    run = client.submit(job(user("tower", width=14 - width), initial=initial, steps=1))
+    with pytest.raises(UserCodeError) as raised:
+        run.result()
+    assert "but the model has torch.float32" in str(raised.value)
+    hint = f"the state was trained with model.kwargs.width {width}; give the job these"
+    assert raised.value.message.endswith(hint)
 
 
 def test_a_declared_dimension_is_believed(client: Client) -> None:

@@ -19,6 +19,7 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
+    job,
     outcome_of,
     train,
     user,
@@ -182,6 +183,40 @@ def test_a_silo_whose_data_raises_is_left_out_alone(client: Client, tmp_path: Pa
     closed = [event.payload["accepted"] for event in outcome.of("RoundClosed")]
     assert [[each["client"] for each in accepted] for accepted in closed] == [[0, 1], [0, 1]]
     assert outcome.status.reproducible
+
+
+def test_a_population_of_federations_names_who_was_left_out(client: Client, tmp_path: Path) -> None:
+    """In the last sentence, with the rounds of all members, copied or not."""
+    rounds = {
+        "type": "Federated",
+        "num_clients": 3,
+        "rounds": 2,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    }
+    strategy = {
+        "type": "PopulationBased",
+        "population_size": 2,
+        "generations": 2,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+        "options": {"inner": rounds},
+    }
+    sections: dict[str, Any] = {
+        "strategy": strategy,
+        "search_space": {"optimizer.lr": {"low": 0.01, "high": 0.1}},
+        "steps_per_generation": 2,
+        "evaluation": {"split": "train", "best": "loss", "mode": "min"},
+        "steps": None,
+        "checkpoint": None,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch_size": 64,
+    }
+    # A row reader that fails counts its own rounds, whoever's they are: it fails in all.
+    data = user("failing_clients", folder=str(tmp_path), failing=[CLIENT], rounds=[*range(99)])
+    outcome = train(client, job(data=data, **sections))
+    said = f"; rejected: client {CLIENT} in 8 rounds (KeyError: 'label')"
+    assert outcome.status.reason.endswith(said)
 
 
 def test_the_log_of_the_run_has_the_traceback_of_every_failure(

@@ -19,9 +19,13 @@ from stratagem.coordinator.core.facts import (
     PopulationFormed,
     RunFailed,
     SegmentCommitted,
+    UpdateReceived,
+    UpdateRejected,
 )
 from stratagem.coordinator.core.pending import live_blobs, pending
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.sentences import sentence
+from stratagem.coordinator.core.showing import view_of
+from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.core.simulation import RUN, Simulation, job, member, start
 
@@ -227,15 +231,125 @@ def test_members_that_fail_alike_are_told_of_in_the_result() -> None:
     simulation.run()
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED
-    assert run.reason == f"2 generations committed; {told}"
+    assert run.reason.startswith("2 generations committed; member 0 is best, with ")
+    assert run.reason.endswith(f"; {told}")
 
 
 def test_one_member_that_fails_is_told_of_without_a_judgement() -> None:
     simulation = start(spec(generations=2), "a", "b")
     simulation.tell(Report(RUN, PartyFailed(party="member2", reason="E: m")))
     simulation.run()
-    told = "2 generations committed; 1 failure of members, most often E: m"
-    assert simulation.state.runs[RUN].reason == told
+    reason = simulation.state.runs[RUN].reason
+    assert reason.endswith("; 1 failure of members, most often E: m")
+
+
+# ---- what the result was trained with ----
+
+
+def settings(simulation: Simulation) -> dict[int, tuple[int | None, list[tuple[int, Any]]]]:
+    """Of the kept commits, by segment: the member, and what it was trained with from which step."""
+    view = view_of(world_of(simulation.state), simulation.state.runs[RUN], 0.0)
+    return {
+        commit.segment: (
+            commit.member,
+            [(each.from_step, each.values["optimizer.lr"]) for each in commit.schedule],
+        )
+        for commit in view.commits
+    }
+
+
+def lineages(simulation: Simulation) -> dict[int, list[tuple[int, Any]]]:
+    """What each member's state has been trained with, told from the facts alone."""
+    (formed,) = simulation.facts(PopulationFormed)
+    assert isinstance(formed, PopulationFormed)
+    found = {m: [(0, each["optimizer.lr"])] for m, each in enumerate(formed.params)}
+    for fact in closed(simulation):
+        before = {member: list(each) for member, each in found.items()}
+        for copied in fact.copied:
+            now = (copied.step, copied.params["optimizer.lr"])
+            found[copied.member] = [*before[copied.donor], now]
+    return found
+
+
+def test_a_commit_says_whose_it_is_and_what_it_was_trained_with() -> None:
+    simulation = start(job(population(generations=4), **SECTIONS, retention=2), "a", "b")
+    while (run := simulation.state.runs[RUN]).ended is None:
+        told = len(closed(simulation))
+        expected = lineages(simulation)
+        simulation.tell(simulation.queue.popleft())
+        if len(closed(simulation)) > told:
+            newest = closed(simulation)[-1]
+            member, schedule = settings(simulation)[newest.generation]
+            assert (member, schedule) == (newest.best, expected[newest.best])
+            assert schedule[-1][1] == newest.params["optimizer.lr"]
+    assert any(len(schedule) > 1 for schedule in lineages(simulation).values())
+    assert settings(simulation).keys() == {commit.segment for commit in retained(run)}
+    assert all(schedule for _, schedule in settings(simulation).values())
+    values = f"optimizer.lr {closed(simulation)[-1].params['optimizer.lr']:.6g}"
+    best = closed(simulation)[-1].best
+    assert run.reason == f"4 generations committed; member {best} is best, with {values}"
+    assert sentence(closed(simulation)[-1]).endswith(f"; member {best} is best with {values}")
+    before = settings(simulation)
+    simulation.crash()
+    assert settings(simulation) == before
+
+
+def test_a_copy_has_the_schedule_of_its_donor() -> None:
+    """The best member fails, so its place is taken by a copy of another one, which becomes best."""
+    simulation = start(spec(size=2, generations=3), "a", "b")
+    simulation.tell(Report(RUN, PartyFailed(party="member0", reason="no model")))
+    simulation.run()
+    first, second, _ = closed(simulation)
+    (copied,) = first.copied
+    assert (copied.member, copied.donor) == (0, 1)
+    (formed,) = simulation.facts(PopulationFormed)
+    donor_lr = formed.params[1]["optimizer.lr"]  # type: ignore[union-attr]
+    expected = [(0, donor_lr), (5, copied.params["optimizer.lr"])]
+    of_second = settings(simulation)[2]
+    assert of_second == ((0, expected) if second.best == 0 else (1, expected[:1]))
+    assert 0 in {member for member, _ in settings(simulation).values()}
+
+
+def test_asynchronous_members_say_what_the_committed_state_was_trained_with() -> None:
+    simulation = start(spec(asynchronous=True), "a", "b")
+    simulation.run()
+    for fact in closed(simulation):
+        if fact.generation in settings(simulation):
+            _, schedule = settings(simulation)[fact.generation]
+            assert schedule[-1][1] == fact.params["optimizer.lr"]
+            assert all(step < fact.step for step, _ in schedule)
+
+
+# ---- clients of members that are federations ----
+
+
+def rejecting(simulation: Simulation, client: int) -> None:
+    """Run to the end; whatever the client of any member sends is rejected."""
+    while simulation.queue:
+        command = simulation.queue.popleft()
+        fact = command.fact if isinstance(command, Report) else None
+        if isinstance(fact, UpdateReceived) and fact.client == client:
+            said = UpdateRejected(
+                party=fact.party,
+                round_num=fact.round_num,
+                client=client,
+                reason="KeyError: 'label'",
+            )
+            command = Report(RUN, said)
+        simulation.tell(command)
+
+
+def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> None:
+    sections = {**SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
+    simulation = start(job(population(inner=INNER["Federated"]), **sections), "a", "b")
+    rejecting(simulation, client=1)
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert any(fact.copied for fact in closed(simulation))  # what a copy leaves behind counts, too
+    # 4 members, 3 generations, 5 rounds each
+    assert run.reason.endswith("; rejected: client 1 in 60 rounds (KeyError: 'label')")
+    simulation.crash()
+    assert simulation.state.runs[RUN].reason == run.reason
 
 
 def shown(simulation: Simulation) -> str:

@@ -54,5 +54,8 @@ def summary_of(found: Found) -> str:
     for run in runs:
         del run["jobJson"]  # gains a line with every new default
         run.pop("endedAtS", None)
+        for commit in run.get("commits", ()):  # which the first summaries do not say
+            commit.pop("member", None)
+            commit.pop("schedule", None)
     summary = {"runs": runs, "workers": workers, "due": due}
     return json.dumps(summary, indent=1, sort_keys=True) + "\n"

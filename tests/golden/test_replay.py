@@ -31,6 +31,17 @@ async def test_a_journal_of_an_earlier_version_replays_to_the_same_runs(
     assert summary_of(await replay(Journal.open(path))) == expected
 
 
+async def test_an_old_population_says_what_its_commits_were_trained_with(tmp_path: Path) -> None:
+    """Which stands in the facts, though summaries of that time do not say it."""
+    found = await replay(load(JOURNALS[0], tmp_path / "journal.sqlite"))
+    (run,) = [each for each in found.runs if each.strategy.startswith("PopulationBased")]
+    assert run.commits
+    for commit in run.commits:
+        assert commit.member is not None
+        assert commit.schedule[0].from_step == 0
+        assert commit.schedule[-1].values.keys() == {"optimizer.lr"}
+
+
 async def test_events_that_move_to_another_database_replay_to_the_same_runs(
     tmp_path: Path, postgres: Postgres
 ) -> None:

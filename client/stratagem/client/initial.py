@@ -14,6 +14,7 @@ from stratagem.client import views
 from stratagem.client.calls import Connection
 from stratagem.client.uploads import send
 from stratagem.common.errors import InvalidInputError, NotFoundError
+from stratagem.common.frozen import frozen
 from stratagem.common.ids import Digest
 from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.tensors.manifest import Purpose
@@ -30,14 +31,14 @@ async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
     if initial is None or initial.digest is not None:
         return job
     if initial.run is not None:
-        digest = await _of_run(connection, initial.run, initial.which or _FINAL)
+        found = await _of_run(connection, initial.run, initial.which or _FINAL)
     else:
         assert initial.file is not None  # exactly one of the three is set
-        digest = await _upload(connection, Path(initial.file))
-    return job.model_copy(update={"initial": InitialSpec(digest=digest)})
+        found = InitialSpec(digest=await _upload(connection, Path(initial.file)))
+    return job.model_copy(update={"initial": found})
 
 
-async def _of_run(connection: Connection, run_id: str, which: str) -> Digest:
+async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpec:
     response = await connection.call(connection.stub.GetRun, pb.GetRunRequest(run_id=run_id))
     status = views.run_status(response.run)
     commit = status.commit(which)
@@ -45,7 +46,9 @@ async def _of_run(connection: Connection, run_id: str, which: str) -> Digest:
         kept = ", ".join(str(each.segment) for each in status.commits) or "nothing"
         text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
         raise NotFoundError(text)
-    return Digest(commit.digest)
+    return InitialSpec(
+        digest=Digest(commit.digest), trained_with=frozen(commit.hyperparameters) or None
+    )
 
 
 async def _upload(connection: Connection, path: Path) -> Digest:

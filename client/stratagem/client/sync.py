@@ -26,7 +26,7 @@ from stratagem.client.client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, As
 from stratagem.client.forks import check_fork, is_lost
 from stratagem.client.jobs import Job
 from stratagem.client.uploads import InlineData
-from stratagem.client.views import Event, LogLine, Progress, RunStatus, Worker
+from stratagem.client.views import Event, Hyperparameters, LogLine, Progress, RunStatus, Worker
 from stratagem.common.rpc.tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -264,6 +264,18 @@ class RunResult:
     @property
     def metrics(self) -> Mapping[str, float]:
         return self.status.metrics
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Of a population: what the member trained with whose state is the result; else empty."""
+        commit = self.status.commit()
+        return commit.hyperparameters if commit else {}
+
+    @property
+    def schedule(self) -> tuple[Hyperparameters, ...]:
+        """Of a population: all that this state was trained with, in order of step."""
+        commit = self.status.commit()
+        return commit.schedule if commit else ()
 
     def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
         """The trained model as torch tensors, for `model.load_state_dict`."""

@@ -33,6 +33,15 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What a member of a population has trained with from a step on."""
+
+    from_step: int
+    values: Mapping[str, Any]
+    """By dotted path of the job, such as "optimizer.lr"."""
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A state that lies in the coordinator's store."""
 
@@ -44,6 +53,13 @@ class Commit:
     metrics: Mapping[str, float]
     path: str
     """The safetensors file on the coordinator's machine; empty in an object store."""
+    member: int | None = None
+    """Of a population: the member whose state it is."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    """Of a population: what the member trained with when it reached its score."""
+    schedule: tuple[Hyperparameters, ...] = ()
+    """Of a population: all that the state was trained with, in order of step; what the member has
+    copied is its past, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +277,9 @@ def worker(info: pb.WorkerInfo) -> Worker:
 
 
 def _commit(info: pb.CommitInfo) -> Commit:
+    schedule = tuple(
+        Hyperparameters(each.from_step, json.loads(each.values_json)) for each in info.schedule
+    )
     return Commit(
         segment=info.segment,
         step=info.step,
@@ -269,6 +288,9 @@ def _commit(info: pb.CommitInfo) -> Commit:
         is_final=info.is_final,
         metrics=dict(info.metrics),
         path=info.path,
+        member=info.member if info.HasField("member") else None,
+        hyperparameters=schedule[-1].values if schedule else {},
+        schedule=schedule,
     )
 
 

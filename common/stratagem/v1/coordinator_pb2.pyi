@@ -357,6 +357,8 @@ class CommitInfo(_message.Message):
     IS_FINAL_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     step: _builtins.int
     digest: _builtins.str
@@ -364,8 +366,16 @@ class CommitInfo(_message.Message):
     is_final: _builtins.bool
     path: _builtins.str
     """Path of the safetensors file on the coordinator's machine; empty in an object store."""
+    member: _builtins.int
+    """Of a population: the member whose state it is."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def schedule(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hyperparameters]:
+        """Of a population: what the state was trained with, in order of step; the last one is that of its
+        score.
+        """
+
     def __init__(
         self,
         *,
@@ -376,14 +386,43 @@ class CommitInfo(_message.Message):
         is_final: _builtins.bool = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         path: _builtins.str = ...,
+        member: _builtins.int | None = ...,
+        schedule: _abc.Iterable[Global___Hyperparameters] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_member", b"_member", "member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_member", b"_member", "digest", b"digest", "is_best", b"is_best", "is_final", b"is_final", "member", b"member", "metrics", b"metrics", "path", b"path", "schedule", b"schedule", "segment", b"segment", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__member: _TypeAlias = _typing.Literal["member"]  # noqa: Y015
+    _WhichOneofArgType__member: _TypeAlias = _typing.Literal["_member", b"_member"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__member) -> _WhichOneofReturnType__member | None: ...
+
+Global___CommitInfo: _TypeAlias = CommitInfo  # noqa: Y015
+
+@_typing.final
+class Hyperparameters(_message.Message):
+    """What a member of a population trains with from a step on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    VALUES_JSON_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    values_json: _builtins.str
+    """JSON object: values by dotted path of the job, such as "optimizer.lr"."""
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+        values_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "is_best", b"is_best", "is_final", b"is_final", "metrics", b"metrics", "path", b"path", "segment", b"segment", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "values_json", b"values_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitInfo: _TypeAlias = CommitInfo  # noqa: Y015
+Global___Hyperparameters: _TypeAlias = Hyperparameters  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):

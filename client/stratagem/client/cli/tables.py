@@ -8,16 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.client.views import Commit, Phase, RunStatus, Worker
+from stratagem.client.views import Commit, Hyperparameters, Phase, RunStatus, Worker
+from stratagem.common.base.wording import values_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,6 +29,10 @@ COLOURS = {
     Phase.CANCELLED: "yellow",
     Phase.RECOVERING: "magenta",
 }
+
+
+MAX_CHANGES: Final = 8
+"""Of a member's hyperparameters, that are told of; JSON has all."""
 
 
 def to_json(value: DataclassInstance, **extra: Any) -> str:
@@ -73,6 +78,7 @@ def print_status(console: Console, status: RunStatus) -> None:
         ("engine", _engine_text(status)),
         ("progress", amount_text(status)),
         ("metrics", metrics_text(status.metrics)),
+        *_population_rows(status),
         ("workers", ", ".join(status.worker_ids)),
         ("submitted", _submitted_text(status)),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
@@ -114,6 +120,29 @@ def _phase_text(status: RunStatus) -> str:
     if status.strategy_phase and not status.phase.is_final:
         return f"{status.phase} ({status.strategy_phase})"
     return status.phase
+
+
+def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
+    """With what the best state of a population was trained, and that of the result if it is another
+    one."""
+    best, final = status.commit("best"), status.commit()
+    for name, commit in (("best", best), ("final" if status.phase.is_final else "newest", final)):
+        if commit is not None and commit.member is not None and (name == "best" or commit != best):
+            values = values_text(commit.hyperparameters)
+            yield name, f"segment {commit.segment}, member {commit.member}: {values}"
+            if len(commit.schedule) > 1:
+                yield "", _schedule_text(commit.schedule)
+
+
+def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
+    """What changed, and at which steps: "lr 0.1 from step 0; lr 0.11 from step 5"."""
+    parts, known = [], dict[str, Any]()
+    for each in schedule:
+        changed = {n: v for n, v in each.values.items() if n not in known or known[n] != v}
+        parts.append(f"{values_text(changed) or 'the same'} from step {each.from_step}")
+        known = dict(each.values)
+    left = len(parts) - MAX_CHANGES
+    return "; ".join([f"{left} earlier", *parts[left:]] if left > 0 else parts)
 
 
 def _submitted_text(status: RunStatus) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, model_validator
 
-from stratagem.common.document import Section, one_of, refuse
+from stratagem.common.document import Kwargs, Section, one_of, refuse
 from stratagem.common.errors import InvalidInputError, Violation
 from stratagem.common.ids import Digest, check_run_id
 from stratagem.common.job.sections import check_digest, check_tensor_file
@@ -28,16 +28,21 @@ class InitialSpec(Section):
     """A stored state by its digest; or a run, or a safetensors file of the client.
 
     which: of a run, as in `stratagem download`: final, best or the number of a segment.
+    trained_with: of a digest, the hyperparameters of the population's member whose state it is, for
+    the error where it does not fit; the client finds them with the digest.
     """
 
     digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
     run: Annotated[str, AfterValidator(check_run_id)] | None = None
     which: Annotated[str, AfterValidator(_check_which)] | None = None
     file: Annotated[str, AfterValidator(check_tensor_file)] | None = None
+    trained_with: Kwargs | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         one_of(self, ("digest", "run", "file"))
         if self.which is not None and self.run is None:
             refuse([Violation("which", "has a meaning only beside run")])
+        if self.trained_with is not None and self.digest is None:
+            refuse([Violation("trained_with", "has a meaning only beside digest")])
         return self

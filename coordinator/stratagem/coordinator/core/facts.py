@@ -16,6 +16,7 @@ from stratagem.coordinator.core.values import Member as Member
 from stratagem.coordinator.core.values import Metrics as Metrics
 from stratagem.coordinator.core.values import Number as Number
 from stratagem.coordinator.core.values import PlainValues as PlainValues
+from stratagem.coordinator.core.values import Setting as Setting
 from stratagem.coordinator.core.values import Value as Value
 
 ROOT = Party("")

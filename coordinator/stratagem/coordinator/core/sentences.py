@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stratagem.common.base.wording import values_text
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.strategies.deaths import how
 
@@ -91,6 +92,8 @@ def _built(fact: f.ModelBuilt) -> str:
 def _generation(fact: f.GenerationClosed) -> str:
     scores = ", ".join(_score(score) for score in fact.scores)
     text = f"generation {fact.generation}: scores {scores}; member {fact.best} is best"
+    if fact.params:
+        text += f" with {values_text(fact.params)}"
     return "; ".join([text, *(_copied(each) for each in fact.copied)])
 
 

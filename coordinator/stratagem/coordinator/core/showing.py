@@ -11,9 +11,11 @@ from stratagem.coordinator.core.facts import (
     RunCancelled,
     RunCompleted,
     RunFailed,
+    Setting,
     Value,
 )
 from stratagem.coordinator.core.state import (
+    Commit,
     EndedRun,
     RunPhase,
     RunRecord,
@@ -33,6 +35,10 @@ class CommitView(Value):
     is_best: bool
     is_final: bool
     metrics: Metrics
+    member: int | None = None
+    """Of a population: whose state it is."""
+    schedule: tuple[Setting, ...] = ()
+    """Of a population: what the state was trained with; see Origin."""
 
 
 class RunView(Value):
@@ -66,7 +72,6 @@ class RunView(Value):
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
     """One run; last_wall_s is when its newest event happened."""
     outlook = outlook_of(run, world)
-    best = best_commit(run)
     return RunView(
         run_id=run.run_id,
         name=run.job.name,
@@ -80,17 +85,7 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
         num_segments=outlook.num_segments,
         submitted_at_s=run.submitted_wall_s,
         ended_at_s=last_wall_s if run.ended else 0.0,
-        commits=tuple(
-            CommitView(
-                segment=commit.segment,
-                step=commit.step,
-                digest=commit.digest,
-                is_best=commit == best,
-                is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
-                metrics=commit.metrics,
-            )
-            for commit in retained(run)
-        ),
+        commits=_commits(run, outlook),
         metrics=run.metrics,
         predictions=run.predictions,
         worker_ids=() if run.ended else tuple(each.worker_id for each in outlook.members),
@@ -122,6 +117,25 @@ def phase_then(fact: Fact) -> RunPhase:
             return RunPhase.CANCELLED
         case _:
             return RunPhase.RUNNING
+
+
+def _commits(run: RunRecord, outlook: Outlook) -> tuple[CommitView, ...]:
+    best, origins = best_commit(run), outlook.origins
+
+    def shown(commit: Commit) -> CommitView:
+        origin = origins.get(commit.segment)
+        return CommitView(
+            segment=commit.segment,
+            step=commit.step,
+            digest=commit.digest,
+            is_best=commit == best,
+            is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
+            metrics=commit.metrics,
+            member=None if origin is None else origin.member,
+            schedule=() if origin is None else origin.schedule,
+        )
+
+    return tuple(map(shown, retained(run)))
 
 
 def _data_plane(world: World, outlook: Outlook) -> str:

@@ -45,6 +45,13 @@ class Capability(Value):
     data_plane: str = ""
 
 
+class Setting(Value):
+    """Hyperparameters that a member of a population trains with from a step on."""
+
+    from_step: int
+    values: PlainValues
+
+
 SKIPPED_STEPS = "train.skipped_steps"
 """Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
 the run began, each step of its history once, however often it was trained."""

@@ -3,12 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from stratagem.common.frozen import thawed
 from stratagem.common.ids import Digest, RunId
+from stratagem.common.json_text import dump_json
 from stratagem.coordinator.core.asking import outlook_of
 from stratagem.coordinator.core.facts import (
     Capability,
     ErrorRecord,
     Member,
+    Setting,
 )
 from stratagem.coordinator.core.sentences import sentence
 from stratagem.coordinator.core.showing import CommitView, RunView
@@ -141,6 +144,15 @@ def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo
         is_final=commit.is_final,
         metrics=dict(commit.metrics),
         path=paths(commit.digest),
+        member=commit.member,
+        schedule=[_setting(each) for each in commit.schedule],
+    )
+
+
+def _setting(setting: Setting) -> coordinator_pb2.Hyperparameters:
+    values = {name: thawed(value) for name, value in setting.values.items()}
+    return coordinator_pb2.Hyperparameters(
+        from_step=setting.from_step, values_json=dump_json(values)
     )
 
 

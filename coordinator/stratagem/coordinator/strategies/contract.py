@@ -9,14 +9,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from stratagem.common.errors import Violation
-from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.ids import Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Base, Effect
-from stratagem.coordinator.core.facts import Fact, Member, ProcessDied
+from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, Setting
 from stratagem.coordinator.core.state import RunPhase, World
 
 if TYPE_CHECKING:  # which is made of what stands here
     from stratagem.coordinator.strategies.table import Strategies
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a commit of a population comes from."""
+
+    member: int
+    schedule: tuple[Setting, ...]
+    """What its state was trained with, in order of step; the last one is that of its score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class Outlook:
     num_clients: int = 0
     members: tuple[Member, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
+    """Of a population's kept commits, by segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,18 @@ class PartyView:
 
     membership: int
     members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedClient:
+    """A client of a federation whose updates did not count in some rounds."""
+
+    client: int
+    worker_id: WorkerId
+    """Where it lives, or trains unless that one is lost."""
+    num_rounds: int
+    reason: str
+    """Of the newest rejection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +84,8 @@ class Standing:
     """Bytes that were sent in the newest segment, as in SegmentFinished."""
     keeps_more: bool = False
     """The party needs more of its past than the committed state, and an earlier one lacks it."""
+    rejected: tuple[RejectedClient, ...] = ()
+    """In closed rounds, since the party was begun or rebased."""
 
 
 class Strategy(Protocol):

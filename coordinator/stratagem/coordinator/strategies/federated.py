@@ -84,7 +84,7 @@ from stratagem.coordinator.strategies.federated_run import (
     spec_of,
 )
 from stratagem.coordinator.strategies.placement import eligible
-from stratagem.coordinator.strategies.rejections import forbidden
+from stratagem.coordinator.strategies.rejections import forbidden, in_closed_rounds
 from stratagem.coordinator.strategies.table import Strategies
 
 
@@ -282,6 +282,7 @@ def standing(value: FederatedRun) -> Standing:
         loss,
         is_idle=not value.to_evaluate,
         keeps_more=bool(value.server_state or value.late),
+        rejected=in_closed_rounds(value),
     )
 
 

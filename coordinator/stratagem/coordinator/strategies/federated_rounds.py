@@ -26,7 +26,7 @@ from stratagem.coordinator.strategies.federated_run import (
     lacking,
     spec_of,
 )
-from stratagem.coordinator.strategies.rejections import in_all
+from stratagem.coordinator.strategies.rejections import in_all, in_closed_rounds
 from stratagem.coordinator.strategies.selection import quorum_of, select
 
 
@@ -170,4 +170,6 @@ def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
         return None
     assert value.committed is not None
     done = f"{value.committed.segment} rounds committed"
-    return RunCompleted(reason="; ".join(filter(None, (done, in_all(job, value)))))
+    return RunCompleted(
+        reason="; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))
+    )

@@ -13,7 +13,9 @@ generation again elsewhere. One that fails has no valid score and is replaced by
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
+from stratagem.common.base.wording import counted, values_text
 from stratagem.common.errors import Violation
 from stratagem.common.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
@@ -49,9 +51,11 @@ from stratagem.coordinator.strategies.population_run import (
     inner_of,
     is_scored,
     member_job,
+    rejected,
     space_of,
     spec_of,
 )
+from stratagem.coordinator.strategies.rejections import in_all
 from stratagem.coordinator.strategies.table import Strategies
 
 
@@ -85,9 +89,7 @@ def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fa
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
-        failed = value.failures.text(len(value.members))
-        committed = f"{value.generation - 1} generations committed"
-        return RunCompleted(reason=f"{committed}; {failed}" if failed else committed)
+        return _completed(job, value)
     for member in _in_training(value):
         siblings = [child for child in value.children() if child is not member.child]
         beside = nested.world_beside(world, siblings)
@@ -178,6 +180,7 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
         segment=done,
         num_segments=generations,
         members=members,
+        origins=value.origins,
     )
 
 
@@ -204,6 +207,19 @@ def job_of(job: JobSpec, value: PopulationRun, party: Party) -> JobSpec:
 def blobs(value: PopulationRun) -> frozenset[Digest]:
     """The members' states, which others may copy."""
     return nested.blobs(value.children())
+
+
+def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
+    """The end of the run: whose state is the result, and what has not gone well."""
+    number = value.generation - 1
+    parts = [f"{counted(number, 'generation')} committed"]
+    origin = value.origins.get(number)
+    if origin is not None:
+        values = values_text(origin.schedule[-1].values)
+        parts.append(f"member {origin.member} is best, with {values}")
+    parts.append(value.failures.text(len(value.members)))
+    parts.append(in_all(job, chain.from_iterable(map(rejected, value.members))))
+    return RunCompleted(reason="; ".join(filter(None, parts)))
 
 
 def _in_training(value: PopulationRun) -> list[MemberRun]:

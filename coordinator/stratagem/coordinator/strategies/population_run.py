@@ -24,11 +24,14 @@ from stratagem.coordinator.core.facts import (
     PartyFailed,
     PopulationFormed,
     RunFailed,
+    Setting,
 )
 from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.contract import Origin, RejectedClient
 from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
 from stratagem.coordinator.strategies.failures import Failures
 from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.rejections import together
 from stratagem.coordinator.strategies.structure import known_structure, with_parents
 from stratagem.coordinator.strategies.table import Strategies
 
@@ -39,12 +42,17 @@ class MemberRun:
 
     child: Child
     params: Mapping[str, JSON]
+    schedule: tuple[Setting, ...]
+    """What its state has been trained with, and last what it trains with now; a copy's begins as
+    that of its donor."""
     generation: int = 1
     """The generation that it trains now."""
     failure: PartyFailed | None = None
     """Why it has no score in this generation."""
     scores: tuple[float | None, ...] = ()
     """Of the generations behind it, higher is better; None: invalid."""
+    rejected: tuple[RejectedClient, ...] = ()
+    """Of a federation: those of the rounds before it went on from another state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,10 @@ class PopulationRun:
     structural: frozenset[str] | None = None
     """Hyperparameters that copies have from their donors; None: see PopulationFormed."""
     failures: Failures = field(default_factory=Failures)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
+    """Of the generations whose commits are kept."""
+    best: tuple[float, int] | None = None
+    """The best metric of a closed generation (higher is better), and the first that had it."""
 
     def children(self) -> tuple[Child, ...]:
         """The members' parties."""
@@ -166,7 +178,7 @@ def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | R
         digest=standing.committed.digest,
         step=standing.committed.step,
         metrics=standing.metrics,
-        params=member.params,
+        params=trained_with(member, standing.committed.step)[-1].values,
         copied=_evolution(job, value, scores) if evolves else (),
         by_policy=spec.options.asynchronous,
     )
@@ -235,6 +247,16 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
     )
 
 
+def trained_with(member: MemberRun, step: int) -> tuple[Setting, ...]:
+    """What the member's committed state of this step was trained with."""
+    return member.schedule[:1] + tuple(s for s in member.schedule[1:] if s.from_step < step)
+
+
+def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
+    """The clients that the member's rounds have left out; one of several states, several times."""
+    return (*member.rejected, *nested.standing(member.child).rejected)
+
+
 def _or_least(score: float | None) -> float:
     return -math.inf if score is None else score
 
@@ -267,6 +289,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
                 value.strategies,
             ),
             params,
+            (Setting(from_step=0, values=params),),
         )
         for number, params in enumerate(fact.params)
     )
@@ -284,24 +307,44 @@ def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun
 
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
     """The next generation; synchronous members have waited for it."""
+    value = with_origin(job, value, fact)
     value = replace(value, generation=fact.generation + 1)
     if spec_of(job).options.asynchronous:
         return value
     rows = _rows(value)
     copied = {each.member: each for each in fact.copied}
     members = tuple(
-        _next(job, number, member, fact.scores[number], copied.get(number), rows)
-        for number, member in enumerate(value.members)
+        _next(job, value, number, fact.scores[number], copied.get(number), rows)
+        for number in range(len(value.members))
     )
     return replace(value, members=members)
+
+
+def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
+    """The population, which knows what the new commit was trained with.
+
+    Of the older ones it keeps what is kept of the commits: the newest, and the best one.
+    """
+    evaluation = job.evaluation
+    assert evaluation is not None
+    metric = fact.metrics.get(f"{evaluation.split}.{evaluation.best}", math.nan)
+    score, best = metric if evaluation.mode == "max" else -metric, value.best
+    if not math.isnan(score) and (best is None or score > best[0]):
+        best = score, fact.generation
+    origin = Origin(fact.best, trained_with(value.members[fact.best], fact.step))
+    newest = fact.generation - job.retention
+    origins = {
+        generation: each
+        for generation, each in {**value.origins, fact.generation: origin}.items()
+        if generation > newest or (best is not None and generation == best[1])
+    }
+    return replace(value, origins=origins, best=best)
 
 
 def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> PopulationRun:
     """One member goes on alone."""
     members = list(value.members)
-    members[fact.member] = _next(
-        job, fact.member, members[fact.member], fact.score, fact.copied, _rows(value)
-    )
+    members[fact.member] = _next(job, value, fact.member, fact.score, fact.copied, _rows(value))
     return replace(value, members=tuple(members))
 
 
@@ -313,14 +356,15 @@ def _rows(value: PopulationRun) -> Mapping[str, int]:
 
 def _next(
     job: JobSpec,
+    value: PopulationRun,
     number: int,
-    member: MemberRun,
     score: float | None,
     copied: Copied | None,
     rows: Mapping[str, int],
 ) -> MemberRun:
     """The member with its score noted, ready for the next generation if there is one."""
-    generation, segments = member.generation, _segments(job)
+    member, segments = value.members[number], _segments(job)
+    generation = member.generation
     scored = replace(member, scores=(*member.scores, score))
     if generation == spec_of(job).generations:
         return scored
@@ -330,10 +374,15 @@ def _next(
     params, child = member.params, replace(member.child, horizon=horizon)
     if copied is not None:
         params = copied.params
+        before = trained_with(value.members[copied.donor], copied.step)
+        now = Setting(from_step=copied.step, values=params)
+        scored = replace(scored, schedule=(*before, now))
         base = Base(generation * segments, copied.step, copied.digest)
+        scored = replace(scored, rejected=together(rejected(member)))
         child = nested.rebased(child, member_job(job, number, params), base, num_rows, horizon)
     elif member.failure is not None and committed is not None:
         # It failed and nobody was there to copy: once more, from what it last committed.
         base = Base(generation * segments, committed.step, committed.digest)
+        scored = replace(scored, rejected=together(rejected(member)))
         child = nested.rebased(child, child.job, base, num_rows, horizon)
     return replace(scored, child=child, params=params, generation=generation + 1, failure=None)

@@ -5,11 +5,15 @@ becomes of a round that has too few updates left is decided in closing.py.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
+from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.facts import ErrorRecord, RunFailed, UpdateRejected
+from stratagem.coordinator.strategies.contract import RejectedClient
 from stratagem.coordinator.strategies.federated_run import FederatedRun, spec_of
 
 FAIL: Final = "fail"
@@ -129,12 +133,31 @@ def _by_number(value: FederatedRun) -> list[Group]:
     return sorted(_groups(value), key=lambda group: -len(group[1]))
 
 
-def in_all(job: JobSpec, value: FederatedRun) -> str:
+def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
+    """The clients that rounds have left out, in order of client."""
+    return tuple(
+        RejectedClient(client, value.roster[client].worker_id, count, reason)
+        for client, (count, reason) in sorted(value.rejections.items())
+    )
+
+
+def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
+    """Each client once, with the rounds of all and its newest reason."""
+    found: dict[int, RejectedClient] = {}
+    for each in rejected:
+        before = found[each.client].num_rounds if each.client in found else 0
+        found[each.client] = replace(each, num_rounds=before + each.num_rounds)
+    return tuple(found.values())
+
+
+def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
     """The rejected clients of the whole run, for its last sentence; "" when there were none."""
-    order = sorted(value.rejections.items(), key=lambda item: (-item[1][0], item[0]))
+    order = sorted(together(rejected), key=lambda each: (-each.num_rounds, each.client))
+    has_homes = job.data.worker_local is not None
     parts = [
-        f"{names(job, value, [client])} in {count} round{'s' if count > 1 else ''} ({reason})"
-        for client, (count, reason) in order[:MAX_NAMED]
+        f"client {each.client}{f' ({each.worker_id})' if has_homes else ''} in "
+        f"{counted(each.num_rounds, 'round')} ({each.reason})"
+        for each in order[:MAX_NAMED]
     ]
     more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
     return f"rejected: {'; '.join(parts)}{more}" if parts else ""

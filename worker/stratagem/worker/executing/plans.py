@@ -9,13 +9,16 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Final
 
 from torch import Tensor, nn
 
+from stratagem.common.base.wording import values_text
+from stratagem.common.errors import InvalidInputError
 from stratagem.common.failpoints import failpoint
-from stratagem.common.job import JobSpec
+from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
@@ -47,9 +50,7 @@ def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
     built = make(fresh=initial is None)
     check_built(work.job, built.model, built.setup.num_rows)
     if initial is not None:
-        assert initial.digest is not None  # the client has found it
-        given = given_model_state(work.blob(initial.digest)[0], built.model)
-        load_model_state(built.model, given, where="initial")
+        _begin_from(work, initial, built.model)
     tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
         metadata |= averaged(built.model)
@@ -61,6 +62,19 @@ def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
         layout_digest=layout_digest(tensors),
         structural=structural(work, built.model, plan.variants),
     )
+
+
+def _begin_from(work: Work, initial: InitialSpec, model: nn.Module) -> None:
+    assert initial.digest is not None  # the client has found it
+    given = given_model_state(work.blob(initial.digest)[0], model)
+    try:
+        load_model_state(model, given, where="initial")
+    except InvalidInputError as error:
+        if initial.trained_with is None:
+            raise
+        why = f"the state was trained with {values_text(initial.trained_with)}; give the job these"
+        found = [replace(each, message=f"{each.message}; {why}") for each in error.violations]
+        raise InvalidInputError(violations=found) from None
 
 
 def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:

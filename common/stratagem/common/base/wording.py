@@ -1,0 +1,28 @@
+"""Numbers and values as sentences say them, of the coordinator and of the command line alike."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+MAX_VALUES_CHARS: Final = 300
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 client", "3 clients", "1,000 clients"; for nouns that take an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """ "optimizer.lr 0.0213, optimizer.name sgd", of bounded length: hyperparameters by name."""
+    text = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
+    return text if len(text) <= MAX_VALUES_CHARS else f"{text[: MAX_VALUES_CHARS - 1]}…"
+
+
+def _value_text(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case float():
+            return f"{value:.6g}"
+        case _:
+            return json.dumps(value)
