@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def rows(
     found: dict[str, list[Row]] = {"folder": [], "bucket": [], "bytes alone": []}
     for number in range(options.repeats):
         local = folder / f"blobs{number}"
-        found["folder"].append(measure(lambda at=local: DirectoryBlobs(at), options.mb, number))
+        found["folder"].append(measure(partial(DirectoryBlobs, local), options.mb, number))
         found["bucket"].append(measure(shared, options.mb, number))
         found["bytes alone"].append(measure_bytes(objects, options.mb))
     return found

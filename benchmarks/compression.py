@@ -310,11 +310,12 @@ def make_ddp(order: dict[str, Any], rank: int) -> Step:
     model = build_model(job, ALLOWED, device=CPU, fresh=True)
     # One bucket: with several, the hook issues collectives from callbacks, in another order on each
     # member, and gloo ends both.
-    first_bucket_bytes = dist._DEFAULT_FIRST_BUCKET_BYTES
+    defaults: Any = dist
+    first_bucket_bytes = defaults._DEFAULT_FIRST_BUCKET_BYTES
     if "PowerSGD" in variant:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
+        defaults._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1 << 10)
-    dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket_bytes
+    defaults._DEFAULT_FIRST_BUCKET_BYTES = first_bucket_bytes
     if "PowerSGD" in variant:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=2

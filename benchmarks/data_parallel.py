@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 
 from stratagem.common.certificates import make_authority
 from stratagem.common.malloc import tune_malloc
@@ -63,7 +64,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(tokens))).flatten(0, 1)
+        logits: Tensor = self.head(self.layers(self.embed(tokens)))
+        return logits.flatten(0, 1)
 
 
 def make_model(name: str) -> nn.Module:
@@ -143,7 +145,8 @@ def make_our_step(
 def form(variant: str, setup: Setup) -> Link | SharedGroup:
     def rendezvous(address: bytes) -> list[bytes]:
         setup.pipe.send(address)
-        return setup.pipe.recv()
+        answered: list[bytes] = setup.pipe.recv()
+        return answered
 
     rank, size = setup.rank, setup.size
     match variant:
@@ -183,7 +186,7 @@ _kept: list[object] = []
 def run_member(pipe: Connection, name: str, rank: int, size: int, args: argparse.Namespace) -> None:
     tune_malloc()
     torch.set_num_threads(1)
-    store = dist.FileStore(args.store, size)
+    store = FileStore(args.store, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     setup = Setup(name, rank, size, pipe, args.certificate)
     steps = {variant: make_step(variant, setup) for variant in args.variants}

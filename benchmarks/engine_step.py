@@ -15,14 +15,18 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from data_parallel import Transformer
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.data_parallel import Transformer
 from stratagem.common.job import JobSpec
 from stratagem.common.malloc import tune_malloc
 from stratagem.common.numerics import CURRENT

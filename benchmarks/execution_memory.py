@@ -59,7 +59,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = nn.functional.gelu(self.up(self.norm(x)), approximate="tanh")
-        return x + self.drop(self.down(hidden))
+        residual: Tensor = self.drop(self.down(hidden))
+        return x + residual
 
 
 def model() -> nn.Module:
@@ -112,10 +113,10 @@ def peak_bytes(step: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
     assert profile.profiler is not None
-    results = profile.profiler.kineto_results
-    assert results is not None
-    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]
-    return max(accumulate((change for _, change in sorted(events)), initial=0))
+    results: Any = profile.profiler.kineto_results
+    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    changes: list[int] = [change for _, change in sorted(events)]
+    return max(accumulate(changes, initial=0))
 
 
 def faults() -> int:

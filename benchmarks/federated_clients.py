@@ -9,7 +9,6 @@ peak resident size above what the process had before the run; it should not grow
 
 import argparse
 import statistics
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +66,7 @@ def resident_bytes(pid: int, field: str) -> int:
 
 def measure(num_clients: int, rounds: int, method: str) -> tuple[list[float], dict[str, float]]:
     """Seconds of each round; peak MB above idle by process."""
-    from stratagem.client import LocalCluster
+    from stratagem.client import Event, LocalCluster
 
     allow = ("benchmarks.federated_clients:*",)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +75,7 @@ def measure(num_clients: int, rounds: int, method: str) -> tuple[list[float], di
             pids: dict[str, Any] = {name: p.pid for name, p in cluster.processes.items()}
             before = {name: resident_bytes(pid, "VmRSS") for name, pid in pids.items()}
             run = client.submit(job(num_clients, rounds, method))
-            events = [e for e in run.watch() if hasattr(e, "kind")]
+            events = [e for e in run.watch() if isinstance(e, Event)]
             run.result()
             peaks = {
                 name: (resident_bytes(pid, "VmHWM") - before[name]) / 1e6
@@ -105,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

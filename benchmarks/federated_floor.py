@@ -104,8 +104,8 @@ def fold(updates: list[State], folder: Path) -> State:
         for each in old[1:]:
             total += each[part] * np.float64(1.0)
         new[part] = total / len(old)
-        digest.update(new[part])
-        os.write(file, new[part])
+        digest.update(new[part].data)
+        os.write(file, new[part].data)
     os.fsync(file)
     os.close(file)
     return state

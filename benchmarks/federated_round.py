@@ -19,7 +19,7 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,12 +100,12 @@ def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float
     with tempfile.TemporaryDirectory() as folder:
         cluster = LocalCluster(workers=2, data_dir=Path(folder), allow=allow, import_path=(ROOT,))
         with cluster, cluster.client() as client:
-            pid = cluster.processes["coordinator"].pid
-            pids = [process.pid for process in cluster.processes.values()]
+            pids = {name: cast(int, p.pid) for name, p in cluster.processes.items()}
+            pid = pids["coordinator"]
             before = resident_bytes(pid, "VmRSS")
             reset_peak(pid)
             run = client.submit(job(num_elements, num_clients, rounds))
-            events = watched(run, pids)
+            events = watched(run, [*pids.values()])
             peak = resident_bytes(pid, "VmHWM") - before
     times, used = zip(*events, strict=True)
     gaps = [after - before for before, after in pairwise(times)][NUM_WARMUP_ROUNDS:]
@@ -152,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -56,7 +56,8 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ class Simulated(WorkerServiceServicer):
 
     def __init__(self) -> None:
         values = np.zeros(STATE_FLOATS, np.float32)
-        self._content = [memoryview(values).cast("B")]
+        self._content = [values.data.cast("B")]
         named = [("weight", "float32", (STATE_FLOATS,))]
         self._manifest: Manifest = build_manifest(named, Purpose.STATE)
 
@@ -294,7 +294,7 @@ async def _commits(stub: Any) -> int:
 
 async def _latencies(call: Callable[[], Awaitable[object]], seconds: float) -> list[float]:
     """Milliseconds of calls that are made at fixed times, one after another."""
-    found = []
+    found: list[float] = []
     end_s = time.monotonic() + seconds
     while (began_s := time.monotonic()) < end_s or not found:
         await call()

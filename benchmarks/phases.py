@@ -41,6 +41,7 @@ SMOOTHING = {
     "predictor": {"history": 8, "damping": 0.0},
 }
 CONTROL = "lr × 1.5"
+WITHOUT_AND_WITH: tuple[dict[str, Any], ...] = ({}, {"phases": {}})
 RATES = (1.0, 1.5, 3.0, 6.0, 9.0)
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {"phases": {}},
@@ -86,11 +87,11 @@ def job(model: str, data: str, loss: str, **changes: Any) -> dict[str, Any]:
 CNN = ("examples.digits:build_cnn", "examples.digits:load", "cross_entropy")
 MLP = ("examples.digits:build_model", "examples.digits:load", "cross_entropy")
 TEXT = ("examples.charlm:build_model", "examples.charlm:load", "token_cross_entropy")
-SMALL_TEXT = {
+SMALL_TEXT: dict[str, Any] = {
     "kwargs": {"width": 32, "num_blocks": 1},
     "rows": {"context": 32, "num_chars": 60_000},
 }
-CALM = {"kwargs": {"channels": 8, "dropout": 0.0}}
+CALM: dict[str, Any] = {"kwargs": {"channels": 8, "dropout": 0.0}}
 
 TASKS: dict[str, dict[str, Any]] = {
     "quadratic bowl": job(
@@ -144,7 +145,7 @@ def compare(document: dict[str, Any], seed: int) -> dict[str, tuple[float, ...]]
     """By way: (steps, passes, seconds) per those without; infinite where it did not get there."""
     num_steps, every = document["steps"], max(1, document["steps"] // 100)
     plain = list(run(document, seed, num_steps, every))[-1]
-    ratios = {}
+    ratios: dict[str, tuple[float, ...]] = {}
     for way, changes in WAYS.items():
         longer = {**document, "steps": num_steps * 3 // 2, **changes}
         if way == CONTROL:
@@ -172,7 +173,7 @@ def passes_by_rate(document: dict[str, Any], seed: int) -> list[tuple[float, flo
         faster = {**document, "optimizer": {**document["optimizer"], "lr": rate}}
         reached = [
             until(run({**faster, **way}, seed, num_steps * 3 // 2, every), goal)
-            for way in ({}, {"phases": {}})
+            for way in WITHOUT_AND_WITH
         ]
         plain, phased = (each.passes / num_steps if each else math.inf for each in reached)
         found.append((plain, phased))

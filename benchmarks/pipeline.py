@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stratagem.common.job import JobSpec
@@ -42,7 +43,7 @@ from stratagem.worker.pipeline.peer_transport import PeerTransport
 
 sys.path.append(str(Path(__file__).parents[1]))  # the job names this file as benchmarks.pipeline
 
-from tests.stream.test_peer_processes import hub_in_a_thread
+from tests.exchange.engines import hub_in_a_thread
 
 SIZE, NUM_MICRO_BATCHES = 2, 8
 VARIANTS = ("ours", "torch", "alone")
@@ -95,7 +96,8 @@ def parts() -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)
     whole = build()
     assert isinstance(whole, nn.Sequential)
-    return whole[:CUT], whole[CUT:]
+    layers = list(whole)
+    return nn.Sequential(*layers[:CUT]), nn.Sequential(*layers[CUT:])
 
 
 NUM_NODES = 9
@@ -117,7 +119,8 @@ class Member:
 def make_ours(member: Member) -> Callable[[], None]:
     def rendezvous(address: bytes) -> list[bytes]:
         member.pipe.send(address)
-        return member.pipe.recv()
+        answered: list[bytes] = member.pipe.recv()
+        return answered
 
     link: MessageLink
     if member.engine == "grpc":
@@ -216,9 +219,7 @@ def critical_path(took: dict[tuple[str, int, int], float]) -> float:
 def run_member(pipe: Connection, rank: int, args: argparse.Namespace) -> None:
     tune_malloc()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(args.store, SIZE), rank=rank, world_size=SIZE
-    )
+    dist.init_process_group("gloo", store=FileStore(args.store, SIZE), rank=rank, world_size=SIZE)
     with hub_in_a_thread() as hub:
         member = Member(rank, args.rows, args.schedule, args.engine, pipe, hub)
         steps: dict[str, Callable[[], Any]] = {"ours": make_ours(member)}

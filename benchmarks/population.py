@@ -56,7 +56,7 @@ def job(population: int, generations: int) -> dict[str, object]:
 
 def generation_seconds(population: int, generations: int) -> list[float]:
     """Gaps between the ends of generations, warm-up left out."""
-    from stratagem.client import LocalCluster
+    from stratagem.client import Event, LocalCluster
 
     allow = ("benchmarks.population:*",)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,8 @@ def generation_seconds(population: int, generations: int) -> list[float]:
         with cluster, cluster.client() as client:
             run = client.submit(job(population, generations))
             run.result()
-            times = [e.time_s for e in run.watch() if getattr(e, "kind", "") == "GenerationClosed"]
+            events = [e for e in run.watch() if isinstance(e, Event)]
+            times = [e.time_s for e in events if e.kind == "GenerationClosed"]
     return [after - before for before, after in pairwise(times)][NUM_WARMUP_GENERATIONS:]
 
 

@@ -11,13 +11,17 @@ import argparse
 import multiprocessing as mp
 import os
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
-from data_parallel import Setup, form  # beside this script
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.data_parallel import Setup, form
 from stratagem.common.malloc import tune_malloc
 from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange, schedule
 

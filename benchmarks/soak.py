@@ -85,14 +85,14 @@ def run_jobs() -> list[Job]:
     parallel = [
         {"type": "DataParallel", "num_replicas": 2, "aggregation": each} for each in exchanges
     ]
-    federated = {
+    federated: dict[str, Any] = {
         "type": "Federated",
         "num_clients": 2,
         "rounds": 2,
         "aggregation": {"method": "FedAvg"},
         "client_selection": {"method": "All"},
     }
-    local = {"type": "Local"}
+    local: dict[str, Any] = {"type": "Local"}
     return [_job("build_tiny", each) for each in (local, *parallel, federated, local)]
 
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import torch
@@ -150,7 +150,7 @@ class StockService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _stock(make: Any, state: State) -> Any:
-    return iter_messages(make, (b"".join(piece) for piece in state.source(0)))
+    return iter_messages(make, (b"".join(cast(list[bytes], piece)) for piece in state.source(0)))
 
 
 async def serve_stock(state: State) -> None:
@@ -183,7 +183,7 @@ def call_stock(state: State, port: int) -> tuple[Operation, Operation]:
 
 def _pieces(state: State, is_checked: bool) -> Iterator[bytes]:
     for parts in state.source(0):
-        piece = b"".join(parts)
+        piece = b"".join(cast(list[bytes], parts))
         if is_checked:
             crc32c(piece)
         yield piece
@@ -245,7 +245,7 @@ async def _serve(server: grpc.aio.Server) -> None:
 
 def _fill(connection: socket.socket, state: State) -> None:
     for tensor in state.received().values():
-        view = memoryview(tensor.numpy()).cast("B")
+        view = tensor.numpy().data.cast("B")
         while view:
             view = view[connection.recv_into(view) :]
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from docs.tables import table
@@ -41,7 +42,5 @@ def map_of(part: str) -> str:
     return "\n\n".join(each for each in made if each)
 
 
-RENDERED: Mapping[str, Callable[[], str]] = {
-    f"map {part}": (lambda part=part: map_of(part)) for part in PARTS
-}
+RENDERED: Mapping[str, Callable[[], str]] = {f"map {part}": partial(map_of, part) for part in PARTS}
 """What a marker of this name is filled with."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from stratagem.coordinator.core.apply import CLUSTER, apply
+from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import (
     CancelRun,
     LoseWorker,
@@ -19,7 +20,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     Tick,
 )
-from stratagem.coordinator.core.decide import parties_of, world_of
+from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.encoding import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected

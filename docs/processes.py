@@ -40,7 +40,8 @@ def commands() -> str:
 
 
 def _commands_of(group: Any = None, before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, each in (group or typer.main.get_command(app)).commands.items():
+    top: Any = group or typer.main.get_command(app)
+    for name, each in top.commands.items():
         if hasattr(each, "commands"):
             yield from _commands_of(each, f"{before}{name} ")
         else:

@@ -5,7 +5,7 @@ Owns how a field's type, default and allowed values are said in words. Knows no 
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, ForwardRef, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -101,7 +101,7 @@ BIG = {MAX_COUNT, _MAX_SEED}
 """Bounds that nobody meets; left out."""
 
 
-def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -28,7 +28,7 @@ def generate(destination: Path) -> None:
         f"--python_out={destination}",
         f"--grpc_python_out={destination}",
         f"--mypy_out={destination}",
-        f"--mypy_grpc_out={destination}",
+        f"--mypy_grpc_out=generate_concrete_servicer_stubs:{destination}",
         *sorted(str(path) for path in PROTOS.rglob("*.proto")),
     ]
     status = protoc.main(arguments)

@@ -47,11 +47,12 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     if not isinstance(rates, list) or not rates or not all(_is_positive(rate) for rate in rates):
         found.append(Violation("strategy.config.learning_rates", "must be positive numbers"))
     for name in ("rungs", "steps_per_rung"):
-        if type(config.get(name)) is not int or config[name] < 1:
+        count = config.get(name)
+        if type(count) is not int or count < 1:
             found.append(Violation(f"strategy.config.{name}", "must be a count >= 1"))
     if job.evaluation is None or job.evaluation.best is None:
         found.append(Violation("evaluation.best", "missing; members are compared by it"))
-    return found or nested.check(_member_job(job, rates[0]), strategies)
+    return found or nested.check(_member_job(job, config["learning_rates"][0]), strategies)
 
 
 def init(job: JobSpec, party: Party, strategies: Strategies) -> Halving:

@@ -232,7 +232,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         async for part in serve_get(pb.DownloadStateResponse, manifest, buffers, request.offset):
             yield part
             # Parts with a chunk come as the bytes of their message.
-            message = pb.DownloadStateResponse.FromString(part) if type(part) is bytes else part
+            message = pb.DownloadStateResponse.FromString(part) if isinstance(part, bytes) else part
             if message.HasField("chunk") and message.chunk.offset in self.download_cuts:
                 self.download_cuts.remove(message.chunk.offset)
                 raise UnavailableError("restarting")

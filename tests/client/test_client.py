@@ -25,6 +25,7 @@ from stratagem.common.errors import (
 )
 from stratagem.common.job import JobSpec
 from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
 
 
@@ -163,7 +164,7 @@ async def test_watch_waits_for_a_coordinator_that_restarts() -> None:
                 await server.stop(None)
                 port = int(address.rpartition(":")[2])
                 server, _ = await serve(fake, port)
-                fake.runs["mine"].say("RunCompleted", "done", 5)
+                fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
         status = await run.status()
     await server.stop(None)
     assert seen == [0, 1, 2, 3]

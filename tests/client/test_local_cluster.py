@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.client import guard, supervisor
+from stratagem.client import guard, preloaded, supervisor
 from stratagem.client.local_cluster import LocalCluster
 from stratagem.client.preloaded import Process
 from stratagem.common.errors import (
@@ -156,12 +156,11 @@ def test_one_folder_serves_one_cluster_at_a_time(tmp_path: Path) -> None:
 def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No descriptors left, say, when a process is to be started again."""
     failures = [OSError(errno.EMFILE, "Too many open files")] * 3
-    really = supervisor.start
 
     def start(*args: Any, **options: Any) -> Process:
         if failures:
             raise failures.pop()
-        return really(*args, **options)
+        return preloaded.start(*args, **options)
 
     with make_cluster(tmp_path, workers=1) as cluster:
         monkeypatch.setattr(supervisor, "start", start)

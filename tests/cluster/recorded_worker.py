@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from stratagem.worker import main as worker
-from stratagem.worker.settings import WorkerSettings
+from stratagem.worker.settings import WorkerSettings, advertised
 
 
 class Relay:
@@ -58,13 +58,12 @@ def record(folder: Path, argv: list[str]) -> list[str]:
     at = argv.index("--coordinator") + 1
     coordinator = sys.stdin.readline().strip() if argv[at] == "-" else argv[at]
     calls = Relay(coordinator, folder / f"{name}-calls", records_answers=False)
-    advertised = worker.advertised
 
     def advertise_relay(settings: WorkerSettings, bound_port: int) -> str:
         address = advertised(settings, bound_port)
         return Relay(address, folder / f"{name}-answers", records_answers=True).address
 
-    worker.advertised = advertise_relay
+    setattr(worker, advertised.__name__, advertise_relay)
     return [*argv[:at], calls.address, *argv[at + 1 :]]
 
 

@@ -97,7 +97,7 @@ def test_parameter_server_has_the_bits_of_the_compressed_loop(
 def test_federated_has_the_bits_of_the_loop(
     client: Client, model: str, codec: str | dict[str, Any]
 ) -> None:
-    changes = {"batch_size": 25} if model == "batch_norm_mlp" else {}
+    changes: dict[str, Any] = {"batch_size": 25} if model == "batch_norm_mlp" else {}
     spec = federated(model, compression=codec, num_clients=3, **changes)
     outcome = train(client, spec)
     assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 WIDE = {"entrypoint": "tests.cluster.userland:mlp", "kwargs": {"hidden": 6000}}
 CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
-ONE_CLIENT = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
+ONE_CLIENT: dict[str, Any] = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -105,7 +105,7 @@ class Member:
             x, y = gather(data, rows, "reference")
             value = loss_fn(self.model(x), y, len(rows))
             self.optimizer.zero_grad()
-            (value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+            (value.mean * value.weight).backward()
             for param in self.model.parameters():
                 assert param.grad is not None
                 param.grad /= value.weight
@@ -226,7 +226,7 @@ def test_a_conditional_parameter_is_that_of_its_own_member(client: Client) -> No
         assert client.submit(spec, outcome.run.run_id).run_id == outcome.run.run_id
 
 
-STRUCTURAL = {
+STRUCTURAL: dict[str, Any] = {
     "model.kwargs.width": {"choices": [6, 8, 12], "ordered": True},
     "model.kwargs.depth": {"low": 1, "high": 3},
     "model.kwargs.dropout": {"low": 0.0, "high": 0.5},

@@ -13,10 +13,10 @@ from stratagem.client.sync import Client
 from stratagem.common.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.worker.doctor.__main__ import examine as examine_worker
-from stratagem.worker.settings import WorkerSettings
 from tests.cluster.jobs import data_parallel, federated, job
 from tests.metrics.scrape import labelled
 from tests.metrics.scrape import scrape_process as scraped
+from tests.settings import worker_settings
 
 pytestmark = pytest.mark.cluster
 
@@ -114,7 +114,7 @@ def test_the_doctor_finds_the_settings_of_a_worker_well_beside_that_worker(
     exact_cluster: LocalCluster,
 ) -> None:
     ready = json.loads((exact_cluster.folder / "ready" / "worker-0").read_text())
-    settings = WorkerSettings(
+    settings = worker_settings(
         coordinator=exact_cluster.address,
         name="worker-0",
         listen=ready["address"],

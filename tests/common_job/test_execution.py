@@ -36,7 +36,8 @@ def refusal(value: Any) -> str:
 def test_a_preset_is_its_row_of_the_table(name: str) -> None:
     spec = ExecutionSpec.parse({"preset": name})
     assert tuple(getattr(spec, field) for field in FIELDS) == TABLE[name]
-    assert spec == ExecutionSpec(**dict(zip(FIELDS, TABLE[name], strict=True)))
+    fields: dict[str, Any] = dict(zip(FIELDS, TABLE[name], strict=True))
+    assert spec == ExecutionSpec(**fields)
 
 
 def test_a_field_that_is_given_wins_over_the_preset() -> None:

@@ -138,7 +138,7 @@ def test_a_strategy_is_inherited_unless_a_subgraph_sets_its_own() -> None:
 
 
 def test_without_any_strategy_the_given_one_holds_and_then_local() -> None:
-    graph = GraphSpec(nodes=[NodeSpec(id="a", module="Linear")])
+    graph = GraphSpec(nodes=(NodeSpec(id="a", module="Linear"),))
     assert effective_strategy(graph) == Local()
     parallel = DataParallel(2, AllReduce())
     assert effective_strategy(graph, inherited=parallel) == parallel
@@ -161,8 +161,8 @@ def test_the_strategy_of_the_graph_is_the_strategy_of_the_job() -> None:
 def test_the_order_puts_every_source_first(rank: list[int], pairs: set[tuple[int, int]]) -> None:
     forward = sorted((a, b) for a, b in pairs if rank[a] < rank[b])
     graph = GraphSpec(
-        nodes=[NodeSpec(id=str(i), module="Linear") for i in range(6)],
-        edges=[EdgeSpec(source=str(a), target=str(b), port=a) for a, b in forward],
+        nodes=tuple(NodeSpec(id=str(i), module="Linear") for i in range(6)),
+        edges=tuple(EdgeSpec(source=str(a), target=str(b), port=a) for a, b in forward),
     )
     order = graph.topological_order()
     assert sorted(order) == [str(i) for i in range(6)]

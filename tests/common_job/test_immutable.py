@@ -7,7 +7,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -110,7 +110,7 @@ def is_immutable(value: object) -> bool:
     if isinstance(value, BaseModel):
         return bool(value.model_config.get("frozen"))
     if dataclasses.is_dataclass(value):
-        params: Any = type(value).__dataclass_params__  # type: ignore[attr-defined]
+        params: Any = vars(type(value))["__dataclass_params__"]
         return bool(params.frozen)
     return isinstance(
         value, FrozenDict | FrozenList | tuple | str | int | float | bool | type(None)
@@ -168,7 +168,7 @@ def test_no_field_of_the_schema_has_a_type_that_can_be_changed() -> None:
         own: Mapping[str, Any] = (
             {name: each.annotation for name, each in kind.model_fields.items()}
             if issubclass(kind, BaseModel)
-            else {each.name: each.type for each in dataclasses.fields(kind)}
+            else {each.name: each.type for each in dataclasses.fields(cast(Any, kind))}
         )
         hints = get_type_hints(kind)
         for name in own:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import Digest
 from stratagem.common.job import (
     DataSpec,
     EvaluationSpec,
@@ -223,7 +224,7 @@ def test_any_strategy_and_kwargs_survive(strategy: Any, kwargs: dict[str, Any]) 
     job = JobSpec(
         name="any",
         model=ModelSpec(entrypoint="m:f", kwargs=kwargs),
-        data=DataSpec(inline="0" * 64),
+        data=DataSpec(inline=Digest("0" * 64)),
         loss=LossSpec(entrypoint="m:loss"),
         optimizer=OptimizerSpec(name="sgd", lr=0.5, kwargs=kwargs),
         steps=None if isinstance(strategy, Federated | PopulationBased) else 7,
@@ -432,18 +433,24 @@ def test_a_ring_may_add_where_bits_are_given_up() -> None:
     assert JobSpec.from_json(job.canonical_json()) == job
 
 
+def untyped(kind: type) -> Any:
+    return kind
+
+
 def test_a_job_made_in_code_is_checked_in_our_words() -> None:
     with pytest.raises(InvalidInputError, match=r"^lr: -1 is not allowed; must be > 0$"):
         OptimizerSpec(name="sgd", lr=-1)
+    # What the fields hold is narrower than what they are made from.
+    make_job, make_optimizer = untyped(JobSpec), untyped(OptimizerSpec)
     with pytest.raises(InvalidInputError, match="strategy"):
-        JobSpec(**MINIMAL, strategy="DataParallel")
-    job = JobSpec(
+        make_job(**MINIMAL, strategy="DataParallel")
+    job = make_job(
         name="digits",
         model=ModelSpec(entrypoint="examples.digits:build_model"),
         data=DataSpec(entrypoint="examples.digits:load"),
         loss="cross_entropy",
-        optimizer=OptimizerSpec(name="sgd", lr=0.1, momentum=0.9),
-        evaluation=EvaluationSpec(metrics=["accuracy"]),
+        optimizer=make_optimizer(name="sgd", lr=0.1, momentum=0.9),
+        evaluation=untyped(EvaluationSpec)(metrics=["accuracy"]),
         epochs=1,
         batch_size=4,
         strategy=DataParallel(2, AllReduce()),

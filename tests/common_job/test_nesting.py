@@ -10,7 +10,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.nesting import WITHOUT_PARAMETERS
 from stratagem.common.strategy import DataParallel, Local, PopulationBased
 from stratagem.worker.models.graph import MODULES
-from tests.common_job.test_graph import MINIMAL, nodes
+from tests.common_job.test_graph import nodes
+from tests.common_job.test_job import MINIMAL
 
 PARALLEL = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
 OTHER = {**PARALLEL, "num_replicas": 3}

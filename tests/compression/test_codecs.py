@@ -40,7 +40,8 @@ def test_parts_make_up_the_whole(name: str, cut: int) -> None:
     for key in (5, 6):  # residuals and bases follow
         tensors = values(ODD, key)
         payload, after = whole.encode(tensors, state, key)
-        decoded, pieces, kept = [], [], {}
+        decoded, pieces = [], []
+        kept: dict[str, Any] = {}
         for part, own in zip(parts, (tensors[:cut], tensors[cut:]), strict=True):
             assert part is not None
             before = {each: state[each] for each in part.initial_state()}
@@ -146,7 +147,8 @@ def test_what_was_decoded_and_the_residual_are_what_was_given(name: str) -> None
 
 
 def residual(state: Any, spec: TensorLayout) -> FloatArray:
-    return state.get(f"residual/{spec.name}", np.zeros(spec.numel, np.float32))
+    found: FloatArray = state.get(f"residual/{spec.name}", np.zeros(spec.numel, np.float32))
+    return found
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)

@@ -253,7 +253,10 @@ def test_micro_batches_are_coded_once_together() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES])
 @pytest.mark.parametrize("what", ["nan", "nan gradient"])
 def test_a_skipped_step_leaves_no_residual(what: str, bucket_bytes: int) -> None:
-    told = {"entrypoint": "tests.engine.userland:Told", "kwargs": {"at": 5, "what": what}}
+    told: dict[str, Any] = {
+        "entrypoint": "tests.engine.userland:Told",
+        "kwargs": {"at": 5, "what": what},
+    }
     accumulation = {"non_finite": "skip_step"}
     spec = compressed(CODECS["ternary"], accumulation=accumulation)
     trainer = trainer_of(with_fields(spec, {"model": told}))

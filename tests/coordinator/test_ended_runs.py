@@ -47,7 +47,6 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.showing import Runs
 from stratagem.coordinator.service.streams import download, which
-from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.storage import Storage
 from stratagem.coordinator.strategies.table import Strategies
 from tests.coordinator.entrance import entrance
@@ -56,6 +55,7 @@ from tests.core.simulation import RUN, job, member, register, start
 from tests.core.test_plugins import Raising, with_local
 from tests.core.test_population import SECTIONS, population
 from tests.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
+from tests.settings import coordinator_settings
 
 pytestmark = pytest.mark.usefixtures("timeless")
 
@@ -105,7 +105,7 @@ async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
 async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_is_deleted(
     tmp_path: Path,
 ) -> None:
-    made = Settings(data_dir=tmp_path, _cli_parse_args=False)  # type: ignore[call-arg]
+    made = coordinator_settings(data_dir=tmp_path)
     manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
     blobs = Storage.open(made).blobs(1)
     simulation = start(job(LOCAL, evaluation=EVALUATION, retention=1), "a")

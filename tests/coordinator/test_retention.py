@@ -23,13 +23,13 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhas
 from stratagem.coordinator.journal import Holder, Journal, Record
 from stratagem.coordinator.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.watching.run_logs import Line
 from tests.coordinator.entrance import entrance
 from tests.coordinator.test_ended_runs import change, of_run
 from tests.coordinator.twins import Twins, twins
 from tests.core.simulation import digest, job, start
 from tests.core.test_runs import LOCAL
+from tests.settings import coordinator_settings
 from tests.store.places import put
 
 pytestmark = pytest.mark.usefixtures("timeless")
@@ -122,7 +122,7 @@ async def test_a_crash_while_a_run_is_deleted_is_no_harm(
 
 async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path: Path) -> None:
     """Also those that a coordinator has left which died before it could."""
-    made = Settings(data_dir=tmp_path, keep_runs=2, _cli_parse_args=False)  # type: ignore[call-arg]
+    made = coordinator_settings(data_dir=tmp_path, keep_runs=2)
     app = await App.lead(made, entrance())
     serving = asyncio.create_task(app.loop.run(app._changed))
     house = app._house
@@ -152,7 +152,7 @@ async def test_what_is_named_while_others_are_collected_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What must stay was found out before its fact was there."""
-    made = Settings(data_dir=tmp_path, _cli_parse_args=False)  # type: ignore[call-arg]
+    made = coordinator_settings(data_dir=tmp_path)
     app = await App.lead(made, entrance())
     written, original = put(app.blobs, b"a state"), app.blobs.collect
 
@@ -229,7 +229,7 @@ async def test_the_lead_is_kept_during_a_long_replay(
         journal = Journal.open(both.path)
         lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
         loop = Loop(journal, lead, BUILT_IN)
-        renewed = []
+        renewed: list[object] = []
         monkeypatch.setattr(journal, "renew", renewed.append)
         await loop.replay(lambda facts: None, renew_every_s=0.0)
         assert renewed

@@ -23,13 +23,13 @@ from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.journal import Journal
 from stratagem.coordinator.service.servicer import CoordinatorServicer
-from stratagem.coordinator.settings import Settings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.coordinator.entrance import entrance
 from tests.core.simulation import job
 from tests.core.test_runs import LOCAL
 from tests.patience import PATIENCE_S
+from tests.settings import coordinator_settings
 
 Code = grpc.StatusCode
 
@@ -58,7 +58,7 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
-    made = Settings(data_dir=folder, _cli_parse_args=False, **settings)
+    made = coordinator_settings(data_dir=folder, **settings)
     app = await App.lead(made, entrance())
     server = make_server()
     servicer = CoordinatorServicer(app)
@@ -80,7 +80,7 @@ async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
 async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    return caught.value.code(), caught.value.details()
+    return caught.value.code(), caught.value.details() or ""
 
 
 async def first_of(stream: Any) -> Any:
@@ -135,7 +135,7 @@ async def test_a_coordinator_that_may_no_longer_write_answers_what_it_was_asked(
 async def test_a_transfer_that_was_stopped_is_begun_anew(tmp_path: Path) -> None:
     """Whoever asks right after the end of a run must not wait for what has been cancelled."""
     silent = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
-    app = await App.lead(Settings(data_dir=tmp_path, _cli_parse_args=False), entrance())  # type: ignore[call-arg]
+    app = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
     running = asyncio.create_task(app.run())
     member, run_id = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("one")), RunId("r-1")
     address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
@@ -219,7 +219,7 @@ async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
 
 
 async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Path) -> None:
-    run = {"run_id": "r-1"}
+    run: dict[str, Any] = {"run_id": "r-1"}
     async with coordinator(tmp_path) as stub:
         await stub.SubmitRun(submit())
         watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
@@ -291,7 +291,7 @@ async def test_stale_rendezvous_is_refused_and_stale_suspicion_ignored(tmp_path:
 async def test_uploaded_data_can_be_named_and_missing_data_is_refused(tmp_path: Path) -> None:
     values = np.arange(7, dtype=np.float32)
     manifest = build_manifest([("train.x", "float32", (7,))], Purpose.DATA)
-    content = [memoryview(values).cast("B")]
+    content = [values.data.cast("B")]
     digest = blob_digest(manifest, content)
     async with coordinator(tmp_path) as stub:
         named = submit(data={"inline": digest})
@@ -329,9 +329,7 @@ async def test_many_large_runs_are_listed_page_by_page(tmp_path: Path) -> None:
 async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
     async with coordinator(tmp_path):
         second = asyncio.create_task(
-            App.lead(
-                Settings(data_dir=tmp_path, _cli_parse_args=False, lease_ttl_s=5.0), entrance()
-            )
+            App.lead(coordinator_settings(data_dir=tmp_path, lease_ttl_s=5.0), entrance())
         )
         done, _ = await asyncio.wait({second}, timeout=0.5)
         assert not done

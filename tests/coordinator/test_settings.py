@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from stratagem.common.settings_rules import told
-from stratagem.coordinator.settings import Settings
 from stratagem.worker.settings import from_command_line
 from tests.patience import PATIENCE_S
+from tests.settings import coordinator_settings
 
 
 def refusal(**settings: Any) -> str:
     with pytest.raises(ValidationError) as caught:
-        Settings(_cli_parse_args=False, **settings)
+        coordinator_settings(**settings)
     return told("stratagem coordinator", caught.value)
 
 
@@ -40,7 +40,7 @@ def test_contradictions_name_both_settings(
 
 
 def test_what_just_fits_is_taken() -> None:
-    Settings(_cli_parse_args=False, worker_ttl_s=4.8, max_calls=2000)
+    coordinator_settings(worker_ttl_s=4.8, max_calls=2000)
 
 
 def test_wrong_values_name_their_setting() -> None:

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from stratagem.common.errors import StaleError
-from stratagem.common.ids import Incarnation, Party, RunId, WorkerId
+from stratagem.common.ids import Digest, Incarnation, Party, RunId, WorkerId
 from stratagem.coordinator import supervisor as supervisor_module
 from stratagem.coordinator.barrier import Arrival, Barriers
 from stratagem.coordinator.clock import STEP_S, LeaderClock
@@ -48,7 +48,7 @@ def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunS
         membership=membership,
         segment=number,
         to_step=10,
-        base=Base(0, 0, "d"),
+        base=Base(0, 0, Digest("d")),
         lineage=0,
         members=members,
         num_shards=2,
@@ -151,7 +151,7 @@ async def test_failing_effect_is_tried_again() -> None:
         done.set()
 
     supervisor = Supervisor(fail_twice)
-    effect = CommitSegment(RUN, ROOT, 1, 10, 1, (member("a"),))
+    effect = CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))
     supervisor.reconcile(frozenset({effect}))
     async with asyncio.timeout(PATIENCE_S):
         await done.wait()
@@ -268,8 +268,8 @@ async def test_an_effect_that_does_not_end_is_named_and_left(
 def test_effects_that_need_no_compute_have_no_slots() -> None:
     from stratagem.coordinator.core.effects import slots
 
-    assert slots(CommitSegment(RUN, ROOT, 1, 10, 1, (member("a"),))) == frozenset()
-    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, "d"), ("test",), member("a"))
+    assert slots(CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))) == frozenset()
+    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, Digest("d")), ("test",), member("a"))
     assert slots(evaluate) == {member("a")}
 
 
@@ -283,7 +283,7 @@ async def test_barrier_answers_everybody_in_order_of_rank() -> None:
         barriers.join(RUN, ROOT, 3, 1, arrivals[1]),
         barriers.join(RUN, ROOT, 3, 0, arrivals[0]),
     )
-    assert answers == [tuple(arrivals), tuple(arrivals)]
+    assert list(answers) == [tuple(arrivals), tuple(arrivals)]
 
 
 async def test_barrier_of_another_membership_is_stale_also_while_waiting() -> None:

@@ -53,10 +53,10 @@ async def begin_and_delete(folder: Path) -> None:
         writer.commit(manifest, 1)
         assert app.spool.look(key)[0] is not None
         await app.loop.submit(CancelRun(RUN))
-        app.logs.delete = lambda _: None  # type: ignore[method-assign]  # not done any more
+        app.logs.delete = lambda run_id: None  # type: ignore[method-assign]  # not done any more
         await app.loop.submit(DeleteRun(RUN))
-        while app._chores:
-            await asyncio.wait(app._chores)
+        while app._chores._tasks:
+            await asyncio.wait(app._chores._tasks)
 
 
 async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupted(
@@ -73,7 +73,7 @@ async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupt
         assert app.spool.look(key) == (None, 0)
         lines = [line.text async for line in app.logs.tail(RUN, follow=False, is_over=app.is_over)]
         assert not any("deleted" in text or "stopped" in text for text in lines)
-        while app._chores:
-            await asyncio.wait(app._chores)
+        while app._chores._tasks:
+            await asyncio.wait(app._chores._tasks)
         assert not list((data / "spool").rglob("*.json"))
         assert app.spool.used_bytes == 0

@@ -17,12 +17,12 @@ from stratagem.common.rpc.coordinators import Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.coordinator.app import App
 from stratagem.coordinator.journal import Holder, Lease
-from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.standby import LIVE, Entrance
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
+from tests.settings import coordinator_settings
 from tests.stream.rig import rpc_errors
 
 LEADER = Holder("the first", "another host", 1, 1, "first.example:7070")
@@ -63,14 +63,14 @@ async def serving() -> AsyncIterator[Entrance]:
 async def health_of(entrance: Entrance, service: str = "") -> int:
     async with open_channel(entrance.address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request)  # type: ignore[misc]
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
         return int(answer.status)
 
 
 async def until_health_is(wanted: int, entrance: Entrance) -> None:
     async with asyncio.timeout(PATIENCE_S), open_channel(entrance.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        async for answer in watching:  # type: ignore[attr-defined]
+        async for answer in watching:
             if answer.status == wanted:
                 return
 
@@ -156,7 +156,7 @@ async def test_a_leader_that_cannot_reach_its_journal_answers_nobody(
     tmp_path: Path, postgres: Postgres
 ) -> None:
     url = postgres.new_schema()
-    settings = Settings(data_dir=tmp_path, _cli_parse_args=False, journal=url, lease_ttl_s=1.5)
+    settings = coordinator_settings(data_dir=tmp_path, journal=url, lease_ttl_s=1.5)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
         app = await App.lead(settings, entrance)
         running = asyncio.create_task(app.run())

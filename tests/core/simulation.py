@@ -2,8 +2,9 @@
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from stratagem.common.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.agenda import Agenda
@@ -49,6 +50,8 @@ from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.table import Strategies
 
+F = TypeVar("F", bound=Fact)
+
 RUN = RunId("run-1")
 ROWS = {"train": 100, "test": 20}
 
@@ -57,7 +60,7 @@ def digest(name: str) -> Digest:
     return Digest(name.encode().hex().ljust(64, "0")[:64])
 
 
-def job(strategy: dict[str, object], **changes: object) -> str:
+def job(strategy: Mapping[str, object], **changes: object) -> str:
     """A small job as JSON: 100 rows, batches of 10, two epochs."""
     document: dict[str, object] = {
         "name": "test",
@@ -79,7 +82,7 @@ def member(name: str, start: int = 0) -> Member:
 
 
 def register(
-    name: str, start: int = 0, ending: Ending | None = None, **capability: object
+    name: str, start: int = 0, ending: Ending | None = None, **capability: Any
 ) -> RegisterWorker:
     return RegisterWorker(
         member(name, start),
@@ -102,7 +105,7 @@ class Simulation:
     """Of the process, from its start on."""
     state: CoordinatorState = field(init=False)
     journal: list[tuple[RunId, str, str, float]] = field(default_factory=list)
-    queue: deque[Command] = field(default_factory=deque)
+    queue: deque[Report] = field(default_factory=deque)
     seen: set[Effect] = field(default_factory=set)
     now_s: float = 0.0
     agenda: Agenda = field(init=False)
@@ -152,10 +155,10 @@ class Simulation:
         self.agenda = Agenda(self.state)
         self._start()
 
-    def facts(self, kind: type) -> list[Fact]:
+    def facts(self, kind: type[F]) -> list[F]:
         """All journaled facts of a kind."""
-        name = kind.__name__
-        return [decode(k, 1, payload) for _, k, payload, _ in self.journal if k == name]
+        decoded = (decode(k, 1, p) for _, k, p, _ in self.journal if k == kind.__name__)
+        return [fact for fact in decoded if isinstance(fact, kind)]
 
     def _add(self, entry: Entry) -> CoordinatorState:
         kind, payload = encode(entry.fact)

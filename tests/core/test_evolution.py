@@ -124,7 +124,7 @@ def test_perturbation(seed: int, factor: float) -> None:
         assert isinstance(new, float)
         assert old * (1 - factor) - 1e-12 <= new <= old * (1 + factor) + 1e-12 or new in (0.5, 1e-4)
     sizes = (16, 32, 64)
-    moved = sizes.index(after["size"]) - sizes.index(before["size"])  # type: ignore[arg-type]
+    moved = sizes.index(after["size"]) - sizes.index(before["size"])
     assert abs(moved) == 1
     if factor > 0.01 and 1 < before["depth"] < 6:  # type: ignore[operator]
         assert after["depth"] != before["depth"]

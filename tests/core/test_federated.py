@@ -5,6 +5,7 @@ from math import exp
 
 import pytest
 
+from stratagem.common.ids import WorkerId
 from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -16,6 +17,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.effects import EvaluateState, TrainClient
 from stratagem.coordinator.core.facts import (
+    ROOT,
     ClientBinding,
     ClientEvaluated,
     ClientsAssigned,
@@ -37,8 +39,9 @@ from tests.core.test_runs import FEDERATED, phase, reason
 
 pytestmark = pytest.mark.core
 
+W = WorkerId("w")
 ROSTER = tuple(
-    ClientBinding(client=c, worker_id="w", tags=("gpu",) if c % 2 else ()) for c in range(10)
+    ClientBinding(client=c, worker_id=W, tags=("gpu",) if c % 2 else ()) for c in range(10)
 )
 
 
@@ -116,7 +119,7 @@ def test_by_capability_waits_for_the_tags() -> None:
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
     assert all(
-        {a.member.worker_id for a in fact.assignments} == {"g"}
+        {a.member.worker_id for a in fact.assignments if a.member} == {"g"}
         for fact in simulation.facts(ClientsAssigned)
     )
 
@@ -184,7 +187,7 @@ def test_over_selection_that_is_answered_in_full_is_no_policy() -> None:
     }
     simulation = opened(strategy, "a")
     first, *others = trained(simulation)
-    rejected = UpdateRejected(party="", round_num=1, client=first.client, reason="not finite")
+    rejected = UpdateRejected(party=ROOT, round_num=1, client=first.client, reason="not finite")
     simulation.tell(Report(RUN, rejected))
     for effect in others:
         simulation.tell(Report(RUN, do(effect)[0]))
@@ -296,7 +299,7 @@ def test_deadline_without_quorum_fails_with_the_count() -> None:
 def test_rejected_client_is_left_out_alone() -> None:
     simulation = opened(FEDERATED, "a")
     first, *others = trained(simulation)
-    rejected = UpdateRejected(party="", round_num=1, client=first.client, reason="not finite")
+    rejected = UpdateRejected(party=ROOT, round_num=1, client=first.client, reason="not finite")
     simulation.tell(Report(RUN, rejected))
     for effect in others:
         simulation.tell(Report(RUN, do(effect)[0]))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stratagem.common.ids import RunId
 from stratagem.coordinator.core.commands import CancelRun, Report
 from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import AggregateRound, TrainClient
@@ -50,4 +51,4 @@ def test_nothing_is_foreseen_of_a_run_that_has_ended() -> None:
     facts = updates(simulation)
     simulation.tell(CancelRun(RUN))
     assert not foreseen(simulation.state, world_of(simulation.state), RUN, facts, 0.0)
-    assert not foreseen(simulation.state, world_of(simulation.state), RUN[:-1], facts, 0.0)
+    assert not foreseen(simulation.state, world_of(simulation.state), RunId("run"), facts, 0.0)

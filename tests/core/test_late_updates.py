@@ -1,11 +1,15 @@
 """Updates that come when their round is closed: refused, or folded into a later round."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, SubmitRun, Tick
 from stratagem.coordinator.core.effects import AggregateRound, TrainClient
 from stratagem.coordinator.core.facts import (
+    ROOT,
     ClientsAssigned,
     ClientsSelected,
     RoundClosed,
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.core
 WORKERS = tuple("abcdefgh")
 
 
-def strategy(*, rounds: int = 6, **options: object) -> dict[str, object]:
+def strategy(*, rounds: int = 6, **options: object) -> dict[str, Any]:
     """Two of eight clients are drawn in each round, and the first answer closes it."""
     return {
         **FEDERATED,
@@ -188,7 +192,7 @@ def test_a_second_answer_is_refused_and_a_rejected_one_is_forgotten() -> None:
     assert isinstance(refusal, Refusal)
     assert refusal.reason == f"client {effect.client} has answered round 1 already"
     simulation, effect = one_late(strategy())
-    rejected = UpdateRejected(party="", round_num=1, client=effect.client, reason="not finite")
+    rejected = UpdateRejected(party=ROOT, round_num=1, client=effect.client, reason="not finite")
     simulation.tell(Report(RUN, rejected))
     assert (1, effect.client) not in due(simulation)
     close_round(simulation, selected(simulation)[0])
@@ -222,12 +226,13 @@ def test_a_deadline_leaves_clients_to_the_next_round_too() -> None:
 
 def test_every_replay_of_the_journal_comes_to_the_same_state() -> None:
     simulation, effect = one_late(strategy())
-    steps = [
+    steps: list[Callable[[], object]] = [
+        lambda: None,
         lambda: answer(simulation, effect),
         lambda: answer(simulation, due(simulation)[2, selected(simulation)[0]]),
         lambda: commit(simulation),
     ]
-    for step in [lambda: None, *steps]:
+    for step in steps:
         step()
         before, wanted = simulation.state, pending(simulation.state)
         simulation.crash()
@@ -262,6 +267,6 @@ def test_a_run_of_many_rounds_ends() -> None:
 def test_silos_refuse_them() -> None:
     spec = strategy()
     spec["options"] = {**spec["options"], "inner": {"type": "DataParallel", "num_replicas": 2,
-        "aggregation": {"method": "AllReduce"}}}  # type: ignore[dict-item]  # fmt: skip
+        "aggregation": {"method": "AllReduce"}}}  # fmt: skip
     with pytest.raises(InvalidInputError, match=r"late_updates: a silo ends with its round"):
         Simulation().tell(SubmitRun(RUN, job(spec), 0.0))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.errors import InvalidInputError
+from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.asking import objections_to
 from stratagem.coordinator.core.commands import LoseWorker, Report
@@ -59,7 +60,7 @@ def spec(**changes: Any) -> str:
 
 
 def closed(simulation: Simulation) -> list[GenerationClosed]:
-    return simulation.facts(GenerationClosed)  # type: ignore[return-value]
+    return simulation.facts(GenerationClosed)
 
 
 def check(document: str) -> None:
@@ -121,12 +122,12 @@ def test_what_is_copied_is_state_and_hyperparameters() -> None:
     simulation.run()
     (copied,) = closed(simulation)[0].copied
     assert isinstance(copied, Copied)
-    donor_lr = formed.params[copied.donor]["optimizer.lr"]  # type: ignore[union-attr]
+    donor_lr = formed.params[copied.donor]["optimizer.lr"]
     assert 0.8 * donor_lr <= copied.params["optimizer.lr"] <= 1.2 * donor_lr
     digests = [
         fact.digest
         for fact in simulation.facts(SegmentCommitted)
-        if fact.party == f"member{copied.donor}" and fact.segment == 1  # type: ignore[union-attr]
+        if fact.party == f"member{copied.donor}" and fact.segment == 1
     ]
     assert [copied.digest] == digests
 
@@ -139,7 +140,7 @@ def test_a_copy_begins_from_its_donor_under_a_new_lineage() -> None:
     segments = {e.party: e for e in pending(simulation.state) if isinstance(e, RunSegment)}
     assert len(segments) == 4
     for number in range(4):
-        effect = segments[f"member{number}"]
+        effect = segments[Party(f"member{number}")]
         is_copy = number == copied.member
         assert (effect.segment, effect.to_step) == (2, 10)
         assert effect.lineage == int(is_copy)
@@ -181,7 +182,7 @@ def test_a_member_that_fails_is_replaced_and_the_run_goes_on() -> None:
     simulation = start(spec(), "a", "b")
     train_until_two_are_done(simulation)
     error = ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
-    failed = PartyFailed(party="member3", reason="E: m", error=error)
+    failed = PartyFailed(party=Party("member3"), reason="E: m", error=error)
     simulation.tell(Report(RUN, failed))
     simulation.run()
     first = closed(simulation)[0]
@@ -193,7 +194,7 @@ def test_a_member_that_fails_is_replaced_and_the_run_goes_on() -> None:
 
 def test_a_member_that_fails_before_it_has_any_state_goes_on_from_its_donor() -> None:
     simulation = start(spec(), "a", "b")
-    simulation.tell(Report(RUN, PartyFailed(party="member0", reason="no model")))
+    simulation.tell(Report(RUN, PartyFailed(party=Party("member0"), reason="no model")))
     simulation.run()
     assert closed(simulation)[0].copied[0].member == 0
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
@@ -203,7 +204,8 @@ def test_a_population_without_a_valid_member_fails_with_the_commonest_reason() -
     simulation = start(spec(size=4), "a")
     error = ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
     for number, reason in enumerate(("other", "width: 3", "width: 5", "width: 7")):
-        fact = PartyFailed(party=f"member{number}", reason=reason, error=error if number else None)
+        party = Party(f"member{number}")
+        fact = PartyFailed(party=party, reason=reason, error=error if number else None)
         simulation.tell(Report(RUN, fact))
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
@@ -220,7 +222,9 @@ def test_members_that_fail_alike_are_told_of_in_the_result() -> None:
     simulation = start(spec(generations=2), "a", "b")
     assert "failure" not in shown(simulation)
     for number in (1, 3):
-        fact = PartyFailed(party=f"member{number}", reason=f"state.{number}.weight: is too wide")
+        fact = PartyFailed(
+            party=Party(f"member{number}"), reason=f"state.{number}.weight: is too wide"
+        )
         simulation.tell(Report(RUN, fact))
     told = (
         "2 failures of members, most often 2 of 4 members failed alike: state.1.weight: is too "
@@ -237,7 +241,7 @@ def test_members_that_fail_alike_are_told_of_in_the_result() -> None:
 
 def test_one_member_that_fails_is_told_of_without_a_judgement() -> None:
     simulation = start(spec(generations=2), "a", "b")
-    simulation.tell(Report(RUN, PartyFailed(party="member2", reason="E: m")))
+    simulation.tell(Report(RUN, PartyFailed(party=Party("member2"), reason="E: m")))
     simulation.run()
     reason = simulation.state.runs[RUN].reason
     assert reason.endswith("; 1 failure of members, most often E: m")
@@ -297,13 +301,13 @@ def test_a_commit_says_whose_it_is_and_what_it_was_trained_with() -> None:
 def test_a_copy_has_the_schedule_of_its_donor() -> None:
     """The best member fails, so its place is taken by a copy of another one, which becomes best."""
     simulation = start(spec(size=2, generations=3), "a", "b")
-    simulation.tell(Report(RUN, PartyFailed(party="member0", reason="no model")))
+    simulation.tell(Report(RUN, PartyFailed(party=Party("member0"), reason="no model")))
     simulation.run()
     first, second, _ = closed(simulation)
     (copied,) = first.copied
     assert (copied.member, copied.donor) == (0, 1)
     (formed,) = simulation.facts(PopulationFormed)
-    donor_lr = formed.params[1]["optimizer.lr"]  # type: ignore[union-attr]
+    donor_lr = formed.params[1]["optimizer.lr"]
     expected = [(0, donor_lr), (5, copied.params["optimizer.lr"])]
     of_second = settings(simulation)[2]
     assert of_second == ((0, expected) if second.best == 0 else (1, expected[:1]))
@@ -367,7 +371,7 @@ def test_asynchronous_members_do_not_wait() -> None:
         simulation.queue.remove(first[0])
         simulation.tell(first[0])
     evolved = simulation.facts(MemberEvolved)
-    assert [(f.member, f.generation) for f in evolved] == [(0, 1), (0, 2), (0, 3)]  # type: ignore[union-attr]
+    assert [(f.member, f.generation) for f in evolved] == [(0, 1), (0, 2), (0, 3)]
     assert not closed(simulation)
     simulation.run()
     assert [fact.generation for fact in closed(simulation)] == [1, 2, 3]

@@ -10,6 +10,7 @@ from stratagem.coordinator.core.causes import Cause
 from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, ResumeRun, Tick
 from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
 from stratagem.coordinator.core.facts import (
+    ROOT,
     BuildFailed,
     ClientEvaluated,
     ErrorRecord,
@@ -60,7 +61,7 @@ def rejected(
     round_num: int = 1,
 ) -> UpdateRejected:
     return UpdateRejected(
-        party="", round_num=round_num, client=client, reason=text, cause=cause, error=raised
+        party=ROOT, round_num=round_num, client=client, reason=text, cause=cause, error=raised
     )
 
 
@@ -425,7 +426,7 @@ def evaluating(options: dict[str, Any] | None = None) -> Simulation:
 
 def evaluated(client: int, text: str = "") -> ClientEvaluated:
     sums = {} if text else {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
-    return ClientEvaluated(party="", segment=1, client=client, sums=sums, reason=text)
+    return ClientEvaluated(party=ROOT, segment=1, client=client, sums=sums, reason=text)
 
 
 def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
@@ -510,7 +511,7 @@ def builder(simulation: Simulation) -> Member:
 def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
     simulation = unbuilt()
     first = builder(simulation)
-    failed = BuildFailed(party="", member=first, reason="KeyError: 'label'", error=LABEL)
+    failed = BuildFailed(party=ROOT, member=first, reason="KeyError: 'label'", error=LABEL)
     simulation.tell(Report(RUN, failed))
     assert builder(simulation) != first
     before = run_of(simulation)
@@ -535,7 +536,7 @@ def test_a_model_that_no_site_can_build_fails_the_run() -> None:
     simulation = unbuilt()
     for _ in range(3):
         failed = BuildFailed(
-            party="", member=builder(simulation), reason="KeyError: 'label'", error=LABEL
+            party=ROOT, member=builder(simulation), reason="KeyError: 'label'", error=LABEL
         )
         simulation.tell(Report(RUN, failed))
     run = run_of(simulation)

@@ -1,5 +1,6 @@
 """A run goes on from an earlier one of its kept commits: what followed happens anew."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -45,7 +46,7 @@ POPULATION = {
 }
 
 
-def stopped(strategy: dict[str, object], num_commits: int = 3, **changes: object) -> Simulation:
+def stopped(strategy: Mapping[str, object], num_commits: int = 3, **changes: object) -> Simulation:
     """A run that was stopped, and that nobody holds, after so many commits."""
     changes.setdefault("retention", 8)
     if strategy["type"] not in ("Federated", "PopulationBased"):

@@ -6,8 +6,10 @@ from math import isclose
 
 import pytest
 
+from stratagem.common.ids import Digest
 from stratagem.coordinator.core.commands import Report
 from stratagem.coordinator.core.facts import (
+    ROOT,
     Fact,
     GenerationClosed,
     RoundClosed,
@@ -26,10 +28,10 @@ pytestmark = pytest.mark.core
 
 def update(client: int, loss: float, *, norm: float, skipped: int, sent: int) -> UpdateReceived:
     return UpdateReceived(
-        party="",
+        party=ROOT,
         round_num=1,
         client=client,
-        digest="d" * 64,
+        digest=Digest("d" * 64),
         num_samples=10 * (client + 1),
         loss=loss,
         seconds=0.1,
@@ -82,7 +84,7 @@ def test_a_single_update_says_nothing_of_the_round() -> None:
 
 
 def test_a_rejected_client_has_no_part_in_it() -> None:
-    rejected = UpdateRejected(party="", round_num=1, client=1, reason="not finite")
+    rejected = UpdateRejected(party=ROOT, round_num=1, client=1, reason="not finite")
     simulation = answered(UPDATES[2], rejected, UPDATES[0])
     metrics = simulation.state.runs[RUN].metrics
     assert metrics["train.loss"] == (10 * 4.0 + 30 * 2.0) / 40

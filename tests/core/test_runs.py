@@ -22,6 +22,7 @@ from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
 from stratagem.coordinator.core.encoding import decode
 from stratagem.coordinator.core.facts import (
+    ROOT,
     SKIPPED_STEPS,
     MembersFormed,
     ProcessDied,
@@ -219,8 +220,8 @@ def test_trouble_reforms_the_same_members_once() -> None:
     simulation = start(job(DATA_PARALLEL), "a", "b")
     simulation.tell(simulation.queue.popleft())
     membership = simulation.state.runs[RUN].value.membership
-    simulation.tell(ReportTrouble(RUN, "", membership, "socket closed"))
-    simulation.tell(ReportTrouble(RUN, "", membership, "socket closed"))
+    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
+    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
     value = simulation.state.runs[RUN].value
     assert value.membership == membership + 1
     assert value.members == (member("a"), member("b"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.asking import objections_to
 from stratagem.coordinator.core.causes import Cause
@@ -44,8 +45,7 @@ def silos(
 
 
 def commits(simulation: Simulation) -> list[SegmentCommitted]:
-    found: list[SegmentCommitted] = simulation.facts(SegmentCommitted)  # type: ignore[assignment]
-    return [fact for fact in found if not fact.party]
+    return [fact for fact in simulation.facts(SegmentCommitted) if not fact.party]
 
 
 @pytest.mark.parametrize("workers", ["abcd", "ab", "a"])
@@ -65,13 +65,14 @@ def test_silos_take_workers_of_their_own_where_there_are_enough() -> None:
         simulation.tell(simulation.queue.popleft())
     simulation.run()
     formed = {
-        fact.party: {member.worker_id for member in fact.members}  # type: ignore[union-attr]
+        fact.party: {member.worker_id for member in fact.members}
         for fact in simulation.facts(MembersFormed)
-        if fact.party  # type: ignore[union-attr]
+        if fact.party
     }
     assert formed.keys() == {"client0", "client1"}
-    assert formed["client0"].isdisjoint(formed["client1"])
-    assert len(formed["client0"] | formed["client1"]) == 4
+    first, second = formed.values()
+    assert first.isdisjoint(second)
+    assert len(first | second) == 4
 
 
 def test_every_round_begins_from_the_global_state() -> None:
@@ -158,7 +159,7 @@ def test_a_silo_that_cannot_even_be_built_is_rejected_alone_in_every_round() -> 
     while simulation.queue:
         for effect in pending(simulation.state):
             if isinstance(effect, Build) and effect.party == "client1":
-                failed = PartyFailed(party="client1", reason="no rows", error=ERROR)
+                failed = PartyFailed(party=Party("client1"), reason="no rows", error=ERROR)
                 simulation.tell(Report(RUN, failed))
         if simulation.queue:
             simulation.tell(simulation.queue.popleft())
@@ -220,7 +221,7 @@ def test_rounds_with_some_of_the_silos() -> None:
     simulation = start(job(silos(num_clients=4, rounds=4, client_selection=selection)), *"abcd")
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
-    assert [len(fact.accepted) for fact in simulation.facts(RoundClosed)] == [2] * 4  # type: ignore[union-attr]
+    assert [len(fact.accepted) for fact in simulation.facts(RoundClosed)] == [2] * 4
 
 
 @pytest.mark.parametrize(

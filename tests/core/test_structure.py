@@ -162,17 +162,27 @@ def test_only_a_population_that_copies_looks_for_structure() -> None:
         assert all((each.params is not None) is expected for each in builds)
 
 
+def search_space_of(text: str) -> dict[str, Any]:
+    """As the job is written down again: a list of dimensions."""
+    shared = JobSpec.from_json(text).document()["search_space"]
+    assert isinstance(shared, dict)
+    return dict(shared)
+
+
 def evolve(simulation: Simulation) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(the donor's hyperparameters, the copy's) of every copy."""
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
     (formed,) = simulation.facts(PopulationFormed)
-    params = dict(enumerate(formed.params))  # type: ignore[union-attr]
+    params = dict(enumerate(formed.params))
     pairs = []
-    facts = [*simulation.facts(GenerationClosed), *simulation.facts(MemberEvolved)]
+    facts: list[GenerationClosed | MemberEvolved] = [
+        *simulation.facts(GenerationClosed),
+        *simulation.facts(MemberEvolved),
+    ]
     for fact in facts:
         before = dict(params)
-        own = fact.copied  # type: ignore[union-attr]
+        own = fact.copied
         for copied in own if isinstance(own, tuple) else [own] if own else []:
             params[copied.member] = copied.params
             pairs.append((dict(before[copied.donor]), dict(copied.params)))
@@ -206,11 +216,9 @@ def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> N
 def test_a_population_of_an_earlier_version_ends_as_it_would_have() -> None:
     """It knew no structure, and drew in the order of its text."""
     dimensions = {name: SPACE[name] for name in ("optimizer.name", "optimizer.lr")}
-    rest = {"dimensions": [], "frozen": {}}
-    listed = JobSpec.from_json(document(dimensions)).document()["search_space"]
-    assert isinstance(listed, dict)
-    rest["dimensions"] = listed["dimensions"][::-1]  # type: ignore[index]
-    assert [each["name"] for each in rest["dimensions"]] == ["optimizer.name", "optimizer.lr"]  # type: ignore[index]
+    listed = search_space_of(document(dimensions))
+    rest: dict[str, Any] = {"dimensions": listed["dimensions"][::-1], "frozen": {}}
+    assert [each["name"] for each in rest["dimensions"]] == ["optimizer.name", "optimizer.lr"]
     strategy = population(size=6, generations=3)
     strategy["explore"] = {"method": "Resample"}
     text = job(strategy, **{**SECTIONS, "search_space": rest})
@@ -225,8 +233,8 @@ def test_a_population_of_an_earlier_version_ends_as_it_would_have() -> None:
     spec = JobSpec.from_json(text)
     assert spec.search_space is not None
     for fact in simulation.facts(GenerationClosed):
-        for copied in fact.copied:  # type: ignore[union-attr]
-            rng = stream(spec.seed, copied.member, fact.generation)  # type: ignore[union-attr]
+        for copied in fact.copied:
+            rng = stream(spec.seed, copied.member, fact.generation)
             rng.choice([0])
             expected = draw(spec.search_space, rng)
             assert copied.params == expected
@@ -239,9 +247,8 @@ def test_the_order_of_a_search_space_has_no_meaning(
     """Equal jobs have equal text, and draw equal values, in both forms."""
     written: dict[str, Any] = {name: SPACE[name] for name in names}
     if is_listed:
-        shared = JobSpec.from_json(document(SPACE)).document()["search_space"]
-        assert isinstance(shared, dict)
-        by_name = {each["name"]: each for each in shared["dimensions"]}  # type: ignore[index, union-attr, call-overload]
+        shared = search_space_of(document(SPACE))
+        by_name = {each["name"]: each for each in shared["dimensions"]}
         written = {"dimensions": [by_name[name] for name in names], "frozen": {}}
     first = JobSpec.from_json(document(SPACE))
     other = JobSpec.from_json(document(written))
@@ -270,8 +277,7 @@ def test_copies_draw_in_the_same_order_as_the_first_members() -> None:
     ends = []
     for names in (sorted(SPACE), sorted(SPACE, reverse=True)):
         text = {name: SPACE[name] for name in names}
-        shared = JobSpec.from_json(document(text)).document()["search_space"]
-        listed = dict(shared)  # type: ignore[call-overload]
+        listed = search_space_of(document(text))
         listed["dimensions"] = sorted(
             listed["dimensions"], key=lambda each: names.index(each["name"])
         )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stratagem.common.ids import WorkerId
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DrainWorker,
@@ -81,7 +82,7 @@ def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
     lose(simulation, "c")
     assert simulation.tell(ForgetWorkers(0.0, ALL)) == ()
     simulation.tell(ForgetWorkers(50.0, ALL))
-    assert simulation.facts(WorkersForgotten) == [WorkersForgotten(names=("b",))]
+    assert simulation.facts(WorkersForgotten) == [WorkersForgotten(names=(WorkerId("b"),))]
     assert set(simulation.state.workers) == {"a", "c"}
     simulation.crash()
     assert set(simulation.state.workers) == {"a", "c"}

@@ -43,7 +43,7 @@ def fresh() -> dict[str, str]:
         LocalCluster(
             workers=1,
             threads=1,
-            data_dir=folder,
+            data_dir=Path(folder),
             environment={
                 f"STRATAGEM_{each}_METRICS_PORT": "0" for each in ("COORDINATOR", "WORKER")
             },

@@ -4,10 +4,12 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from stratagem.client import Event
 from stratagem.client.sync import Client, RunHandle
 from stratagem.common.certificates import make_authority
 from stratagem.common.errors import UnauthenticatedError
@@ -98,6 +100,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 """Whose clocks jump, and the job meanwhile."""
 
 
+def is_of_round(number: int, event: Event) -> bool:
+    return bool(event.payload["round_num"] == number)
+
+
 @pytest.mark.parametrize(("who", "job"), CASES.values(), ids=CASES)
 def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], job: str) -> None:
     starts = {each.worker_id: each.incarnation for each in site.client.workers()}
@@ -107,7 +113,7 @@ def test_nothing_comes_of_a_clock_that_jumps(site: Site, who: tuple[str, ...], j
     try:
         for number, seconds in enumerate(JUMPS_S, 1):
             if job == "Federated":
-                await_event(run, "ClientsAssigned", lambda e, n=number: e.payload["round_num"] == n)
+                await_event(run, "ClientsAssigned", partial(is_of_round, number))
             else:
                 await_step(run, 4 * number)
             site.clocks.move(seconds, *who)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ async def rest_of(call: Any) -> list[int]:
     return [message.event.index async for message in call if message.HasField("event")]
 
 
-def live_run(address: str) -> tuple[list[str], int]:
+def live_run(address: str) -> tuple[Mapping[tuple[str, int], str], int]:
     """(digests of a run's commits, how many events it had)."""
     with Client(address) as client:
         run = client.submit(LIVE)

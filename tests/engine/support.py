@@ -100,4 +100,5 @@ def peak_bytes(run: Callable[[], object]) -> int:
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    return max(accumulate((change for _, change in sorted(changes)), initial=0))
+    sizes: list[int] = [change for _, change in sorted(changes)]
+    return max(accumulate(sizes, initial=0))

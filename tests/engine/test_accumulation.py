@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.common.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics import CURRENT, FIRST
-from stratagem.worker.engine import Trainer
+from stratagem.worker.engine import ClientRunner, Trainer
 from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
 from stratagem.worker.exchange.plan import Party
 from stratagem.worker.exchange.transport import SoloTransport
@@ -25,7 +26,10 @@ from tests.engine import test_gossip as gossip
 from tests.engine.support import ALLOWED, assert_same_bits, job, model_of, solo, train, trainer_of
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
-TOKENS = {"data": {"entrypoint": "tests.engine.userland:tokens"}, "loss": "token_cross_entropy"}
+TOKENS: dict[str, Any] = {
+    "data": {"entrypoint": "tests.engine.userland:tokens"},
+    "loss": "token_cross_entropy",
+}
 CUTS = [{"micro_batch_size": 3}, {"steps": 4}, {"micro_batch_size": 1}, {"steps": 2}]
 OF_ROWS = {"entrypoint": "tests.engine.userland:classes", "kwargs": {"num_rows": 48}}
 
@@ -151,18 +155,26 @@ def test_federated_clients_equal_their_loop(
     assert losses == expected.losses
 
 
+def last_of_rounds(spec: JobSpec) -> Mapping[str, Tensor]:
+    return federated_loop(spec, ALLOWED).state
+
+
+def mean_of_nodes(spec: JobSpec) -> Mapping[str, Tensor]:
+    mean = gossip_loop(spec, ALLOWED).mean
+    assert mean is not None
+    return mean
+
+
 @pytest.mark.parametrize("precision", ["Full", "Single"])
 def test_federated_and_gossip_micro_batches_make_one_big_batch(precision: str) -> None:
     tolerance = 1e-12 if precision == "Full" else 1e-6
-    common = {"batch_size": 7, "execution": {"precision": precision}, **TOKENS}
+    common: dict[str, Any] = {"batch_size": 7, "execution": {"precision": precision}, **TOKENS}
     for spec, loop in (
-        (rounds.federated("token_model", rounds=2, **common), federated_loop),
-        (gossip.gossip_job("token_model", 3, steps=6, **common), gossip_loop),
+        (rounds.federated("token_model", rounds=2, **common), last_of_rounds),
+        (gossip.gossip_job("token_model", 3, steps=6, **common), mean_of_nodes),
     ):
         cut = spec.model_copy(update={"accumulation": AccumulationSpec(micro_batch_size=3)})
-        whole, parts = loop(spec, ALLOWED), loop(cut, ALLOWED)
-        first = getattr(whole, "mean", None) or whole.state
-        second = getattr(parts, "mean", None) or parts.state
+        first, second = loop(spec), loop(cut)
         for name, tensor in first.items():
             assert (tensor - second[name]).abs().max() <= tolerance, name
 
@@ -362,15 +374,15 @@ def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
 
 
 def test_clients_and_nodes_skip_alone() -> None:
-    told_model = {
+    told_model: dict[str, Any] = {
         "entrypoint": "tests.engine.userland:Told",
         "kwargs": {"at": THIRD_OF_STEP_TWO, "what": "nan"},
     }
     accumulation = {"steps": 4, "non_finite": "skip_step"}
-    common = {"data": OF_ROWS, "optimizer": ADAM, "accumulation": accumulation}
+    common: dict[str, Any] = {"data": OF_ROWS, "optimizer": ADAM, "accumulation": accumulation}
     federated = rounds.federated(told_model, num_clients=1, **common)
     base = trainer_of(federated).copy_state()[0]
-    done = rounds.ClientRunner(federated, ALLOWED, torch.device("cpu")).run(base, 0, 1, 1)
+    done = ClientRunner(federated, ALLOWED, torch.device("cpu")).run(base, 0, 1, 1)
     assert (done.num_steps, done.metrics["skipped_steps"]) == (3, 1)
     assert_same_bits(
         {name.removeprefix("model/"): tensor for name, tensor in done.tensors.items()},

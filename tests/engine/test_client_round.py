@@ -15,7 +15,7 @@ FEDAVG = {"method": "FedAvg"}
 
 
 def federated(
-    model: str = "mlp",
+    model: str | dict[str, Any] = "mlp",
     *,
     num_clients: int = 3,
     rounds: int = 3,

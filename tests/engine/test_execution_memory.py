@@ -149,7 +149,7 @@ def test_gradients_have_storage_from_backward_to_update_only(make: Any) -> None:
 def test_freed_buckets_come_back_for_several_shards_and_another_exchange() -> None:
     spec = job("dropout_mlp", data=ROWS, execution={"memory": "MinimalPeak"})
     trainer = trainer_of(spec)
-    exchange = solo(trainer, 3)
+    exchange = in_buckets(trainer, 3)
     losses = [trainer.train_step(exchange, range(3), 3).loss for _ in range(3)]
     other = solo_exchange(exchange.buckets, 3)
     losses += [trainer.train_step(other, range(3), 3).loss for _ in range(3)]

@@ -64,7 +64,7 @@ def test_mixed_is_autocast_over_float32_parameters() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 output = expected(x[rows])
             optimizer.zero_grad()
-            nn.functional.cross_entropy(output.float(), y[rows]).backward()  # type: ignore[no-untyped-call]
+            nn.functional.cross_entropy(output.float(), y[rows]).backward()
             optimizer.step()
     assert_same_bits(dict(plain_loop(spec, ALLOWED, 8).state), dict(expected.state_dict()))
 
@@ -84,7 +84,7 @@ def test_half_is_a_model_of_16_bits_with_float32_masters() -> None:
         for rows in order.split(16):
             low.zero_grad()
             loss = nn.functional.cross_entropy(low(x[rows].bfloat16()).float(), y[rows])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for param, narrow in zip(masters.parameters(), low.parameters(), strict=True):
                 assert narrow.grad is not None
                 param.grad = narrow.grad.float()

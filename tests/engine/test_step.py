@@ -195,7 +195,7 @@ def test_failed_step_leaves_no_trace() -> None:
     def fail(num_head: int) -> Extras:
         raise LostPeerError
 
-    exchange.finish = fail  # type: ignore[method-assign]
+    exchange.finish = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(LostPeerError):
         trainer.train_step(exchange, range(2), 2)
     assert trainer.fingerprint() == before

@@ -21,7 +21,7 @@ ALLOWED = EntryPoints([f"{HERE}:*"])
 
 def job(**kwargs: Any) -> JobSpec:
     spec = make_job()
-    model = {"entrypoint": f"{HERE}:shaped", "kwargs": kwargs}
+    model: dict[str, Any] = {"entrypoint": f"{HERE}:shaped", "kwargs": kwargs}
     return with_fields(spec, {"model": model})
 
 

@@ -32,6 +32,10 @@ def batch_norm_mlp() -> nn.Module:
 class Everything(nn.Module):
     """Frozen, unused and tied parameters, noise of its own, constant buffers with infinities."""
 
+    mask: Tensor
+    seen: Tensor
+    scratch: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(NUM_FEATURES, 8)
@@ -68,7 +72,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpointed:
-            return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.body, x, use_reentrant=False)
         return self.body(x)
 
 
@@ -120,6 +124,8 @@ def rare() -> nn.Module:
 
 
 class BigBuffer(nn.Module):
+    table: Tensor
+
     def __init__(self, change: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
@@ -149,6 +155,8 @@ class CountingLayers(nn.Module):
 
 
 class Counting(nn.Module):
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
@@ -196,6 +204,8 @@ def exploding_mlp() -> nn.Module:
 
 
 class Explode(nn.Module):
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -346,6 +356,7 @@ def shaped(
         layers += [nn.Linear(width, width), nn.ReLU() if activation == "relu" else nn.Tanh()]
     twin = nn.Linear(width, width)
     if is_tied:
+        assert isinstance(layers[1], nn.Linear)
         twin.weight = layers[1].weight
     layers[0].requires_grad_(not is_frozen)
     model = nn.Sequential(*layers, twin, nn.Dropout(dropout), nn.Linear(width, NUM_CLASSES))

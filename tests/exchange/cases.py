@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +60,12 @@ class Case:
             leaves = {Node(s, s + 1): value(s) for s in range(self.num_live)}
             return tree_sum(leaves, self.num_live, lambda a, b: a + b)
 
-        sums = [
-            total(lambda s, i=i: self.gradient(s, i, step).to(self.wide))
-            for i in range(len(self.sizes))
-        ]
+        sums = [total(partial(self._wide, i, step)) for i in range(len(self.sizes))]
         sums = [(s if self.divisor is None else s / self.divisor).to(self.dtype) for s in sums]
         return [raw(t) for t in [*sums, total(lambda s: self.extras(s, step))]]
+
+    def _wide(self, index: int, step: int, shard: int) -> Tensor:
+        return self.gradient(shard, index, step).to(self.wide)
 
     def make_buckets(self) -> tuple[list[nn.Parameter], GradientBuckets]:
         params = [

@@ -40,7 +40,7 @@ def test_layout_digest_follows_names_shapes_and_dtypes() -> None:
         plan_layout(plan([4, 3]), num_extras=1).digest,
         plan_layout(plan([3, 4]), num_extras=2).digest,
         plan_layout(plan([3, 4], torch.float64), num_extras=1).digest,
-        plan_layout([("q", *rest) for _, *rest in plan([3, 4])], num_extras=1).digest,
+        plan_layout([("q", dtype, shape) for _, dtype, shape in plan([3, 4])], num_extras=1).digest,
     }
     assert len(digests) == 5
     assert plan_layout(plan([3, 4]), num_extras=1).digest in digests

@@ -71,7 +71,7 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
     """One process serves many cases. Each is (rank, size, case)."""
     while (order := pipe.recv()) is not None:
         rank, size, case = order
-        flat.BUCKET_BYTES = case.bucket_bytes
+        vars(flat)["BUCKET_BYTES"] = case.bucket_bytes
         link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
         exchange = case.exchange(link, rank, size)
         own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}

@@ -169,7 +169,9 @@ async def test_a_silent_coordinator_is_given_up_at_the_deadline() -> None:
     st.sampled_from([np.float32, np.float64]),
     st.integers(0, 2**32 - 1),
 )
-def test_fold_has_the_bits_of_the_torch_sum(n: int, size: int, dtype: type, seed: int) -> None:
+def test_fold_has_the_bits_of_the_torch_sum(
+    n: int, size: int, dtype: type[np.floating], seed: int
+) -> None:
     generator = np.random.default_rng(seed)
     leaves = {
         Node(i, i + 1): (generator.standard_normal(50) * 10.0 ** generator.integers(-6, 6)).astype(

@@ -77,7 +77,7 @@ async def say(
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
-    call = channel.stream_stream(method.path)(metadata=tuple(metadata), **options)
+    call: Any = channel.stream_stream(method.path)(metadata=tuple(metadata), **options)
     num_responses = 0
     try:
         async with asyncio.timeout(limit_s + SLACK_S) as patience:

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import google_crc32c
 import grpc
@@ -75,7 +75,7 @@ def _one(
     return Attack(name, method, many, frozenset(codes), reason)
 
 
-def _changed(message: Any, change: Callable[[Any], object]) -> Any:
+def _changed(message: Any, change: Callable[..., object]) -> Any:
     message = copy.deepcopy(message)
     change(message)
     return message
@@ -177,7 +177,7 @@ def _lying_manifests(target: Target) -> Iterator[Attack]:
     def keys(manifest: Any) -> None:
         manifest.metadata.update({f"{index}": "" for index in range(5000)})
 
-    lies: Sequence[tuple[str, Callable[[Any], object], grpc.StatusCode]] = (
+    lies: Sequence[tuple[str, Callable[[Any], object], grpc.StatusCode | None]] = (
         ("negative dimension", tensor(shape=[-7]), Code.INVALID_ARGUMENT),
         ("dtype 99", tensor(dtype=99), Code.INVALID_ARGUMENT),
         ("size is a lie", tensor(size_bytes=2**62), Code.INVALID_ARGUMENT),
@@ -290,7 +290,7 @@ def _strange_plans(target: Target) -> Iterator[Attack]:
         "no members": {"train": wpb.TrainPlan(num_shards=1, to_step=1)},
         "rank": {"train": wpb.TrainPlan(view=wpb.View(members=view.members, rank=9))},
         "4 G shards": {"train": wpb.TrainPlan(view=view, num_shards=huge, to_step=1)},
-        "exchange": {"train": wpb.TrainPlan(view=view, num_shards=1, exchange=77)},
+        "exchange": {"train": wpb.TrainPlan(view=view, num_shards=1, exchange=cast(Any, 77))},
         "steps": {"train": wpb.TrainPlan(view=view, num_shards=1, to_step=2**64 - 1)},
         "client": {"client_round": wpb.ClientRoundPlan(client=5, num_clients=2)},
         "4 G clients": {"client_round": wpb.ClientRoundPlan(num_clients=huge, local_epochs=1)},

@@ -64,7 +64,7 @@ def documented(each: Method) -> frozenset[grpc.StatusCode]:
     named = _CODE.findall(head) + _CODE.findall(own[each.name])
     for other in _OTHERS.findall(own[each.name]):
         named += _CODE.findall(own[other])
-    return frozenset(Code[name] for name in named) | {Code.OK}
+    return frozenset(grpc.StatusCode[name] for name in named) | {Code.OK}
 
 
 def _method(found: MethodDescriptor) -> Method:

@@ -47,7 +47,7 @@ def upload_of(
     """(digest, manifest, chunks) of one tensor."""
     values = np.random.default_rng(seed).random(size).astype(np.float32)
     manifest = build_manifest([("train.x", "float32", (size,))], purpose)
-    content = [memoryview(values).cast("B")]
+    content = [values.data.cast("B")]
     return blob_digest(manifest, content), to_proto(manifest), list(iter_chunks(content))
 
 
@@ -146,7 +146,7 @@ def _apply_gradients(target: Target) -> list[Any]:
 
 def _send(target: Target) -> list[Any]:
     _, manifest, chunks = upload_of(70, purpose=Purpose.MESH)
-    route = {"fence": target.fence, "run_id": target.worker_run, "source": 1}
+    route: dict[str, Any] = {"fence": target.fence, "run_id": target.worker_run, "source": 1}
     hello = ppb.PeerHeader(manifest=to_proto(build_manifest([], Purpose.MESH)), **route)
     header = ppb.PeerHeader(step=1, tag=1, manifest=manifest, **route)
     return [

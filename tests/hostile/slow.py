@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import grpc
 
@@ -14,7 +14,7 @@ from tests.hostile.wire import End, RawCall, message, raw_call
 from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
-Act = Callable[[RawCall, str, list[bytes]], Awaitable[None]]
+Act = Callable[[RawCall, str, list[bytes]], Coroutine[Any, Any, None]]
 
 
 async def says_nothing(call: RawCall, path: str, frames: list[bytes]) -> None:

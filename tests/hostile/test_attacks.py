@@ -101,7 +101,7 @@ def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig:
 
     async def silent_and_busy() -> tuple[Answer, Code, str]:
         async with lawless_channel(rig.address_of(each)) as channel:
-            silent = channel.stream_stream(each.path)(metadata=PROTOCOL)
+            silent: Any = channel.stream_stream(each.path)(metadata=PROTOCOL)
             await silent.write(header)
             assert await silent.read() is not grpc.aio.EOF  # where to go on: it is being received
             busy = await rig.saying(each, [header], is_last=False)

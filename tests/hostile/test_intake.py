@@ -130,13 +130,14 @@ def test_reasons_move_no_cursor() -> None:
 
 async def test_health_checks_that_do_not_parse_are_the_callers_fault() -> None:
     async with serving(CallLimits()) as address, open_channel(address) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await check(b"\xff\xff")
         assert refused.value.code() is Code.INVALID_ARGUMENT
         answer = health_pb2.HealthCheckResponse.FromString(await check(b""))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        watching: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watch = watching(b"")
         first = health_pb2.HealthCheckResponse.FromString(await watch.read())
         assert first.status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()

@@ -36,7 +36,10 @@ FAR = 10**9
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    limits = {"STRATAGEM_WORKER_MESH": "grpc", "STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "30"}
+    limits: dict[str, Any] = {
+        "STRATAGEM_WORKER_MESH": "grpc",
+        "STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "30",
+    }
     with under_attack(tmp_path_factory.mktemp("peers"), workers=2, **limits) as attacked:
         yield attacked
 

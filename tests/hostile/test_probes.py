@@ -81,7 +81,7 @@ async def test_calls_without_a_request_keep_nobody_out() -> None:
         silent: list[Any] = []
         async with asyncio.timeout(PATIENCE_S):
             for _ in range(18):
-                say = (await asked.open()).stream_unary("/grpc.health.v1.Health/Check")
+                say: Any = (await asked.open()).stream_unary("/grpc.health.v1.Health/Check")
                 silent += [say() for _ in range(STREAMS_OF_A_CONNECTION)]
                 await silent[-1].wait_for_connection()
                 checked = await (await asked.connect()).Check(ASK)

@@ -31,8 +31,8 @@ def defined(module: Module) -> Iterator[str]:
                     yield node.name
             case ast.Assign():
                 yield from (each.id for each in node.targets if isinstance(each, ast.Name))
-            case ast.AnnAssign(target=ast.Name()):
-                yield node.target.id
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
 
 
 def _is_registered(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:

@@ -22,7 +22,7 @@ IMPURE = frozenset({"asyncio", "grpc", "importlib", "torch"})
 
 def test_the_folders_of_a_package_form_no_circle() -> None:
     arrows = folder_arrows()
-    found = set()
+    found: set[str] = set()
     for part in {folder.partition(".")[0] for folder in arrows}:
         inside = {
             folder: frozenset(each for each in into if each.partition(".")[0] == part)

@@ -29,6 +29,7 @@ from tests.coordinator.entrance import entrance
 from tests.coordinator.test_service import Acquaintance, refused, submit
 from tests.core.simulation import job
 from tests.core.test_runs import DATA_PARALLEL
+from tests.settings import coordinator_settings
 
 Code = grpc.StatusCode
 
@@ -82,8 +83,7 @@ class Deployment:
 @asynccontextmanager
 async def deployed(authority: Authority, folder: Path, **changes: Any) -> AsyncIterator[Deployment]:
     files = authority.files("coordinator")
-    settings = Settings(
-        _cli_parse_args=False,
+    settings = coordinator_settings(
         data_dir=folder / "data",
         listen="127.0.0.1:0",
         tls_ca=files.ca,

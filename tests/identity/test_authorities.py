@@ -4,8 +4,10 @@ is said when one is over."""
 import asyncio
 import shutil
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,10 +25,10 @@ from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.credentials import FreshFiles
 from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tls_probe import explain
-from stratagem.coordinator.settings import Settings
 from tests.identity.conftest import expire
 from tests.identity.rig import serving
 from tests.identity.test_connections import refused, who_am_i
+from tests.settings import coordinator_settings
 
 HOSTS = ("127.0.0.1",)
 
@@ -235,21 +237,20 @@ def test_metrics_tell_when_each_certificate_begins_and_ends(
 ) -> None:
     files = own_authority.files("coordinator")
     other = make_authority(tmp_path / "other").issue(Role.COORDINATOR, "x", HOSTS, timedelta(1))
-    settings = Settings(  # type: ignore[call-arg]
+    settings = coordinator_settings(
         tls_ca=files.ca,
         tls_cert=files.cert,
         tls_key=files.key,
         metrics_tls_cert=other.cert,
         metrics_tls_key=other.key,
-        _cli_parse_args=False,
     )
-    told = dict(expiries(settings))
+    told: dict[object, Mapping[tuple[str, ...], Any]] = dict(expiries(settings))
     now_s = time.time()
     days = {role: (ends - now_s) / 86_400 for (role,), ends in told[EXPIRY].items()}
     assert days == pytest.approx({"coordinator": 90, "authority": 3650, "metrics": 1}, abs=0.1)
     assert set(told[START]) == set(told[EXPIRY])
     assert all(begins < now_s for begins in told[START].values())
-    assert not any(values for _, values in expiries(Settings(_cli_parse_args=False)))  # type: ignore[call-arg]
+    assert not any(values for _, values in expiries(coordinator_settings()))
     Path(files.cert or "").write_text("being written")
     assert set(dict(expiries(settings))[EXPIRY]) == {("metrics",)}
 

@@ -89,7 +89,7 @@ def test_each_caller_may_what_the_table_says(
         assert needed == (Anyone.ANYONE,)
         return
     for who, proof in proofs.items():
-        scopes = LADDER if who == Role.CLIENT else ()
+        scopes: tuple[Scope, ...] = LADDER if who == Role.CLIENT else ()
         if who in LADDER:
             scopes = LADDER[: LADDER.index(Scope(who)) + 1]
         if who in needed or set(scopes) & set(needed):
@@ -172,7 +172,7 @@ def test_a_revoked_certificate_is_refused_from_the_next_call_on(
     assert not is_refused("w0")
     add_revoked(path, ["worker w0"])
     assert (is_refused("w0"), is_refused("w1")) == (True, False)
-    add_revoked(path, [fingerprint(worker("w1")[0]["x509_pem_cert"][0])])  # type: ignore[index]
+    add_revoked(path, [fingerprint(worker("w1")[0]["x509_pem_cert"][0])])
     assert (is_refused("w0"), is_refused("w1")) == (True, True)
     path.write_text("worker\n")  # damaged, or gone: the list stays as it was
     assert is_refused("w0")

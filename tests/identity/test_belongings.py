@@ -3,7 +3,7 @@ about something that belongs to somebody. A call without a row here fails."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from stratagem.common.rpc.authorization import TABLE
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.common.rpc.tls import Role
+from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.service import belongings
 from stratagem.v1 import (
@@ -213,14 +214,13 @@ async def form_parties(
             await submit(owner, "s", {**DATA_PARALLEL, "num_replicas": 1})
     await submit(owner, "r", {**DATA_PARALLEL, "num_replicas": 2})
     state = deployment.app.loop.state
-    found = {run_id: belongings.parties_of(run) for run_id, run in state.runs.items()}
+    found = {run_id: parties_of(run) for run_id, run in state.runs.items()}
     assert [each.worker_id for each in found[RunId("r")][ROOT].members] == ["w0", "w1"]
     assert [each.worker_id for each in found[RunId("s")][ROOT].members] == ["w2"]
-    ours = belongings.parties_of
     silo = SimpleNamespace(membership=1, members=[SimpleNamespace(worker_id="w3")])
 
     def with_a_silo(run: Any) -> Any:
-        return {**ours(run), Party("silo1"): silo}
+        return {**parties_of(run), Party("silo1"): silo}
 
     monkeypatch.setattr(belongings, "parties_of", with_a_silo)
 
@@ -241,7 +241,7 @@ LOST_REASON = "Internal error from Core"
 async def answer(channel: grpc.aio.Channel, method: MethodDescriptor, request: Any) -> Any:
     """The code of a call with one request, and the sentence; OK at its first answer."""
     path = f"/{method.containing_service.full_name}/{method.name}"
-    kinds = {
+    kinds: dict[tuple[bool, bool], Callable[..., Any]] = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, False): channel.stream_unary,

@@ -14,9 +14,8 @@ from stratagem.common.rpc.server import make_server
 from stratagem.common.rpc.tls import TlsFiles
 from stratagem.common.rpc.tokens import Scope, read_tokens
 from stratagem.coordinator import listening
-from stratagem.coordinator.settings import Settings
 from stratagem.worker.security import Security
-from stratagem.worker.settings import WorkerSettings
+from tests.settings import coordinator_settings, worker_settings
 
 HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -71,11 +70,10 @@ def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
     assert (holders, len(single)) == (["client me", "worker *.gpu"], len("sha256:") + 64)
     wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
     assert "'me' is neither a file nor one of coordinator/NAME, worker/NAME" in wrong.stderr
-    options: dict[str, Any] = {"_cli_parse_args": False, "revoked_file": path}
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        listening.Security(Settings(**options))
+        listening.Security(coordinator_settings(revoked_file=path))
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        Security(WorkerSettings(coordinator="h:1", name="w0", revoked_file=path))
+        Security(worker_settings(coordinator="h:1", name="w0", revoked_file=path))
 
 
 def test_certs_for_more_and_again(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_wrong_file_of_the_caller_is_named(authority: Authority, tmp_path: Pat
 
 
 def coordinator(**settings: Any) -> listening.Security:
-    return listening.Security(Settings(_cli_parse_args=False, **settings))
+    return listening.Security(coordinator_settings(**settings))
 
 
 def files_of(authority: Authority, name: str) -> dict[str, Any]:
@@ -187,7 +185,7 @@ async def test_only_probes_are_in_plaintext_beside_certificates(authority: Autho
 
 
 def worker(name: str = "w0", **settings: Any) -> Security:
-    made = WorkerSettings(_cli_parse_args=[], coordinator="c:1", name=name, **settings)
+    made = worker_settings(coordinator="c:1", name=name, **settings)
     return Security(made)
 
 

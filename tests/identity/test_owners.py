@@ -27,7 +27,7 @@ from tests.core.test_runs import LOCAL
 from tests.identity.test_audit import deployed
 
 Code = grpc.StatusCode
-ROWS = [memoryview(np.arange(7, dtype=np.float32)).cast("B")]
+ROWS = [np.arange(7, dtype=np.float32).data.cast("B")]
 MANIFEST = build_manifest([("train.x", "float32", (7,))], Purpose.DATA)
 DIGEST = blob_digest(MANIFEST, ROWS)
 ABSENT = "0" * 64

@@ -1,6 +1,7 @@
 """Names and values of metrics, as Prometheus wants them."""
 
 import re
+from collections.abc import Mapping
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_durations_count_each_once() -> None:
 def test_all_kinds_are_written_as_prometheus_reads_them() -> None:
     durations = Durations((0.1,))
     durations.add(0.2)
-    readings = [
+    readings: list[tuple[Metric, Mapping[tuple[str, ...], float | Durations]]] = [
         (Metric("stratagem_a_total", "counter", "a", ("x",)), {("1",): 2.0}),
         (Metric("stratagem_b", "gauge", "b"), {(): 3.0}),
         (Metric("stratagem_c_seconds", "histogram", "c", ("x",)), {("2",): durations}),

@@ -24,7 +24,6 @@ from stratagem.common.rpc.tls import Role
 from stratagem.coordinator.app import App
 from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.service.servicer import CoordinatorServicer
-from stratagem.coordinator.settings import Settings
 from stratagem.coordinator.watching.monitoring import METRICS, CoordinatorMonitor
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
@@ -32,6 +31,7 @@ from tests.coordinator.entrance import entrance
 from tests.core.simulation import job
 from tests.core.test_runs import LOCAL
 from tests.metrics.scrape import families, labelled, raw, scrape
+from tests.settings import coordinator_settings
 
 GAUGE = Metric("stratagem_test", "gauge", "a number")
 
@@ -255,7 +255,7 @@ async def test_lag_is_what_a_sleep_took_too_long() -> None:
 
 @asynccontextmanager
 async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, str, Any]]:
-    settings = Settings(data_dir=folder, metrics_port=0, _cli_parse_args=False)  # type: ignore[call-arg]
+    settings = coordinator_settings(data_dir=folder, metrics_port=0)
     monitor = CoordinatorMonitor(settings)
     async with monitor.served("127.0.0.1") as metrics:
         app = await App.lead(settings, entrance())
@@ -313,7 +313,7 @@ async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> 
 
 async def test_who_waits_for_the_lead_counts_from_0(tmp_path: Path) -> None:
     """Else its first event, once it leads, is no rise of anything."""
-    settings = Settings(data_dir=tmp_path / "none", metrics_port=0, _cli_parse_args=False)  # type: ignore[call-arg]
+    settings = coordinator_settings(data_dir=tmp_path / "none", metrics_port=0)
     async with CoordinatorMonitor(settings).served("127.0.0.1") as metrics:
         found = await scrape(metrics)
     facts = found["stratagem_coordinator_facts_total"]
@@ -345,7 +345,8 @@ async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) ->
 
 def test_the_deployment_is_what_is_set_else_the_certificate_s(authority: Authority) -> None:
     files = authority.files("coordinator")
-    told = Told(*(Path(each or "") for each in (files.cert, files.key)), tls_ca=Path(files.ca))
+    cert, key = (Path(each or "") for each in (files.cert, files.key))
+    told = Told(cert, key, tls_ca=Path(files.ca))
     assert deployment_of(told) == "house"
     assert deployment_of(replace(told, metrics_deployment="mine")) == "mine"
     assert deployment_of(Told()) == "stratagem"

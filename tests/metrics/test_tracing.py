@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext
 
 from stratagem.common import tracing
 from stratagem.common.errors import InvalidInputError, NotFoundError
@@ -91,7 +92,7 @@ async def test_a_call_goes_on_with_the_trace_of_its_caller(spans: InMemorySpanEx
         assert len(spans.get_finished_spans()) == 2
         assert dict(outer.attributes or {}) == {"stratagem.run_id": "r-1"}
         assert inner.parent is not None
-        assert inner.parent.span_id == outer.get_span_context().span_id
+        assert inner.parent.span_id == context_of(outer).span_id
         spans.clear()
         with tracing.span("refused"), pytest.raises(Exception, match="no such run"):
             await stub.CloseSession(pb.CloseSessionRequest(run_id="gone"))
@@ -101,6 +102,12 @@ async def test_a_call_goes_on_with_the_trace_of_its_caller(spans: InMemorySpanEx
     await server.stop(0)
 
 
+def context_of(span: ReadableSpan) -> SpanContext:
+    context = span.get_span_context()
+    assert context is not None
+    return context
+
+
 def test_a_remembered_trace_is_gone_on_with(spans: InMemorySpanExporter) -> None:
     with tracing.span("submit"):
         remembered = tracing.traceparent()
@@ -108,6 +115,6 @@ def test_a_remembered_trace_is_gone_on_with(spans: InMemorySpanExporter) -> None
         pass
     outer, later = (by_name(spans)[name] for name in ("submit", "RunSegment"))
     assert later.parent is not None
-    assert later.parent.span_id == outer.get_span_context().span_id
-    assert later.get_span_context().trace_id == outer.get_span_context().trace_id
+    assert later.parent.span_id == context_of(outer).span_id
+    assert context_of(later).trace_id == context_of(outer).trace_id
     assert dict(later.attributes or {}) == {"stratagem.segment": 3}

@@ -44,5 +44,5 @@ def steps_to_converge(spec: PhasesSpec, qs: list[float], most: int) -> Descent:
                 gradient = curvature * param
                 phases.take([gradient], (curvature * param * param).sum().item() / 2)
                 num_exact += 1
-            param -= gradient
+            param.sub_(gradient)
     return Descent(math.inf, num_exact)

@@ -4,11 +4,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from stratagem.common.shards import assign_shards
 from stratagem.worker.engine import StepReport, Trainer
-from stratagem.worker.exchange import Exchange, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import AloneExchange, Exchange, GradientBuckets, mesh_exchange
 from stratagem.worker.mesh.neighbours import SharedListener
 from stratagem.worker.mesh.shared import form_shared
 from tests.engine.support import solo
@@ -18,7 +19,7 @@ Value = TypeVar("Value")
 
 
 @contextmanager
-def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchange]]:
+def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchange | AloneExchange]]:
     """One exchange for each member, connected."""
     size = len(trainers)
     if size == 1:
@@ -39,7 +40,7 @@ def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchang
             buckets, group, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
         )
 
-    made = together([lambda rank=rank: form(rank) for rank in range(size)])
+    made: list[Exchange | AloneExchange] = together([partial(form, rank) for rank in range(size)])
     try:
         yield made
     finally:
@@ -67,4 +68,4 @@ def train_together(
                 reports.append(trainers[rank].train_step(connected[rank], owned[rank], num_shards))
             return reports
 
-        return together([lambda rank=rank: run(rank) for rank in range(len(trainers))])
+        return together([partial(run, rank) for rank in range(len(trainers))])

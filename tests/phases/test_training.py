@@ -1,5 +1,6 @@
 """The trainer with phases against its reference loop, to the bit: members, resumes, faults."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ def test_replicas_that_differ_after_predictions_fail_with_the_step(phase: str) -
                 return error
             return None
 
-        errors = together([lambda rank=rank: step(rank) for rank in range(2)])
+        errors = together([partial(step, rank) for rank in range(2)])
     for error in errors:
         assert error is not None
         assert error.type == "ReplicasDiffer"
@@ -196,7 +197,7 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
     def fail(num_head: int) -> Extras:
         raise LostPeerError
 
-    exchange.finish = fail  # type: ignore[method-assign]
+    exchange.finish = fail  # type: ignore[method-assign, assignment]
     for _ in range(2):
         with pytest.raises(LostPeerError):
             trainer.train_step(exchange, range(2), 2)

@@ -32,11 +32,10 @@ from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from stratagem.worker.pipeline.transport import LocalPost, LocalTransport, Transport
 from stratagem.worker.reference.loops import sharded_loop
 from tests.engine.support import assert_same_bits
-from tests.exchange.engines import slot_links
+from tests.exchange.engines import hub_in_a_thread, slot_links
 from tests.patience import PATIENCE_S
 from tests.pipeline.s3_server import s3_server
 from tests.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
-from tests.stream.test_peer_processes import hub_in_a_thread
 
 BASE = torch.arange(60.0).reshape(6, 10)
 TENSORS = {

@@ -13,10 +13,11 @@ from stratagem.worker.mesh.slots import SlotLink
 from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.reference.loops import sharded_loop
+from tests.exchange.engines import hub_in_a_thread
 from tests.exchange.party import introduce, party, rendezvous_over
 from tests.patience import PATIENCE_S
 from tests.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
-from tests.stream.test_peer_processes import form, hub_in_a_thread
+from tests.stream.test_peer_processes import form
 
 DEEP = [str(i) for i in range(8)]
 CASES = {

@@ -34,7 +34,7 @@ class Checkpointed(nn.Module):
         return self.drop(torch.tanh(self.linear(self.drop(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return checkpoint(self.body, x, use_reentrant=False)
 
 
 def checkpointed() -> nn.Module:
@@ -42,9 +42,9 @@ def checkpointed() -> nn.Module:
 
 
 class Unembed(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight = embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -55,8 +55,8 @@ def tied(copies: int = 2) -> nn.Module:
     embed = nn.Embedding(NUM_FEATURES, WIDTH)
     middle = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     if copies == 3:
-        middle += [Unembed(embed.weight), nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh()]
-    return nn.Sequential(embed, *middle, Unembed(embed.weight))
+        middle += [Unembed(embed), nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh()]
+    return nn.Sequential(embed, *middle, Unembed(embed))
 
 
 class InARow(nn.Module):

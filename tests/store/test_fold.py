@@ -23,7 +23,17 @@ from stratagem.coordinator.aggregation.fold import (
 from stratagem.coordinator.blobs import BlobWriter, DirectoryBlobs
 from stratagem.coordinator.spool.spool import Spool
 from tests.store.programs import run
-from tests.store.updates import MIXED, Layout, accept, arrays, data_of, flip_bit, manifest_of
+from tests.store.updates import (
+    MIXED,
+    OF_RUN,
+    ROOT,
+    Layout,
+    accept,
+    arrays,
+    data_of,
+    flip_bit,
+    manifest_of,
+)
 
 MANIFEST = manifest_of(MIXED, metadata={"step": "4"})
 
@@ -81,7 +91,7 @@ class Round:
         return [path for path in (self.root / "blobs").rglob("*") if path.is_file()]
 
 
-FOLDER = ("digits-1", "", 1)
+FOLDER = (OF_RUN, ROOT, 1)
 
 
 @pytest.mark.parametrize("weights", [[1], [3, 1], [10, 20, 7, 20, 0]])

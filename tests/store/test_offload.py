@@ -23,7 +23,11 @@ async def test_pieces_arrive_in_order(num_pieces: int) -> None:
 
 async def test_the_stream_waits_for_a_slow_sink() -> None:
     gate = threading.Event()
-    offload = Offload(lambda _offset, _data: gate.wait() and None)
+
+    def wait(_offset: int, _data: object) -> None:
+        gate.wait()
+
+    offload = Offload(wait)
     for number in range(MAX_PIECES_BEHIND):
         offload.write(number, b"x")
         await offload.keep_up()

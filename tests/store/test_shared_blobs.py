@@ -301,7 +301,7 @@ def test_what_does_not_pass_is_an_error_and_nothing_is_acknowledged(
         server.always = FORBIDDEN
         for act in (lambda: put(store, b"new"), lambda: fresh.open(digest), fresh.exists):
             with pytest.raises(UnavailableError, match=r"object store: .*403"):
-                act(digest) if act == fresh.exists else act()  # type: ignore[call-arg, operator]
+                act(digest) if act == fresh.exists else act()  # type: ignore[call-arg]
         with pytest.raises(UnavailableError):
             store.collect((), grace_s=0)
         server.always = None
@@ -440,7 +440,7 @@ def test_a_server_that_cannot_be_reached_is_named(
         closed.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)  # type: ignore[misc]
+        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
         with pytest.raises(InvalidInputError, match=rf"{endpoint} .* cannot be reached"):
             open_s3(bucket.url, os.environ)
 

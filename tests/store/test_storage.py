@@ -8,11 +8,12 @@ from stratagem.common.errors import InvalidInputError
 from stratagem.coordinator.app import App
 from stratagem.coordinator.settings import Settings
 from tests.coordinator.entrance import entrance
+from tests.settings import coordinator_settings
 from tests.store.places import Bucket
 
 
 def settings(folder: Path, blob_store: str) -> Settings:
-    return Settings(data_dir=folder, blob_store=blob_store, _cli_parse_args=False)
+    return coordinator_settings(data_dir=folder, blob_store=blob_store)
 
 
 async def lead_once(found: Settings) -> None:

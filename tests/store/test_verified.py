@@ -5,6 +5,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def streamed(store: BlobStore, digest: Digest, offset: int = 0) -> bytes:
     """As a client would receive it."""
 
     async def receive() -> bytes:
-        got = [frame async for frame in download(store, digest, offset)]
+        got: list[Any] = [frame async for frame in download(store, digest, offset)]
         return b"".join(each for each in got[1:] if isinstance(each, bytes))
 
     return asyncio.run(receive())

@@ -149,7 +149,7 @@ async def test_a_tensor_for_several_peers_is_copied_to_the_host_once(
 async def test_messages_may_come_in_any_order_and_both_ways() -> None:
     async with party(3) as links:
         received = {}
-        works = []
+        works: list[Any] = []
         for link in links:
             for peer in {0, 1, 2} - {link.rank}:
                 for tag in (5, 2, 9):
@@ -298,7 +298,12 @@ async def test_a_member_that_cannot_be_reached_is_named() -> None:
 def header(
     tag: int = 0, tensor: torch.Tensor | None = None, **changes: Any
 ) -> peer_pb2.SendRequest:
-    fields = {"run_id": "run-1", "party": "silo0", "source": 0, "destination": 1} | changes
+    fields: dict[str, Any] = {
+        "run_id": "run-1",
+        "party": "silo0",
+        "source": 0,
+        "destination": 1,
+    } | changes
     manifest, _ = manifest_of({} if tensor is None else {"t": tensor}, Purpose.MESH)
     membership = fields.pop("membership", 5)
     return peer_pb2.SendRequest(
@@ -403,7 +408,7 @@ async def test_a_message_that_breaks_off_leaves_no_trace(is_posted: bool) -> Non
         target, route = torch.zeros(10), Route(0, 0, 1)
         work = endpoint.box.post(route, target) if is_posted else None
         async with open_channel(hub.address, own_connection=True) as channel:
-            call = peer_pb2_grpc.PeerServiceStub(channel).Send()
+            call: Any = peer_pb2_grpc.PeerServiceStub(channel).Send()
             await call.write(header())  # the member itself, which stays
             await call.read()
             for broken in ([header(), *message(1, ONE)[:1]], [header(), *flipped()]):
@@ -430,7 +435,7 @@ async def test_unavailable_is_the_answer_of_a_stopping_worker() -> None:
     async with hub_on_server() as hub:
         hub.join(replace(GROUP, rank=1))
         async with open_channel(hub.address) as channel:
-            call = peer_pb2_grpc.PeerServiceStub(channel).Send()
+            call: Any = peer_pb2_grpc.PeerServiceStub(channel).Send()
             await call.write(header())
             assert (await call.read()).num_messages == 0
             await hub.stop()

@@ -220,8 +220,9 @@ async def test_callers_own_metadata_and_the_rest_of_a_channel_work() -> None:
 
 async def test_message_over_the_limit_is_refused() -> None:
     async with serving(Raiser()) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        describe: Any = channel.unary_unary(SERVICE + "Describe")
         with pytest.raises(errors.LimitError), rpc_errors():
-            await channel.unary_unary(SERVICE + "Describe")(bytes(5 * 2**20))
+            await describe(bytes(5 * 2**20))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])

@@ -81,7 +81,7 @@ class Plan:
     segment: int = 1
     base_step: int = 0
     to_step: int = 10
-    exchange: int = pb.EXCHANGE_METHOD_ALL_REDUCE
+    exchange: pb.ExchangeMethod.ValueType = pb.EXCHANGE_METHOD_ALL_REDUCE
     numerics: int = CURRENT
 
     def request(self, workers: list[Worker], rank: int, membership: int = 1) -> pb.ExecuteRequest:

@@ -39,7 +39,11 @@ FENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_fro
 async def test_a_fence_never_falls(calls: list[tuple[int, int, str]]) -> None:
     """`led_by` is what the coordinator says when it is asked."""
     guard, term, memberships, led_by = FenceGuard(), 0, {"a": 0, "b": 0}, 0
-    guard.ask_with(lambda: asyncio.get_running_loop().call_soon(guard.see_term, led_by))
+
+    def ask() -> None:
+        asyncio.get_running_loop().call_soon(guard.see_term, led_by)
+
+    guard.ask_with(ask)
     for given_term, membership, party in calls:
         fence = types_pb2.Fence(term=given_term, membership=membership)
         led_by = max(led_by, given_term)
@@ -279,7 +283,11 @@ def test_the_torch_thread_runs_jobs_in_order() -> None:
     thread, seen = TorchThread(1), []
     thread.start()
     for number in range(3):
-        thread.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
+
+        def note(number: int = number) -> None:
+            seen.append((number, threading.current_thread().name))
+
+        thread.submit(note)
     assert thread.stop(10.0)
     assert seen == [(0, "torch"), (1, "torch"), (2, "torch")]
 

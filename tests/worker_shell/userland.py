@@ -14,7 +14,7 @@ from stratagem.worker.engine.execution.abilities import KINDS, Kind
 from tests.worker_shell.rows import Numbers
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 5))
 
 

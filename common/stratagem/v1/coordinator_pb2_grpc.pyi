@@ -207,10 +207,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Stale reports are answered OK and ignored.
     """
 
-class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
+class CoordinatorServiceServicer:
     """---- called by clients ----"""
 
-    @_abc_1.abstractmethod
     def SubmitRun(
         self,
         request: _coordinator_pb2.SubmitRunRequest,
@@ -222,7 +221,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         job; NOT_FOUND when an uploaded data set or a state is not here, or not for the caller.
         """
 
-    @_abc_1.abstractmethod
     def GetRun(
         self,
         request: _coordinator_pb2.GetRunRequest,
@@ -230,7 +228,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.GetRunResponse, _abc.Awaitable[_coordinator_pb2.GetRunResponse]]:
         """One run. NOT_FOUND."""
 
-    @_abc_1.abstractmethod
     def ListRuns(
         self,
         request: _coordinator_pb2.ListRunsRequest,
@@ -240,7 +237,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         from an earlier answer.
         """
 
-    @_abc_1.abstractmethod
     def WatchRun(
         self,
         request: _coordinator_pb2.WatchRunRequest,
@@ -250,7 +246,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
         """
 
-    @_abc_1.abstractmethod
     def CancelRun(
         self,
         request: _coordinator_pb2.CancelRunRequest,
@@ -260,7 +255,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
         """
 
-    @_abc_1.abstractmethod
     def ResumeRun(
         self,
         request: _coordinator_pb2.ResumeRunRequest,
@@ -271,7 +265,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
         """
 
-    @_abc_1.abstractmethod
     def DeleteRun(
         self,
         request: _coordinator_pb2.DeleteRunRequest,
@@ -281,7 +274,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE while its workers still let go of it.
         """
 
-    @_abc_1.abstractmethod
     def DownloadState(
         self,
         request: _coordinator_pb2.DownloadStateRequest,
@@ -292,7 +284,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         damaged; OUT_OF_RANGE when offset lies behind the end.
         """
 
-    @_abc_1.abstractmethod
     def DownloadProfile(
         self,
         request: _coordinator_pb2.DownloadProfileRequest,
@@ -302,7 +293,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         not here, or has recorded nothing.
         """
 
-    @_abc_1.abstractmethod
     def UploadData(
         self,
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.UploadDataRequest],
@@ -313,7 +303,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
         """
 
-    @_abc_1.abstractmethod
     def TailLogs(
         self,
         request: _coordinator_pb2.TailLogsRequest,
@@ -321,7 +310,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.TailLogsResponse], _abc.AsyncIterator[_coordinator_pb2.TailLogsResponse]]:
         """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
 
-    @_abc_1.abstractmethod
     def ListWorkers(
         self,
         request: _coordinator_pb2.ListWorkersRequest,
@@ -329,7 +317,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
         """The workers that are registered, alive or not."""
 
-    @_abc_1.abstractmethod
     def Diagnose(
         self,
         request: _coordinator_pb2.DiagnoseRequest,
@@ -339,7 +326,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         now, one caller after the other, which takes up to some seconds.
         """
 
-    @_abc_1.abstractmethod
     def RegisterWorker(
         self,
         request: _coordinator_pb2.RegisterWorkerRequest,
@@ -352,7 +338,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         when nobody answers at the address under this incarnation.
         """
 
-    @_abc_1.abstractmethod
     def Heartbeat(
         self,
         request: _coordinator_pb2.HeartbeatRequest,
@@ -362,7 +347,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         again.
         """
 
-    @_abc_1.abstractmethod
     def Leave(
         self,
         request: _coordinator_pb2.LeaveRequest,
@@ -372,7 +356,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Durable once answered; one that is not registered (any more) is answered OK.
         """
 
-    @_abc_1.abstractmethod
     def Rendezvous(
         self,
         request: _coordinator_pb2.RendezvousRequest,
@@ -383,7 +366,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE when members stayed away, who are then suspected.
         """
 
-    @_abc_1.abstractmethod
     def Suspect(
         self,
         request: _coordinator_pb2.SuspectRequest,

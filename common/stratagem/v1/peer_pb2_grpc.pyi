@@ -64,8 +64,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     receiver, with an id that stands in its log.
     """
 
-class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
+class PeerServiceServicer:
     def Send(
         self,
         request_iterator: _MaybeAsyncIterator[_peer_pb2.SendRequest],

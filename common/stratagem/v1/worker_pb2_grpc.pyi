@@ -150,8 +150,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     broken connection, and by operators.
     """
 
-class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
+class WorkerServiceServicer:
     def Execute(
         self,
         request: _worker_pb2.ExecuteRequest,
@@ -166,7 +165,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         ABORTED when the session was closed meanwhile.
         """
 
-    @_abc_1.abstractmethod
     def GetState(
         self,
         request: _worker_pb2.GetStateRequest,
@@ -178,7 +176,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         membership within the worker's exchange timeout.
         """
 
-    @_abc_1.abstractmethod
     def SetState(
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.SetStateRequest],
@@ -195,7 +192,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         ABORTED when another stream uploads the same blob.
         """
 
-    @_abc_1.abstractmethod
     def GetGradients(
         self,
         request: _worker_pb2.GetGradientsRequest,
@@ -208,7 +204,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         within the worker's exchange timeout.
         """
 
-    @_abc_1.abstractmethod
     def ApplyGradients(
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ApplyGradientsRequest],
@@ -219,7 +214,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         Also answers: the codes of GetGradients; DATA_LOSS for a wrong CRC.
         """
 
-    @_abc_1.abstractmethod
     def Abort(
         self,
         request: _worker_pb2.AbortRequest,
@@ -229,7 +223,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         session that is not here is fine.
         """
 
-    @_abc_1.abstractmethod
     def CloseSession(
         self,
         request: _worker_pb2.CloseSessionRequest,
@@ -237,7 +230,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.CloseSessionResponse, _abc.Awaitable[_worker_pb2.CloseSessionResponse]]:
         """Frees what the worker holds of a run (or of one session). Idempotent."""
 
-    @_abc_1.abstractmethod
     def Describe(
         self,
         request: _worker_pb2.DescribeRequest,

@@ -24,7 +24,7 @@ def device_of(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cpu":
         return device
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    if not torch.backends.cuda.is_built():
         lack = f"torch {torch.__version__} is built without CUDA; install one with it"
         raise InvalidInputError.at("--device", f"{name}: {lack}, or use --device cpu")
     num_devices = torch.cuda.device_count()

@@ -25,7 +25,7 @@ def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
     """(digest, the same in words) for computations on `device` in the calling thread."""
     parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
     if device.type == "cuda":
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        cudnn = torch.backends.cudnn.version()
         parts += [f"CUDA {torch.version.cuda}", f"cuDNN {cudnn}"]
         parts.append(f"capability {torch.cuda.get_device_capability(device)}")
     parts += [

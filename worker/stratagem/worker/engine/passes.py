@@ -157,7 +157,7 @@ class Passes:
             # The bits of the gradient of mean · weight, without the two products.
             begin = self.start.of(mean, loss.weight) if is_weighted else None
             try:
-                root.backward(begin)  # type: ignore[no-untyped-call]
+                root.backward(begin)
             except RuntimeError as error:
                 raise naming_parameters(error, [root], self.model.named_parameters()) from error
         return loss.mean.detach(), float(loss.weight)

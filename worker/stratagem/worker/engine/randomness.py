@@ -73,7 +73,7 @@ class KeyedRandomness:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._is_known = runs_only_known_code(model)
@@ -110,7 +110,7 @@ class KeyedRandomness:
 
     def allow_compiled_code(self) -> None:
         """To be called before the model's modules are compiled."""
-        self._border = torch.compiler.disable(self._before_call)  # type: ignore[no-untyped-call]
+        self._border = torch.compiler.disable(self._before_call)
 
     def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
         """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
@@ -166,7 +166,7 @@ class KeyedRandomness:
             generator.manual_seed(key & _POSITIVE)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Notes which module's seed was in force whenever a random number was drawn."""
 
     def __init__(self, owner: KeyedRandomness) -> None:

@@ -45,7 +45,7 @@ class AloneExchange:
             []
             if self._is_small
             else [
-                param.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(self._make_hook(index))
                 for index, param in enumerate(self._params)
             ]
         )

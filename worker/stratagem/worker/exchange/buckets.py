@@ -58,7 +58,7 @@ class GradientBuckets:
         self._num_missing = [0] * len(self.layout.buckets)
         for slot, param in zip(self.layout.slots, self._params, strict=True):
             hook = self._make_hook(slot.index, slot.bucket)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(hook)
 
     @property
     def num_extras(self) -> int:

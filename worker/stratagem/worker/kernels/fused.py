@@ -124,7 +124,7 @@ def _launch_over(program: Any, numel: int, first: Tensor, *args: Any, **constant
     """One instance of the program per BLOCK elements, on the device of its first argument."""
     if numel == 0:
         return
-    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(first):
         # A product and a sum contracted to one operation would round differently.
         program[(-(-numel // BLOCK),)](
             first, *args, BLOCK=BLOCK, enable_fp_fusion=False, **constants

@@ -61,7 +61,7 @@ def to_host(tensor: Tensor) -> HostCopy:
     # Should it be freed early, its memory is not given to others before the copy has ended.
     tensor.record_stream(stream)
     # blocking: whoever waits for it leaves the core to others
-    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived = torch.cuda.Event(blocking=True)
     arrived.record(stream)
     return HostCopy(host, arrived)
 
@@ -86,7 +86,7 @@ class SideStream:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event | None:
         """The end of what the calling thread's current stream has been given so far."""

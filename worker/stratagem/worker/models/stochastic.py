@@ -28,7 +28,7 @@ def runs_only_known_code(model: nn.Module) -> bool:
     own. When in doubt, False.
     """
     return (
-        not has_hooks_for_all_modules()  # type: ignore[no-untyped-call]
+        not has_hooks_for_all_modules()
         and all(_is_known(module) for module in model.modules())
         and all(_is_bare(tensor) for tensor in chain(model.parameters(), model.buffers()))
     )

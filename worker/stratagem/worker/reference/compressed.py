@@ -83,7 +83,7 @@ def compressed_loop(
                 randomness.begin(job.seed, step, shard, micro_batch)
                 x, y = gather(data, part, "reference")
                 value = loss_fn(model(x), y, len(part))
-                scale.up(value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                scale.up(value.mean * value.weight).backward()
                 found[0] += value.weight
                 found[1] += value.mean.detach().double() * value.weight
             weight.append(found[0])

@@ -68,7 +68,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
             x, y = take(rows)
             loss = loss_fn(model(x), y, len(rows)).mean
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             if job.optimizer.clip_norm is not None:
                 nn.utils.clip_grad_norm_(params, job.optimizer.clip_norm, foreach=False)
             optimizer.step()
@@ -120,7 +120,7 @@ def sharded_loop(
                 randomness.begin(job.seed, step, shard, micro_batch)
                 x, y = take(rows)
                 value = loss_fn(model(x), y, len(rows))
-                scale.up(value.mean * value.weight).backward()  # type: ignore[no-untyped-call]
+                scale.up(value.mean * value.weight).backward()
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
             found = [each.gradient() for each in trained]
@@ -304,7 +304,7 @@ def backward(
     """(mean · weight, weight) of a micro-batch. A single one's mean is differentiated as it is."""
     is_single = num_micro_batches == 1 and job.window.must_divide
     root = value.mean if is_single else value.mean * value.weight
-    scale.up(root).backward()  # type: ignore[no-untyped-call]
+    scale.up(root).backward()
     return value.mean.item() * value.weight, value.weight
 
 

@@ -288,7 +288,7 @@ class _Loop:
                 x, y = self._gather(self._data, indices, "reference")
                 value = self._loss(self._model(x), y, len(indices))
                 root = value.mean * value.weight
-                self._scale.up(root).backward()  # type: ignore[no-untyped-call]
+                self._scale.up(root).backward()
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
             parts.append([weight, loss, *map(_gradient_of, self._params)])

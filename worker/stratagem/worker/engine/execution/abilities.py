@@ -189,6 +189,6 @@ def _compute(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -
         while not isinstance(output, Tensor):
             output = output[0]
         if trains:
-            output.sum().backward()  # type: ignore[no-untyped-call]
+            output.sum().backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # errors of kernels are told later
