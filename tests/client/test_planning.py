@@ -1,7 +1,6 @@
 """Questions that the client asks a process with torch."""
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,8 +10,9 @@ from stratagem.client.cli.main import app
 from stratagem.client.cli.planning_commands import parse_size
 from stratagem.common.errors import InvalidInputError, UnavailableError
 from stratagem.common.job import load_job
+from tests.generate_stubs import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_local.yaml"
+EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.failpoints import FAILPOINTS, directory_of_this_process, failpoint
+from tests.generate_stubs import ROOT
 from tests.store.programs import run
 
-ROOT = Path(__file__).parents[2]
 HIT = """
 from stratagem.common.failpoints import failpoint
 for count in range(int(sys.argv[1])):
