@@ -90,7 +90,8 @@ def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
     for block in torch.split(flat, BLOCK):
         if divisor is not None:
             block.div_(divisor)
-        norms.append(torch.linalg.vector_norm(wide[: block.numel()].copy_(block)))
+        room = wide if block.numel() == wide.numel() else wide[: block.numel()]
+        norms.append(torch.linalg.vector_norm(room.copy_(block)))
     return norms[0] if len(norms) == 1 else torch.stack(norms)
 
 
