@@ -9,7 +9,7 @@
     durable.py    files that are hashed while they are written and survive a power cut
     temporary.py  files that vanish with their writer
 
-Knows bytes and digests. What a blob holds is the business of `common/tensors/safefile.py`.
+Knows bytes and digests. What a blob holds is the business of `stratagem.common.tensors.safefile`.
 """
 
 from stratagem.coordinator.blobs.directory import DirectoryBlobs
