@@ -139,6 +139,35 @@ def test_memory_that_others_have_taken_says_nothing_about_the_device(
     assert obstacle(*asked) is None
 
 
+def test_a_device_that_can_do_nothing_at_the_moment_is_asked_again(
+    rare: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a CUDA error of somebody else: not even a plain layer in single precision works."""
+    broken: dict[str, Any] = {"is": True}
+
+    def computed(*arguments: Any) -> None:
+        if broken["is"]:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(abilities, "_compute", computed)
+    for numbers in (Numbers("Half", torch.bfloat16), Numbers("Full", torch.float64)):
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            obstacle("Rare", numbers, CPU, True)
+    broken["is"] = False
+    assert obstacle("Rare", Numbers("Half", torch.bfloat16), CPU, True) is None
+
+
+@pytest.mark.parametrize("numbers", ALL_NUMBERS, ids=str)
+@pytest.mark.parametrize("kind", ["Linear", "LSTM"])
+def test_the_modes_of_the_caller_do_not_matter(kind: str, numbers: Numbers) -> None:
+    obstacle.cache_clear()
+    expected = obstacle(kind, numbers, CPU, True)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        obstacle.cache_clear()
+        with mode:
+            assert obstacle(kind, numbers, CPU, True) == expected
+
+
 def test_trials_draw_no_random_number() -> None:
     obstacle.cache_clear()
     before = torch.get_rng_state()

@@ -47,6 +47,8 @@ ALL_NUMBERS: Final = (
     Numbers("Full", torch.float64),
     Numbers("Single", torch.float32),
 )
+SINGLE: Final = ALL_NUMBERS[-1]
+"""What everything is made for."""
 NUM_NAMES: Final = 3
 """Layers that an error names."""
 
@@ -125,16 +127,28 @@ def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
 
 @cache
 def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
-    """Why a layer of this kind cannot be computed so on the device, as torch says; None: it can."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
-        try:
-            _compute(KINDS[kind], numbers, device, trains)
-        except torch.OutOfMemoryError:
-            raise  # by others; it says nothing about the device
-        except Exception as error:  # whatever a library says no with
-            return str(error).partition("\n")[0].partition(". ")[0]
+    """Why a layer of this kind cannot be computed so on the device, as torch says; None: it can.
+
+    Raises what says nothing about the numbers, and forgets it: memory that others have taken, and
+    whatever keeps a plain layer in single precision from being computed at that moment, too.
+    """
+    try:
+        _tried(KINDS[kind], numbers, device, trains)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a library says no with
+        if numbers != SINGLE:
+            _tried(KINDS["Linear"], SINGLE, device, trains)
+        return str(error).partition("\n")[0].partition(". ")[0]
     return None
+
+
+def _tried(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+    """As a job would compute it, whatever modes of torch the caller is in."""
+    with warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
+        with torch.autocast(device.type, enabled=False):
+            _compute(kind, numbers, device, trains)
 
 
 def _numbers(spec: ExecutionSpec) -> Numbers:
