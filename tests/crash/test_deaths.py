@@ -41,6 +41,8 @@ def test_a_fault_in_native_code_is_named_with_its_place(rig: Rig) -> None:
     assert (
         f"ended by SIGSEGV and {PRINTED} | Fatal Python error: Segmentation fault | File " in text
     )
+    assert "Segmentation fault | File " in text
+    assert "userland.py" in text.partition("Segmentation fault | ")[2].partition(" | ")[0]
     assert "ctypes" in text
 
 

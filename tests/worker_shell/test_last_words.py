@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.worker.last_words import MAX_LINES, LastWords, check_previous_exit
+from stratagem.worker.last_words import MAX_FRAMES, MAX_LINES, LastWords, check_previous_exit
 
 DYING = """
 import ctypes, os, sys
@@ -44,8 +44,23 @@ def test_a_fault_names_its_signal_without_a_supervisor(tmp_path: Path) -> None:
     assert ended(tmp_path, "ctypes.string_at(0)").returncode == -signal.SIGSEGV
     told = LastWords(tmp_path, "w", "second").previous
     assert told.status == -signal.SIGSEGV
-    assert told.last_lines[-2] == "Fatal Python error: Segmentation fault"
-    assert "ctypes" in told.last_lines[-1]
+    at = list(told.last_lines).index("Fatal Python error: Segmentation fault")
+    own, *others = told.last_lines[at + 1 :]
+    assert own.startswith('File "<string>", line ')  # the user's frame first
+    assert "ctypes" in others[0]
+
+
+def test_a_few_frames_of_a_fault_are_told_and_not_more(tmp_path: Path) -> None:
+    calls = "chr(10).join(f'def f{n}(): f{n + 1}()' for n in range(30))"
+    deep = f"exec({calls} + chr(10) + 'def f30(): ctypes.string_at(0)'); f0()"
+    assert ended(tmp_path, deep).returncode == -signal.SIGSEGV
+    told = LastWords(tmp_path, "w", "second").previous.last_lines
+    at = list(told).index("Fatal Python error: Segmentation fault")
+    assert len(told) == MAX_LINES
+    assert len(told[at + 1 :]) == MAX_FRAMES
+    assert told[at + 1].endswith("in f30")
+    assert "ctypes" in told[at + 2]
+    assert told[at + 3].endswith("in f29")
 
 
 def test_a_folder_that_takes_no_files_ends_no_worker(tmp_path: Path) -> None:

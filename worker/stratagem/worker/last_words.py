@@ -29,6 +29,10 @@ log = structlog.get_logger(__name__)
 
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300
+MAX_FRAMES: Final = 4
+"""Of a fault's."""
+_NOT_THE_USERS: Final = ("/site-packages/", "/lib/python", "/stratagem/worker/")
+"""In the paths of code that the job has not brought."""
 _HEAD: Final = struct.Struct("<8sqqII")
 """Magic, step, bytes printed so far, whether it was stopped, length of the text."""
 _MAGIC: Final = b"lastwrd1"
@@ -211,9 +215,22 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
     log.warning("the process before ended by a fault", trace=lines)
     if not told.HasField("status") and found[1] in _FAULTS:
         told.status = -signal.Signals[_FAULTS[found[1]]]
-    frames = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-    told.last_lines.extend(map(_shown, [lines[0], *frames[:1]]))
+    found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
+    frames = list(dict.fromkeys(found_frames))  # recursion once
+    told.last_lines.extend(map(_shown, [lines[0], *_shown_frames(frames)]))
     del told.last_lines[: max(0, len(told.last_lines) - MAX_LINES)]
+
+
+def _shown_frames(frames: list[str]) -> list[str]:
+    """A few of them, innermost first: the user's own, if it is not among those, before the rest.
+
+    The user's is the first that lies in no installed package and in no library of Python.
+    """
+    own = next((each for each in frames if not any(part in each for part in _NOT_THE_USERS)), None)
+    shown = frames[:MAX_FRAMES]
+    if own is None or own == frames[0]:
+        return shown
+    return [own, *(each for each in shown if each != own)][:MAX_FRAMES]
 
 
 def check_previous_exit(value: str) -> str:
