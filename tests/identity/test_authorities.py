@@ -154,6 +154,15 @@ def test_a_crash_between_the_two_files_leaves_an_authority_that_signs(
     invoke("renew-authority", str(folder))
 
 
+def test_two_authorities_of_one_name_are_told_apart(own_authority: Authority) -> None:
+    file = own_authority.folder / "ca.crt"
+    invoke("renew-authority", str(own_authority.folder))
+    shown = invoke("show", str(file)).splitlines()
+    prints = [line.strip() for line in shown if line.startswith("    sha256:")]
+    assert len(set(prints)) == 2
+    assert prints == [each.fingerprint for each in show(file)]
+
+
 # ---- what is said when one is over ----
 
 

@@ -39,6 +39,7 @@ def test_certs_for_development(tmp_path: Path) -> None:
     assert "is there already; name another folder" in again.stderr
     wrong = invoke("certs", "show", f"{folder}/ca.key", exit_code=1)
     assert "ca.key holds no PEM certificate" in wrong.stderr
+    assert "http" not in wrong.stderr  # to pages about programming with a library
 
 
 def test_certs_for_a_pool(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from stratagem.common.base.wording import plainly
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError, WrongStateError
 from stratagem.common.private_file import check_private
 from stratagem.common.whole_file import whole_file
@@ -51,7 +52,7 @@ def trusted(folder: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else plainly(error)
         raise InvalidInputError.at("folder", f"{folder / CA_FILE}: {reason}") from None
 
 
@@ -61,7 +62,7 @@ def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     try:
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else plainly(error)
         raise InvalidInputError.at("folder", f"{path}: {reason}") from None
     check_private("folder", path)
     for certificate in trusted(folder):

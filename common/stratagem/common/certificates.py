@@ -22,6 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from stratagem.common import authorities
 from stratagem.common.authorities import CA_FILE, CA_KEY_FILE
+from stratagem.common.base.wording import plainly
 from stratagem.common.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.ids import check_worker_id
 from stratagem.common.rpc.chain import AUTHORITY
@@ -255,6 +256,8 @@ class Shown:
     hosts: tuple[str, ...]
     uris: tuple[str, ...]
     expires: datetime
+    fingerprint: str
+    """As the file of the revoked names it: it tells authorities of one name apart."""
 
     @property
     def has_expired(self) -> bool:
@@ -268,7 +271,9 @@ def show(path: Path) -> list[Shown]:
     except OSError as error:
         raise InvalidInputError.at("file", f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise InvalidInputError.at("file", f"{path} holds no PEM certificate: {error}") from None
+        raise InvalidInputError.at(
+            "file", f"{path} holds no PEM certificate: {plainly(error)}"
+        ) from None
     return [_shown(path, each) for each in certificates]
 
 
@@ -283,7 +288,8 @@ def _shown(path: Path, certificate: x509.Certificate) -> Shown:
         role, name, trust_domain = cert_id.role, cert_id.name, cert_id.trust_domain
     hosts = [*names_of(certificate, x509.DNSName), *names_of(certificate, x509.IPAddress)]
     expires = certificate.not_valid_after_utc
-    return Shown(str(path), role, name, trust_domain, tuple(hosts), tuple(uris), expires)
+    digest = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
+    return Shown(str(path), role, name, trust_domain, tuple(hosts), tuple(uris), expires, digest)
 
 
 def _names(cert_id: CertId, hosts: Sequence[str]) -> list[str]:

@@ -262,8 +262,7 @@ def _print_certificates(files: list[Path]) -> None:
         expired = ", EXPIRED" if each.has_expired else ""
         print(f"{each.file}: {who}, until {each.expires:%Y-%m-%d %H:%M} UTC{expired}")
         names = ", ".join((*each.uris, *each.hosts))
-        if names:
-            print(f"    {names}")
+        print(f"    {names or each.fingerprint}")
 
 
 def _holder(word: str) -> str:

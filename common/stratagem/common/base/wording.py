@@ -1,6 +1,7 @@
 """Numbers and values as sentences say them, of the coordinator and of the command line alike."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -26,3 +27,8 @@ def _value_text(value: Any) -> str:
             return f"{value:.6g}"
         case _:
             return json.dumps(value)
+
+
+def plainly(error: Exception) -> str:
+    """What a library says, without its pointer to pages about how to program with it."""
+    return re.sub(r" *See https?://\S+ for more details\.", "", str(error))

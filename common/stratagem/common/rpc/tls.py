@@ -19,6 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from stratagem.common.base.wording import plainly
 from stratagem.common.errors import InvalidInputError
 from stratagem.common.private_file import check_private
 from stratagem.common.rpc.chain import Chain, chain_of, ended, first_to_end, said
@@ -185,7 +186,7 @@ class TlsFiles:
             mine = load_pem_private_key(key, None).public_key()
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise InvalidInputError.at(
-                "tls_key", f"{self.key} holds no PEM key without a password: {error}"
+                "tls_key", f"{self.key} holds no PEM key without a password: {plainly(error)}"
             ) from None
         form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         if mine.public_bytes(*form) != leaf.public_key().public_bytes(*form):
@@ -248,4 +249,6 @@ def _certificates(field: str, path: File, pem: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise InvalidInputError.at(field, f"{path} holds no PEM certificate: {error}") from None
+        raise InvalidInputError.at(
+            field, f"{path} holds no PEM certificate: {plainly(error)}"
+        ) from None
