@@ -162,6 +162,9 @@ def test_what_cannot_be_begun_from_is_named(
         client.submit(evaluating(initial={"digest": "0" * 64}))
     with pytest.raises(InvalidInputError, match="No such file"):
         client.submit(evaluating(initial={"file": str(tmp_path / "none.safetensors")}))
+    plain = train(client, job(steps=2))
+    with pytest.raises(NotFoundError, match=r"has no state '77'; kept are final, 0, 1$"):
+        plain.run.download(tmp_path / "none.safetensors", "77")
     with pytest.raises(NotFoundError, match="has no predictions"):
         trained.run.download(tmp_path / "none.safetensors", "predictions")
     run = client.submit(evaluating("mlp", initial={"run": trained.run.run_id}))

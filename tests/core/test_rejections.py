@@ -440,6 +440,17 @@ def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
     assert text in [sentence(fact) for fact in simulation.facts(ClientEvaluated)]
 
 
+def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
+    simulation = evaluating()
+    for client in (0, 2):
+        simulation.tell(Report(RUN, evaluated(client)))
+    assert reason(simulation) == ""
+    simulation.tell(LoseWorker(member("b"), "gone"))
+    assert reason(simulation) == "round 1 waits to be evaluated by client 1 (b), not here"
+    simulation.tell(register("b", 1, local_data=("ward",)))
+    assert reason(simulation) == ""
+
+
 def test_an_evaluation_that_nobody_can_do_fails_the_run() -> None:
     simulation = evaluating()
     for client in range(3):

@@ -21,7 +21,7 @@ HELP: Final = """Train one PyTorch model on many machines under a strategy that 
 
 Try it without a server: stratagem run job.yaml --local 2
 
-Exit codes: 0 done, 1 failed, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong use of a command, 130 interrupted.
 """
 
 app = typer.Typer(

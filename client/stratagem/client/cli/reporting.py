@@ -1,7 +1,7 @@
 """How a command ends: what stands on stderr and in the exit code.
 
-Exit codes: 0 done, 1 failed, 130 interrupted. Owns the wording of failures; a failure that is the
-user's to mend is shown without a traceback of ours.
+Exit codes: 0 done, 1 failed, 2 wrong use of a command (typer ends so), 130 interrupted. Owns the
+wording of failures; a failure that is the user's to mend is shown without a traceback of ours.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.wording import counted, values_text
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.strategies.deaths import how
 
@@ -46,7 +46,9 @@ def _finished(fact: f.SegmentFinished) -> str:
     if not fact.step:  # of a job that trains nothing
         return f"segment {fact.segment} evaluated: {more}"
     text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
-    redone = f" ({fact.num_redone_steps} steps done again)" if fact.num_redone_steps else ""
+    redone = (
+        f" ({counted(fact.num_redone_steps, 'step')} done again)" if fact.num_redone_steps else ""
+    )
     return f"{text}{', ' + more if more else ''}{redone}"
 
 
@@ -109,7 +111,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "RunResumed": lambda e: _by(_resumed(e), e),
     "RunFailed": lambda e: f"failed: {e.reason}",
     "RunCompleted": lambda e: f"completed: {e.reason}",
-    "RunReleased": lambda e: "the workers have let go of the run",
+    "RunReleased": lambda e: "its workers are free again",
     "RunDeleted": lambda e: _by("deleted", e),
     "RunExpired": lambda e: f"deleted: {e.reason}",
     "PartyFailed": lambda e: f"failed: {e.reason}",
@@ -130,8 +132,10 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         if e.reason
         else f"segment {e.segment}: evaluated by client {e.client}"
     ),
-    "RosterFormed": lambda e: f"roster of {len(e.clients)} clients formed",
-    "ClientsSelected": lambda e: f"round {e.round_num}: {len(e.clients)} clients selected",
+    "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
+    "ClientsSelected": lambda e: (
+        f"round {e.round_num}: {counted(len(e.clients), 'client')} selected"
+    ),
     "ClientsAssigned": _assigned,
     "UpdateReceived": lambda e: (
         f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "
@@ -142,7 +146,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     ),
     "RoundWaits": _waits,
     "Noted": lambda e: f"{e.kind}: {e.reason}" if e.reason else e.kind,
-    "PopulationFormed": lambda e: f"population of {len(e.params)} members formed",
+    "PopulationFormed": lambda e: f"population of {counted(len(e.params), 'member')} formed",
     "MemberEvolved": _evolved,
     "GenerationClosed": _generation,
     "RoundClosed": _closed,

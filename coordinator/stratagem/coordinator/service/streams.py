@@ -51,7 +51,8 @@ def which(run: RunView, name: str) -> Digest:
     by_name = {str(commit.segment): commit.digest for commit in run.commits}
     if name in by_name:
         return by_name[name]
-    known = ", ".join(["final", "best", *by_name])
+    named = [("final", bool(run.commits)), ("best", any(each.is_best for each in run.commits))]
+    known = ", ".join([*(name for name, is_there in named if is_there), *by_name]) or "none"
     raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {known}")
 
 

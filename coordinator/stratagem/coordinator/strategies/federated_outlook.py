@@ -4,6 +4,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.strategies.contract import Outlook
+from stratagem.coordinator.strategies.federated_evaluation import evaluators_left
 from stratagem.coordinator.strategies.federated_run import FederatedRun, lacking, spec_of
 from stratagem.coordinator.strategies.placement import eligible, why_none
 from stratagem.coordinator.strategies.rejections import said
@@ -39,7 +40,7 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
     if value.accepted:
         return RunPhase.RUNNING, "AGGREGATING", ""
     if not value.selected:
-        return RunPhase.RUNNING, "SELECTING", ""
+        return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
     answered = len(value.updates) + len(value.rejected)
     count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
     if value.rejected:
@@ -53,6 +54,18 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
         return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
     return RunPhase.RUNNING, "TRAINING", count
+
+
+def _why_not_evaluated(value: FederatedRun) -> str:
+    """For whom an evaluation waits, each on rows that only it has; "" where all are here."""
+    here = {member.worker_id for member in value.helper}
+    for base in value.to_evaluate:
+        left = evaluators_left(value, base.segment) if base.segment in value.evaluators else ()
+        away = [c for c in left if value.roster[c].worker_id not in here]
+        if away:
+            names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in away[:4])
+            return f"round {base.segment} waits to be evaluated by {names}, not here"
+    return ""
 
 
 def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:

@@ -6,6 +6,7 @@ Pure functions of the run value and of which workers there are; federated.py ask
 from collections import Counter
 from collections.abc import Mapping
 
+from stratagem.common.base.wording import counted
 from stratagem.common.ids import WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
@@ -169,7 +170,7 @@ def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
     if value.to_evaluate:
         return None
     assert value.committed is not None
-    done = f"{value.committed.segment} rounds committed"
+    done = f"{counted(value.committed.segment, 'round')} committed"
     return RunCompleted(
         reason="; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))
     )

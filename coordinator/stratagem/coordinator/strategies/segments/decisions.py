@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from stratagem.common.base.wording import counted
 from stratagem.common.ids import Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.causes import Cause
@@ -24,7 +25,7 @@ def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | No
 
 def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
     if not job.only_evaluates or job.evaluation is None:
-        return f"{num_steps} steps committed"
+        return f"{counted(num_steps, 'step')} committed"
     split = job.evaluation.split
     return f"{run.num_rows[split]} rows of {split} evaluated"
 
