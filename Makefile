@@ -2,21 +2,36 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Whatever torch's CUDA builds need is torch's to pin.
+LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --universal --python-version 3.11 \
+	--constraint constraints.txt --no-annotate --no-header --no-emit-package torch \
+	--extra $(1) --output-file $(VENV)/lock pyproject.toml \
+	&& awk '/^[a-z]/ { is_cuda = /^(nvidia|cuda)-/ } !is_cuda' $(VENV)/lock > $(2) && rm $(VENV)/lock
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test sweep images cluster-test kubernetes-test bench docs proto fmt clean
+.PHONY: help setup lock demo check test coverage matrix sweep images cluster-test kubernetes-test bench docs proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(VENV)/.installed  ## virtual environment with everything installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# torch alone is pinned by its version and not by hashes: its CPU builds come from other places than
+# its CUDA builds, and are other files of the same version, with other dependencies. The last line
+# installs no package but this one, and fails where one is missing or of another version.
+$(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP) --require-hashes --no-deps --requirement requirements.lock
+	$(PIP) --constraint constraints.txt "torch==2.13.0"
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip --disable-pip-version-check check
 	touch $@
+
+lock: setup  ## the lock files: what constraints.txt pins, with the hashes of PyPI
+	$(call LOCK,dev,requirements.lock)
+	$(call LOCK,kubernetes,requirements-kubernetes.lock)
 
 demo: setup  ## train digits under two strategies on an embedded cluster
 	$(BIN)/python examples/demo.py
@@ -27,8 +42,8 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/buf lint
 	$(BIN)/mypy
 
-test: setup  ## all tests but the long ones
-	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile
+test: setup  ## all tests but the long ones; ARGS="-k x tests/core" chooses
+	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile $(ARGS)
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
 	$(BIN)/python -m pytest -q -m sweep --numprocesses 2 --dist worksteal
@@ -40,7 +55,7 @@ cluster-test: setup  ## the docker-compose cluster with faults, on a Docker engi
 	$(BIN)/python -m pytest -q -m docker
 
 kubernetes-test: setup  ## the Kubernetes overlays against the schemas of three versions
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[kubernetes]"
+	$(PIP) --require-hashes --no-deps --requirement requirements-kubernetes.lock
 	$(BIN)/python -m pytest -q tests/deploy/test_kubernetes.py
 
 bench: setup  ## print the benchmark tables

@@ -29,3 +29,17 @@ def test_a_range_ends_and_holds_the_version_that_is_run(asked: Requirement) -> N
     operators = {each.operator for each in asked.specifier}
     assert operators == {">=", "<"}
     assert asked.specifier.contains(PINNED[asked.name.lower()])
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-kubernetes.lock"])
+def test_a_lock_file_has_the_hashes_of_what_is_pinned(name: str) -> None:
+    """Change constraints.txt or an extra, then `make lock`."""
+    entries = (ROOT / name).read_text().replace("\\\n", "").splitlines()
+    locked = {}
+    for package, _, rest in (entry.partition("==") for entry in entries):
+        assert "--hash=sha256:" in rest, package
+        locked[package] = rest.split()[0]
+    assert locked == {package: PINNED[package] for package in locked}
+    extra = "kubernetes" if "kubernetes" in name else "dev"
+    for asked in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        assert asked.name == PROJECT["name"] or asked.name.lower() in locked, asked
