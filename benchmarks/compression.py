@@ -29,15 +29,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from stratagem.common.compression import TensorLayout, make_codec
 from stratagem.common.job import JobSpec
-from stratagem.common.shards import split_rows
-from stratagem.worker.data.order import BatchOrder
-from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import GradientBuckets, mesh_exchange
-from stratagem.worker.exchange.layout import BUCKET_BYTES, CODED_BUCKET_BYTES
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.mesh import form_gloo
-from stratagem.worker.models.build import build_model
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = ("10.99.77.1", "10.99.77.2")

@@ -32,19 +32,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from stratagem.common.certificates import make_authority
-from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.authentication import Gate
+from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.certificates import make_authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
-from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
-from stratagem.worker.mesh.grpc import form_grpc
-from stratagem.worker.mesh.neighbours import SharedListener
-from stratagem.worker.mesh.shared import form_shared
-from stratagem.worker.peer import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.grpc_backend import form_grpc
+from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.same_host import SharedListener
+from stratagem.worker.mesh.shm_buffers import form_shared
 
 ENGINES = ("shm", "gloo", "grpc", "tls")
 UNORDERED = ("ring", "native")

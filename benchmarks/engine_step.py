@@ -28,17 +28,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import Transformer
 from stratagem.common.job import JobSpec
-from stratagem.common.malloc import tune_malloc
-from stratagem.common.numerics import CURRENT
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.process.malloc import tune_malloc
 from stratagem.worker.data.datasets import Gather, as_dataset
-from stratagem.worker.engine.evaluate import Evaluator
-from stratagem.worker.engine.execution.prepare import prepare
-from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.engine.setup import Setup
-from stratagem.worker.engine.trainer import Trainer
-from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.prepare_model import prepare
+from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
+from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange import AloneExchange
-from stratagem.worker.losses import make_loss
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 NUM_MICRO_BATCHES = 4
 ROWS = {"mlp": 32, "transformer": 8}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Trainer, build_trainer
-from stratagem.worker.entrypoints import EntryPoints
 from stratagem.worker.exchange import AloneExchange
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 WIDTH, NUM_BLOCKS, NUM_ROWS = 512, 12, 512
 NUM_ROUNDS = 9

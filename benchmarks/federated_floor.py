@@ -31,8 +31,8 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.common.malloc import tune_malloc
-from stratagem.common.rpc.options import CLIENT_OPTIONS, SERVER_OPTIONS
+from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import crc32c
 

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from stratagem.worker.exchange.plan import Party
-from stratagem.worker.planning.estimate import MemoryEstimate, estimate_memory, text_of
-from stratagem.worker.planning.step import measure_training
-from tests.planning.support import SITE, job
+from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory, text_of
+from stratagem.tools.planning.simulated_step import measure_training
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from tests.tools.planning.support import SITE, job
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 CASES = {

@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from stratagem.common.job import JobSpec  # noqa: E402
 from stratagem.worker.engine import Trainer, build_trainer  # noqa: E402
-from stratagem.worker.entrypoints import EntryPoints  # noqa: E402
 from stratagem.worker.exchange import GradientBuckets, solo_exchange  # noqa: E402
+from stratagem.worker.user_code.entrypoints import EntryPoints  # noqa: E402
 
 ALLOWED = EntryPoints(["examples.*:*", "benchmarks.phases:*"])
 SGD = {"name": "sgd", "lr": 0.1}

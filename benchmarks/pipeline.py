@@ -30,20 +30,20 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stratagem.common.job import JobSpec
-from stratagem.common.malloc import tune_malloc
 from stratagem.common.pipeline.schedules import one_f_one_b
-from stratagem.worker.entrypoints import EntryPoints
-from stratagem.worker.mesh.grpc import form_grpc
+from stratagem.common.process.malloc import tune_malloc
+from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.link import MessageLink
-from stratagem.worker.mesh.neighbours import SharedListener, connect
-from stratagem.worker.mesh.slots import SlotLink
-from stratagem.worker.peer import Group
-from stratagem.worker.pipeline.build import Placement, Seat, build_stage_runner
+from stratagem.worker.mesh.peer_service import Group
+from stratagem.worker.mesh.same_host import SharedListener, connect
+from stratagem.worker.mesh.shm_messages import SlotLink
+from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 sys.path.append(str(Path(__file__).parents[1]))  # the job names this file as benchmarks.pipeline
 
-from tests.exchange.engines import hub_in_a_thread
+from tests.worker.mesh.engines import hub_in_a_thread
 
 SIZE, NUM_MICRO_BATCHES = 2, 8
 VARIANTS = ("ours", "torch", "alone")

@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 from torch import Tensor, nn  # noqa: E402
 
 from stratagem.client import LocalCluster  # noqa: E402
-from stratagem.client.sync import Client, LoopThread, RunHandle  # noqa: E402
-from stratagem.client.views import Event, Phase  # noqa: E402
+from stratagem.client.sdk.blocking_client import Client, LoopThread, RunHandle  # noqa: E402
+from stratagem.client.sdk.views import Event, Phase  # noqa: E402
 from tests.crash.hands import hands  # noqa: E402
 from tests.crash.jobs import Job, data_parallel, federated, job  # noqa: E402
 from tests.crash.rig import Rig, outcome_of, until  # noqa: E402

@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stratagem.common.ids import RunId  # noqa: E402
-from stratagem.coordinator.journal import Holder, Journal, Record  # noqa: E402
-from stratagem.coordinator.loop import Loop  # noqa: E402
+from stratagem.common.base.ids import RunId  # noqa: E402
+from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
 from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
+from stratagem.coordinator.store.journal import Holder, Journal, Record  # noqa: E402
 from tests.golden.replay import FOLDER, load  # noqa: E402
 from tests.postgres import Postgres  # noqa: E402
 

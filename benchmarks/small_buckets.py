@@ -4,7 +4,7 @@
 
 One bucket, nothing computed, over gloo and over gRPC; processes on this machine, one thread each.
 Median microseconds from the first to the last member, for the thresholds in
-`worker/stratagem/worker/exchange/schedule.py`.
+`worker/stratagem/worker/exchange/all_reduce/all_reduce_schedule.py`.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import Setup, form
-from stratagem.common.malloc import tune_malloc
-from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange, schedule
+from stratagem.common.process.malloc import tune_malloc
+from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 
 NEVER, ALWAYS = 0, 2**60
 WAYS = {"gather": (ALWAYS, ALWAYS), "tree": (ALWAYS, 1), "direct": (NEVER, 1)}
@@ -36,7 +37,10 @@ def run_member(pipe: Connection, engine: str, rank: int, size: int, num_steps: i
     torch.set_num_threads(1)
     for size_bytes in SIZES_BYTES:
         for small_bytes, max_members in WAYS.values():
-            schedule.SMALL_BYTES, schedule.MAX_GATHER_MEMBERS = small_bytes, max_members
+            all_reduce_schedule.SMALL_BYTES, all_reduce_schedule.MAX_GATHER_MEMBERS = (
+                small_bytes,
+                max_members,
+            )
             params = [("p", nn.Parameter(torch.ones(size_bytes // 4)))]
             buckets = GradientBuckets(params, num_extras=0)
             exchange = mesh_exchange(buckets, form(engine, Setup("", rank, size, pipe)), size)

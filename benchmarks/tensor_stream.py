@@ -32,10 +32,17 @@ from typing import Any, cast
 import grpc.aio
 import torch
 
-from stratagem.common.malloc import tune_malloc
+from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.options import CLIENT_OPTIONS, SERVER_OPTIONS
+from stratagem.common.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tensor_transfer import (
+    pull,
+    push,
+    receive_header,
+    receive_upload,
+    serve_get,
+)
 from stratagem.common.tensors.chunks import (
     CHUNK_BYTES,
     ChunkWriter,
@@ -46,7 +53,6 @@ from stratagem.common.tensors.chunks import (
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
-from stratagem.common.tensors.transfer import pull, push, receive_header, receive_upload, serve_get
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 
 TENSOR_ELEMENTS = 1_000_037  # about 4 MB, and no multiple of a chunk

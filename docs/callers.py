@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from docs.tables import table
-from stratagem.common.rpc.authorization import TABLE
-from stratagem.common.rpc.tokens import Scope
+from stratagem.common.identity.authorization import TABLE
+from stratagem.common.identity.bearer_tokens import Scope
 
 
 def callers() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from docs.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("client", "coordinator", "worker", "common")
+PARTS = ("client", "coordinator", "worker", "tools", "common")
 GENERATED = "stratagem/v1"
 SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-from stratagem.coordinator.core.apply import CLUSTER, apply
-from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.commands import (
     CancelRun,
     LoseWorker,
@@ -20,15 +18,17 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     Tick,
 )
-from stratagem.coordinator.core.decide import world_of
 from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.core.encoding import decode
+from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
-from stratagem.coordinator.core.pending import pending, pending_of
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+from stratagem.coordinator.core.strategy_contract import Outlook
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.contract import Outlook
-from tests.core.simulation import RUN, Simulation, ending, job, member, register, start
+from tests.coordinator.core.simulation import RUN, Simulation, ending, job, member, register, start
 
 START = "[*]"
 LOCAL: dict[str, object] = {"type": "Local"}

@@ -11,9 +11,9 @@ from inspect import getdoc
 from pathlib import Path
 
 from docs.tables import table
-from stratagem.common import errors
-from stratagem.common.errors import StratagemError
-from stratagem.common.rpc.status import TABLE, code_of
+from stratagem.common.base import errors
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.rpc.status_codes import TABLE, code_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("common", "coordinator", "worker", "client")

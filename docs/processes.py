@@ -12,12 +12,12 @@ from pydantic_core import PydanticUndefined
 
 from docs.tables import default_text, table, value_text
 from stratagem.client.cli.main import app
-from stratagem.common.metrics.definition import Metric
-from stratagem.common.metrics.process import SHARED
-from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.watching import monitoring as coordinator
-from stratagem.worker import monitoring as worker
-from stratagem.worker.settings import WorkerSettings
+from stratagem.common.observe.metric_definition import Metric
+from stratagem.common.observe.process_metrics import SHARED
+from stratagem.coordinator.process import coordinator_metrics as coordinator
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.worker.process import worker_metrics as worker
+from stratagem.worker.process.worker_settings import WorkerSettings
 
 
 def settings(kind: type[Settings] | type[WorkerSettings]) -> str:

@@ -12,33 +12,33 @@ from typing import Any, ForwardRef, Literal, Union, get_args, get_origin, get_ty
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from stratagem.common.document import MAX_COUNT
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.field_rules import Rule
-from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import (
     AccumulationSpec,
     CompressionSpec,
     ExecutionSpec,
     InitialSpec,
     JobSpec,
-    execution,
-    phases,
+    execution_section,
+    phases_section,
     sections,
 )
-from stratagem.common.job.every import Every
+from stratagem.common.job.interval import Every
 from stratagem.common.job.spec import _MAX_SEED
-from stratagem.common.search_space import SearchSpace
+from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
+from stratagem.common.schema.document import MAX_COUNT
+from stratagem.common.schema.field_rules import Rule
 from stratagem.common.strategy import Strategy, choices, kinds
 from stratagem.common.strategy.json_form import REFUSE
+from stratagem.common.strategy.search_space import SearchSpace
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.decide import decide
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.worker.losses import _LOSSES
-from stratagem.worker.metrics import _METRICS, FROM_LOSS
-from stratagem.worker.models.graph import MODULES
-from tests.core.simulation import RUN, job
+from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, FROM_LOSS
+from stratagem.worker.engine.objectives.losses import _LOSSES
+from stratagem.worker.models.graph_model import MODULES
+from tests.coordinator.core.simulation import RUN, job
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     kind.__name__: kind
@@ -59,9 +59,9 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         AccumulationSpec,
         ExecutionSpec,
         CompressionSpec,
-        phases.PhasesSpec,
-        phases.PredictorSpec,
-        phases.AdaptationSpec,
+        phases_section.PhasesSpec,
+        phases_section.PredictorSpec,
+        phases_section.AdaptationSpec,
         sections.PartitionSpec,
     )
 }
@@ -133,7 +133,9 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
         kind, allowed = _words(
             next(each for each in get_args(annotation) if each is not type(None))
         )
-        variants = [each for each in get_args(annotation) if each in get_args(execution.Variant)]
+        variants = [
+            each for each in get_args(annotation) if each in get_args(execution_section.Variant)
+        ]
         return kind, ", ".join([allowed, *(f"`{{{each.__name__}: n}}`" for each in variants)])
     if hasattr(annotation, "__metadata__"):  # Annotated
         inner = [each for each in annotation.__metadata__ if not isinstance(each, FieldInfo)]

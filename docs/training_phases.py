@@ -5,9 +5,9 @@ An arrow is a step of the schedule that really happened, labelled by what brough
 
 from collections.abc import Iterator
 
-from stratagem.common.job.phases import PhasesSpec
-from stratagem.worker.phases import schedule
-from stratagem.worker.phases.schedule import Phase, Quality, State
+from stratagem.common.job.phases_section import PhasesSpec
+from stratagem.worker.phases import phase_schedule
+from stratagem.worker.phases.phase_schedule import Phase, Quality, State
 
 _SPEC = PhasesSpec(full_steps=2, predict_steps=3, correct_every=2)
 _GOOD, _BAD = Quality(0.0, 1.0), Quality(1.0, 0.0)
@@ -25,7 +25,7 @@ _LABELS = {
 
 def diagram() -> str:
     """Mermaid; KeyError where an arrow has no label here."""
-    arrows = sorted(set(_walk(schedule.initial(_SPEC), _DEPTH)))
+    arrows = sorted(set(_walk(phase_schedule.initial(_SPEC), _DEPTH)))
     lines = [f"    {source} --> {target}: {_LABELS[source, target]}" for source, target in arrows]
     return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> FULL", *lines, "```"])
 
@@ -33,11 +33,11 @@ def diagram() -> str:
 def _walk(state: State, depth: int) -> Iterator[tuple[Phase, Phase]]:
     if depth == 0:
         return
-    opened = schedule.begin(state, _SPEC)
+    opened = phase_schedule.begin(state, _SPEC)
     if state.total_step:
         yield state.phase, opened.phase
     if not opened.phase.is_exact:
-        yield from _walk(schedule.end(opened, _SPEC), depth - 1)
+        yield from _walk(phase_schedule.end(opened, _SPEC), depth - 1)
         return
     for check in (_GOOD, _BAD):
-        yield from _walk(schedule.end(opened, _SPEC, 1.0, (check,)), depth - 1)
+        yield from _walk(phase_schedule.end(opened, _SPEC, 1.0, (check,)), depth - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratagem.coordinator.settings import Settings
-from stratagem.worker.settings import WorkerSettings
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.worker.process.worker_settings import WorkerSettings
 
 
 def coordinator_settings(**fields: Any) -> Settings:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stratagem.common.errors import Violation
-from stratagem.common.ids import Digest, Party, RunId, child_party
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Digest, Party, RunId, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
@@ -25,10 +25,10 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
 )
 from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.contract import Outlook, PartyView
 from stratagem.coordinator.strategies.nested import Child
-from stratagem.coordinator.strategies.table import Strategies
 
 
 @dataclass(frozen=True, slots=True)

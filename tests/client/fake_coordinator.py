@@ -10,15 +10,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from stratagem.client.sync import LoopThread
-from stratagem.common.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from stratagem.client.sdk.blocking_client import LoopThread
+from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.strategy import describe
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, from_proto
-from stratagem.common.tensors.safefile import blob_digest
-from stratagem.common.tensors.transfer import receive_header, receive_upload, serve_get
+from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import Gates, gates_in
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client, RunHandle
-from stratagem.client.views import Event, RunStatus
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.views import Event, RunStatus
 from stratagem.common.job import JobSpec
-from stratagem.worker.entrypoints import EntryPoints
+from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.patience import PATIENCE_S
 
 ALLOWED = EntryPoints(["tests.cluster.userland:*"])

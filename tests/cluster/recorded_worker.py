@@ -10,8 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from stratagem.worker import main as worker
-from stratagem.worker.settings import WorkerSettings, advertised
+from stratagem.worker.process import worker_main as worker
+from stratagem.worker.process.worker_settings import WorkerSettings, advertised
 
 
 class Relay:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.errors import InvalidInputError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, job, train
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

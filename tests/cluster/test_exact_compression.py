@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.worker.reference.compressed import compressed_loop
-from stratagem.worker.reference.gossip import gossip_loop
-from stratagem.worker.reference.loops import federated_loop
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -25,6 +22,9 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference.compressed_loop import compressed_loop
+from tests.reference.gossip_loop import gossip_loop
+from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
 

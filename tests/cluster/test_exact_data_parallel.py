@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.client.sync import Client
-from stratagem.client.views import Phase
-from stratagem.common.errors import RunFailedError
-from stratagem.worker.reference.loops import plain_loop, sharded_loop
-from stratagem.worker.reference.phases import phases_loop
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import RunFailedError
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -23,6 +21,8 @@ from tests.cluster.jobs import (
     train,
     user,
 )
+from tests.reference.loops import plain_loop, sharded_loop
+from tests.reference.phases_loop import phases_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.errors import InvalidInputError, NotFoundError, UserCodeError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference.evaluation import evaluation_loop
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -26,6 +25,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference.evaluation_loop import evaluation_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sync import Client
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, job, train, user
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

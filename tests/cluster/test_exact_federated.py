@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.ids import WorkerId
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.ids import WorkerId
 from stratagem.common.strategy import Federated, Random
 from stratagem.coordinator.core.facts import ClientBinding
-from stratagem.coordinator.strategies.selection import select
-from stratagem.worker.reference.loops import federated_loop
+from stratagem.coordinator.strategies.federated.client_selection import select
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -25,8 +24,9 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
-from tests.metrics.scrape import scrape_process
+from tests.common.observe.scrape import scrape_process
 from tests.patience import growing
+from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
 

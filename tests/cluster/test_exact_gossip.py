@@ -9,12 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.client.views import Progress
-from stratagem.common.errors import InvalidInputError
-from stratagem.worker.reference.gossip import GossipResult, gossip_loop
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Progress
+from stratagem.common.base.errors import InvalidInputError
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -30,6 +28,8 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference.gossip_loop import GossipResult, gossip_loop
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

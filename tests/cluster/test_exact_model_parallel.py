@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client, RunHandle
-from stratagem.client.views import Phase
-from stratagem.common.errors import UserCodeError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference.loops import sharded_loop
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -30,6 +29,7 @@ from tests.cluster.jobs import (
 )
 from tests.cluster.test_exact_population import population
 from tests.crash.rig import until
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.ids import RunId
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics import CURRENT, FIRST
-from stratagem.coordinator.core.encoding import SCHEMA_VERSION
-from stratagem.coordinator.journal import Holder, Journal, Record
-from stratagem.worker.reference.compressed import compressed_loop
-from stratagem.worker.reference.loops import federated_loop, sharded_loop
+from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION
+from stratagem.coordinator.store.journal import Holder, Journal, Record
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -29,6 +27,8 @@ from tests.cluster.jobs import (
     outcome_of,
     train,
 )
+from tests.reference.compressed_loop import compressed_loop
+from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -13,19 +13,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from stratagem.client.cli.tables import print_status, to_json
-from stratagem.client.sync import Client
-from stratagem.common.errors import UserCodeError
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.strategy import PopulationBased
-from stratagem.coordinator.strategies.evolution import donors, draw, explored, stream
-from stratagem.coordinator.strategies.population_run import member_job
+from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
+from stratagem.coordinator.strategies.population.population_run import member_job
+from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.sources import DataSources, load_data
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
-from stratagem.worker.engine.randomness import KeyedRandomness
-from stratagem.worker.losses import make_loss
-from stratagem.worker.models.build import build_model, float_dtype
-from stratagem.worker.optimizers import make_optimizer
+from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.models.model_builder import build_model, float_dtype
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,

@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stratagem.client.sync import Client
-from stratagem.client.views import Phase
-from stratagem.common.errors import NotFoundError, UserCodeError
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import NotFoundError, UserCodeError
 from tests.cluster.jobs import (
     ALLOWED,
     METHODS,
@@ -26,6 +25,7 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.cluster.userland import classes
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.client.sync import Client
+from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.job import JobSpec
-from stratagem.common.numerics import CURRENT
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import DataParallel, Federated, ModelParallel
-from stratagem.coordinator.strategies.silos import client_job
-from stratagem.worker.data.sources import DataSources, load_data
-from stratagem.worker.models.build import build_model
-from stratagem.worker.reference import loops as reference
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.coordinator.strategies.federated.silos import client_job
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.models.model_builder import build_model
 from tests.cluster.jobs import (
     ALLOWED,
     MOMENTUM,
@@ -27,6 +25,8 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference import loops as reference
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
@@ -19,6 +18,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

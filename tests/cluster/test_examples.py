@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.client.views import Event, Phase
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
 from tests.cluster.conftest import ROOT

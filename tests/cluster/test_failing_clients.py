@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.errors import RunFailedError, UserCodeError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import RunFailedError, UserCodeError
 from stratagem.common.job import JobSpec
-from stratagem.worker.reference.loops import federated_loop
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -25,6 +24,7 @@ from tests.cluster.jobs import (
     user,
     wait_for,
 )
+from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
 

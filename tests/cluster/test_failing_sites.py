@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.errors import UserCodeError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import UserCodeError
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Outcome, federated, train, wait_for
 from tests.cluster.userland import rows_of

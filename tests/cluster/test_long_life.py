@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.common.base.ids import RunId
 from stratagem.common.health.health_probe import health_of
-from stratagem.common.ids import RunId
-from stratagem.coordinator.journal import Holder, Journal, Record
-from tests.core.simulation import Simulation, start
-from tests.core.simulation import job as small_job
-from tests.core.test_runs import LOCAL as ONE_WORKER
+from stratagem.coordinator.store.journal import Holder, Journal, Record
+from tests.coordinator.core.simulation import Simulation, start
+from tests.coordinator.core.simulation import job as small_job
+from tests.coordinator.core.test_runs import LOCAL as ONE_WORKER
 from tests.crash.hands import hands
 from tests.crash.jobs import LOCAL, job
 from tests.crash.rig import ROOT, outcome_of, until

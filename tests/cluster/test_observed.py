@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.client.doctor import examine
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.findings import Level
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.cluster_doctor import examine
+from stratagem.common.diagnostics.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.worker.doctor.__main__ import examine as examine_worker
+from stratagem.tools.doctor.__main__ import examine as examine_worker
 from tests.cluster.jobs import data_parallel, federated, job
-from tests.metrics.scrape import labelled
-from tests.metrics.scrape import scrape_process as scraped
+from tests.common.observe.scrape import labelled
+from tests.common.observe.scrape import scrape_process as scraped
 from tests.settings import worker_settings
 
 pytestmark = pytest.mark.cluster

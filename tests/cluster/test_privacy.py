@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.worker.models.build import build_model
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.worker.models.model_builder import build_model
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, federated, train
 from tests.cluster.userland import rows_of

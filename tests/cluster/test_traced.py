@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.common import tracing
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.common.observe import tracing
 from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Gates, gates_in, job, user, wait_for
 from tests.patience import PATIENCE_S

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client import preloaded
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
+from stratagem.client.local import preloaded_programs
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
@@ -29,14 +29,14 @@ def coordinator(**settings: str) -> Iterator[tuple[LocalCluster, Client]]:
 
 
 @contextmanager
-def worker(cluster: LocalCluster, folder: Path, name: str) -> Iterator[preloaded.Process]:
+def worker(cluster: LocalCluster, folder: Path, name: str) -> Iterator[preloaded_programs.Process]:
     """A process that is registered."""
     command = [
         *(sys.executable, "-m", "stratagem.worker", "--coordinator", cluster.address),
         *("--name", name, "--threads", "1"),
     ]
     with (folder / f"{name}.log").open("ab") as log:
-        process = preloaded.start(command, dict(os.environ), log, with_input=False)
+        process = preloaded_programs.start(command, dict(os.environ), log, with_input=False)
     try:
         with cluster.client() as client:
             until(lambda: name in alive(client), f"{name} is registered")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stratagem.coordinator import rows
-from tests.store.conftest import journal_place
+from stratagem.coordinator.store.journal import fact_codec
+from tests.coordinator.store.conftest import journal_place
 
 __all__ = ["journal_place", "timeless"]
 
@@ -11,7 +11,7 @@ __all__ = ["journal_place", "timeless"]
 @pytest.fixture
 def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a run ended is the wall clock's, which the simulation does not have."""
-    original = rows.view
+    original = fact_codec.view
     monkeypatch.setattr(
-        rows, "view", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
+        fact_codec, "view", lambda text: original(text).model_copy(update={"ended_at_s": 0.0})
     )

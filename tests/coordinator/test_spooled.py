@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from stratagem.common.ids import new_submission
-from stratagem.coordinator.app import App
+from stratagem.common.base.ids import new_submission
+from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.spool.spool import SpoolKey
-from tests.coordinator.entrance import entrance
-from tests.core.simulation import RUN, job
-from tests.core.test_runs import FEDERATED
-from tests.store.programs import run
-from tests.store.updates import MIXED, data_of, manifest_of
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.updates.spool import SpoolKey
+from tests.coordinator.core.simulation import RUN, job
+from tests.coordinator.core.test_runs import FEDERATED
+from tests.coordinator.open_gate import entrance
+from tests.coordinator.updates.updates import MIXED, data_of, manifest_of
+from tests.programs import run
 
 BEGIN_AND_DELETE = """
 import asyncio

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster
 from tests.crash.rig import NUM_WORKERS, ROOT, WORKER_TTL_S, Rig
 
 LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()

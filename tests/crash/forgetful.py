@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from stratagem.coordinator.main import main
+from stratagem.coordinator.process.main import main
 
 if __name__ == "__main__":
     for path in Path(sys.argv[sys.argv.index("--data-dir") + 1]).iterdir():

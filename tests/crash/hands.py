@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratagem.client import preloaded
+from stratagem.client.local import preloaded_programs
 from tests.crash.rig import ROOT, until
 
 
 @dataclass(slots=True)
 class Process:
     name: str
-    popen: preloaded.Process
+    popen: preloaded_programs.Process
     ready_file: Path
     log_file: Path
 
@@ -69,7 +69,7 @@ class Hands:
         with log_file.open("ab") as log:
             command = [sys.executable, "-m", module, *flags, "--ready-file", str(ready_file)]
             environment = {**os.environ, **self.environment_of(name)}
-            popen = preloaded.start(command, environment, log, with_input=False)
+            popen = preloaded_programs.start(command, environment, log, with_input=False)
         process = Process(name, popen, ready_file, log_file)
         self.processes.append(process)
         return process

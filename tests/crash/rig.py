@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client, RunHandle
-from stratagem.client.views import Event, Phase, RunStatus
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.views import Event, Phase, RunStatus
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
 

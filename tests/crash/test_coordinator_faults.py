@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sync import Client
-from stratagem.common.errors import UserCodeError
-from stratagem.common.ids import RunId
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import UserCodeError
+from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, hands

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from stratagem.common.errors import RunFailedError
+from stratagem.common.base.errors import RunFailedError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, job
 from tests.crash.rig import Rig, await_step, outcome_of
 from tests.patience import PATIENCE_S

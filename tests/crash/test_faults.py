@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.sync import Client
-from stratagem.client.views import Event, Phase
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Event, Phase
 from tests.crash.hands import hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PARAMETER_SERVER, Job, job
 from tests.crash.rig import (

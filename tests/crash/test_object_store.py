@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.common.tensors.safefile import file_digest
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.tensors.safetensors_file import file_digest
+from tests.coordinator.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Process, hands
 from tests.crash.jobs import FED_AVG, JOBS, LOCAL, job
@@ -18,9 +19,8 @@ from tests.crash.test_standby import EXIT_FENCED, free_address
 from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
 from tests.endurance.disks import mounted
 from tests.patience import PATIENCE_S
-from tests.pipeline.s3_server import s3_server
 from tests.postgres import Postgres
-from tests.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
+from tests.worker.pipeline.s3_server import s3_server
 
 pytestmark = pytest.mark.sweep
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from stratagem.client.sync import Client, RunHandle
-from stratagem.client.views import Event, Progress
-from stratagem.common.errors import StandbyError, UnavailableError
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.views import Event, Progress
+from stratagem.common.base.errors import StandbyError, UnavailableError
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, Process, hands
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, job

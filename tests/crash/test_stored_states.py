@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.errors import IntegrityError, RunFailedError, WrongStateError
+from stratagem.common.base.errors import IntegrityError, RunFailedError, WrongStateError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, job
 from tests.crash.rig import Rig, await_status, outcome_of
 from tests.patience import PATIENCE_S

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from stratagem.common.failpoints import FAILPOINTS
+from stratagem.common.process.failpoints import FAILPOINTS
 from tests.crash.jobs import JOBS
 from tests.crash.rig import Rig
 

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster
 from tests.patience import PATIENCE_S
 
 FOLDER: Final = Path(__file__).parent / "scrapes"

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from stratagem.client import LocalCluster
-from stratagem.client.sync import Client, RunHandle
-from stratagem.common.certificates import init
-from stratagem.common.errors import StratagemError
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.identity.certificates import init
+from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.job import JobSpec, load_job
-from stratagem.common.rpc.tls import TlsFiles
 from tests.crash.rig import Outcome, await_event, events_of, outcome_of, until
 from tests.deploy.stack import ROOT, Stack, running_stack
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from sqlalchemy import make_url
 
-from stratagem.coordinator.blobs.credentials import credentials_from_file
-from stratagem.coordinator.blobs.s3 import check_url
-from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
-from stratagem.coordinator.settings import Settings
-from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
-from stratagem.worker.settings import WorkerSettings, from_command_line
+from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
+from stratagem.coordinator.store.blobs.s3 import check_url
+from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 
 pytestmark = pytest.mark.core
 

@@ -21,13 +21,13 @@ import pytest
 import yaml
 from sqlalchemy import make_url
 
-from stratagem.coordinator.blobs.s3 import check_url
-from stratagem.coordinator.journal.postgres import SCHEME
-from stratagem.coordinator.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
-from stratagem.coordinator.settings import Settings
-from stratagem.coordinator.standby import LIVE
-from stratagem.worker.main import STOP_GRACE_S as WORKER_STOP_GRACE_S
-from stratagem.worker.settings import WorkerSettings, from_command_line
+from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
+from stratagem.coordinator.runtime.leader_gate import LIVE
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.store.blobs.s3 import check_url
+from stratagem.coordinator.store.journal.postgres import SCHEME
+from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
+from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 from tests.deploy.test_compose_file import VERSION
 
 pytestmark = pytest.mark.core

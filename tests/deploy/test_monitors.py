@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, worker_name
+from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
 from tests.deploy.test_kubernetes import (
     Object,
     component,

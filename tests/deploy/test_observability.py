@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from stratagem.common.errors import StratagemError
-from stratagem.common.metrics.definition import Metric
-from stratagem.common.metrics.exposition import DEPLOYMENT
-from stratagem.common.rpc.status import TABLE
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, worker_name
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
+from stratagem.common.observe.exposition import DEPLOYMENT
+from stratagem.common.observe.metric_definition import Metric
+from stratagem.common.rpc.status_codes import TABLE
 from stratagem.coordinator.core import facts
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.watching.monitoring import METRICS as COORDINATOR
-from stratagem.worker.monitoring import METRICS as WORKER
+from stratagem.coordinator.process.coordinator_metrics import METRICS as COORDINATOR
+from stratagem.worker.process.worker_metrics import METRICS as WORKER
 from tests.deploy.test_compose_file import (
     SERVICES,
     TLS_COMPOSE,

@@ -17,24 +17,26 @@ RECORDINGS = "whose recordings are drawn in one time, with the error that is kno
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
     "client/cli/identity_commands.py": EXPIRY,
-    "client/doctor.py": "compares clocks, and says which one is wrong",
-    "common/authorities.py": EXPIRY,
-    "common/certificates.py": EXPIRY,
-    "common/rpc/authentication.py": EXPIRY,
-    "common/rpc/chain.py": EXPIRY,
+    "client/sdk/cluster_doctor.py": "compares clocks, and says which one is wrong",
+    "common/identity/authorities.py": EXPIRY,
+    "common/identity/certificates.py": EXPIRY,
+    "common/identity/authentication.py": EXPIRY,
+    "common/identity/certificate_chain.py": EXPIRY,
     "common/rpc/tls_probe.py": EXPIRY,
-    "coordinator/app.py": LOG_LINES,
-    "coordinator/blobs/credentials.py": EXPIRY,
-    "coordinator/blobs/directory.py": "which copy of an object was used last, as the disk notes it",
-    "coordinator/effects/rejecting.py": LOG_LINES,
-    "coordinator/loop.py": "when a fact was journaled",
-    "coordinator/service/diagnosis.py": "compares clocks, and says which one is wrong",
-    "coordinator/service/servicer.py": f"when a run was submitted; {RECORDINGS}",
-    "worker/agent.py": RECORDINGS,
-    "worker/executing/execution.py": LOG_LINES,
-    "worker/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
-    "worker/server.py": "compares clocks, and says which one is wrong",
-    "worker/work.py": LOG_LINES,
+    "coordinator/app/app.py": LOG_LINES,
+    "coordinator/store/blobs/object_store_keys.py": EXPIRY,
+    "coordinator/store/blobs/directory_blobs.py": (
+        "which copy of an object was used last, as the disk notes it"
+    ),
+    "coordinator/effects/federated/client_failures.py": LOG_LINES,
+    "coordinator/runtime/loop.py": "when a fact was journaled",
+    "coordinator/service/cluster_diagnosis.py": "compares clocks, and says which one is wrong",
+    "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",
+    "worker/process/heartbeat.py": RECORDINGS,
+    "worker/plans/plan_execution.py": LOG_LINES,
+    "tools/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
+    "worker/service/worker_service.py": "compares clocks, and says which one is wrong",
+    "worker/session/context.py": LOG_LINES,
 }
 
 

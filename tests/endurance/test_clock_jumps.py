@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from stratagem.client import Event
-from stratagem.client.sync import Client, RunHandle
-from stratagem.common.certificates import make_authority
-from stratagem.common.errors import UnauthenticatedError
-from stratagem.common.rpc.tls import Role, TlsFiles
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.common.base.errors import UnauthenticatedError
+from stratagem.common.identity.certificates import make_authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, Process, hands
 from tests.crash.jobs import ALL_REDUCE, PARAMETER_SERVER, Job, federated

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.client.sync import Client
-from stratagem.client.views import Phase
-from stratagem.common.errors import LimitError, StratagemError
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import LimitError, StratagemError
 from tests.crash.conftest import LOGS
 from tests.crash.hands import Hands, Process, hands
 from tests.crash.jobs import ALL_REDUCE, LOCAL, federated

@@ -13,19 +13,19 @@ import pytest
 
 from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
-from stratagem.client.sync import Client
-from stratagem.common.ids import RunId
-from stratagem.coordinator.core.encoding import encode
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.fact_serialization import encode
 from stratagem.coordinator.core.facts import RunCompleted, RunReleased
-from stratagem.coordinator.journal import Holder, Journal
+from stratagem.coordinator.store.journal import Holder, Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.common.observe.scrape import labelled, scrape_from_outside
 from tests.crash.hands import Process, hands
 from tests.crash.jobs import LOCAL, Job, job
 from tests.crash.rig import events_of, outcome_of, until
 from tests.golden.replay import FOLDER, load
 from tests.hostile.attack import PROTOCOL
-from tests.metrics.scrape import labelled, scrape_from_outside
 
 pytestmark = pytest.mark.sweep
 

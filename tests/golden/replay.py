@@ -8,13 +8,13 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
-from stratagem.coordinator.core.pending import pending
-from stratagem.coordinator.core.showing import RunView, view_of
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.journal import Holder, Journal
-from stratagem.coordinator.loop import Loop
+from stratagem.coordinator.core.state_machine.pending_effects import pending
+from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
+from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.service.views import run_info
+from stratagem.coordinator.service.protobuf_views import run_info
+from stratagem.coordinator.store.journal import Holder, Journal
 
 FOLDER = Path(__file__).parent / "journals"
 

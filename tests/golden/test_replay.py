@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.ids import RunId
-from stratagem.common.numerics import FIRST
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import RunId
+from stratagem.common.numerics.numerics_rules import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.decide import decide
-from stratagem.coordinator.core.encoding import SCHEMA_VERSION, encode
+from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
-from stratagem.coordinator.journal import Holder, Journal, Record
-from tests.core.simulation import job
-from tests.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
+from stratagem.coordinator.core.state_machine.decide import decide
+from stratagem.coordinator.store.journal import Holder, Journal, Record
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
+from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.postgres import Postgres
-from tests.store.journals import events
 
 JOURNALS = sorted(FOLDER.glob("*.sql"))
 

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.common.errors import RunFailedError, UserCodeError
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.common.base.errors import RunFailedError, UserCodeError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, federated, job
 from tests.crash.rig import ROOT, Rig, await_event, await_step
 from tests.golden.replay import FOLDER, load, replay, summary_of

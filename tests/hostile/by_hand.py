@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import google_crc32c
 import grpc
 
-from stratagem.common.rpc.options import MAX_MESSAGE_BYTES
+from stratagem.common.rpc.grpc_options import MAX_MESSAGE_BYTES
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import tensor_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as wpb
@@ -156,7 +156,7 @@ def _strange_orders(target: Target) -> Iterator[Attack]:
 
 
 def _lying_manifests(target: Target) -> Iterator[Attack]:
-    """Of the kinds that tests/stream/test_lies.py has in full."""
+    """Of the kinds that tests/common/tensors/test_hostile_manifests.py has in full."""
 
     def tensor(**changes: Any) -> Callable[[Any], None]:
         def change(manifest: Any) -> None:

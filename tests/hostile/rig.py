@@ -14,8 +14,8 @@ from typing import Any, Final
 import grpc
 import psutil
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import LoopThread
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import LoopThread
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as wpb
 from tests.cluster.jobs import Outcome, job, outcome_of

@@ -9,11 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stratagem.common import errors
+from stratagem.common.base import errors
+from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.intake import CallLimits
 from stratagem.common.rpc.server import add_health, bind, make_server
-from stratagem.common.rpc.status import from_rpc_error, shown
+from stratagem.common.rpc.status_codes import from_rpc_error, shown
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.hostile.attack import lawless_channel, say
 from tests.hostile.promises import method

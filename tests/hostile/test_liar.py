@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.printable import is_printable
-from stratagem.coordinator.effects.attend import MAX_PROFILES
-from stratagem.coordinator.effects.intake import MAX_NAMES, let_in
-from stratagem.coordinator.watching.profiles import Profiles
+from stratagem.common.base.printable_text import is_printable
+from stratagem.coordinator.effects.execution.execute_plan import MAX_PROFILES
+from stratagem.coordinator.effects.execution.report_intake import MAX_NAMES, let_in
+from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as wpb

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.errors import NotFoundError
-from stratagem.common.ids import RunId
-from stratagem.coordinator.watching import profiles as profiles_module
-from stratagem.coordinator.watching.profiles import Profiles
-from stratagem.coordinator.watching.recording import MAX_EVENT_BYTES, MAX_ROWS
+from stratagem.common.base.errors import NotFoundError
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.observe import profiles as profiles_module
+from stratagem.coordinator.observe.profile_recording import MAX_EVENT_BYTES, MAX_ROWS
+from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.v1 import worker_pb2 as wpb
 
 RUN = RunId("run")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.errors import UnavailableError
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.intake import CallLimits
-from stratagem.common.rpc.sending import Sending
+from stratagem.common.rpc.send_timeout import Sending
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tensor_transfer import pull, serve_get
 from stratagem.common.tensors.manifest import Purpose, build_manifest
-from stratagem.common.tensors.transfer import pull, serve_get
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.patience import PATIENCE_S
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from stratagem.common.ids import Digest, Incarnation, WorkerId
+from stratagem.common.base.ids import Digest, Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects import attend as module
-from stratagem.coordinator.effects.attend import attend
-from stratagem.coordinator.effects.env import Env
+from stratagem.coordinator.effects.execution import execute_plan as module
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import attend
 from stratagem.v1 import worker_pb2
-from tests.core.simulation import job
-from tests.core.test_runs import LOCAL
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import LOCAL
 
 BASE = "1" * 64
 REPEATED = 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.generate_stubs import ROOT
 
-PARTS = ("common", "coordinator", "worker", "client")
+PARTS = ("common", "coordinator", "worker", "tools", "client")
 
 
 @dataclass(frozen=True)

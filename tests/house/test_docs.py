@@ -14,7 +14,17 @@ FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
-TOP_FOLDERS = ("common", "coordinator", "worker", "client", "protos", "tests", "docs", "examples")
+TOP_FOLDERS = (
+    "common",
+    "coordinator",
+    "worker",
+    "tools",
+    "client",
+    "protos",
+    "tests",
+    "docs",
+    "examples",
+)
 REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(TOP_FOLDERS)}|benchmarks|deploy)/[\w./*-]*")
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from docs.error_catalogue import AGAIN, CAUSES, ONLY_A_BASE, classes, sentences
-from stratagem.common.rpc.status import TABLE
+from stratagem.common.rpc.status_codes import TABLE
 
 pytestmark = pytest.mark.core
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from stratagem.coordinator.service.servicer import CoordinatorServicer
+from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
-from stratagem.worker.peer import PeerServicer
-from stratagem.worker.server import WorkerServicer
+from stratagem.worker.mesh.peer_service import PeerServicer
+from stratagem.worker.service.worker_service import WorkerServicer
 
 SERVED = {
     CoordinatorServicer: coordinator_pb2_grpc.CoordinatorServiceServicer,

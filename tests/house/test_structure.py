@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.failpoints import FAILPOINTS
+from stratagem.common.process.failpoints import FAILPOINTS
 from tests.generate_stubs import ROOT, generate
 
 pytestmark = pytest.mark.core
 
 SOURCES = {
-    part: ROOT / part / "stratagem" for part in ("common", "coordinator", "worker", "client")
+    part: ROOT / part / "stratagem"
+    for part in ("common", "coordinator", "worker", "tools", "client")
 }
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -20,6 +21,7 @@ ALLOWED = {
     "common": {"common", "v1"},
     "coordinator": {"coordinator", "common", "v1"},
     "worker": {"worker", "common", "v1"},
+    "tools": {"tools", "worker", "common", "v1"},
     "client": {"client", "common", "v1"},
 }
 PURE = ("coordinator/stratagem/coordinator/core", "coordinator/stratagem/coordinator/strategies")

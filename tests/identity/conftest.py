@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from stratagem.common import authorities
-from stratagem.common.certificates import Authority, make_authority
-from stratagem.common.rpc.tls import Role, of_pool
+from stratagem.common.identity import authorities
+from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.identity.tls_files import Role, of_pool
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.rpc.authentication import Gate, current_caller
+from stratagem.common.identity.authentication import Gate, current_caller
+from stratagem.common.identity.bearer_tokens import TokenBook
+from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.rpc.server import bind_tls, make_server
-from stratagem.common.rpc.tls import TlsFiles
-from stratagem.common.rpc.tokens import TokenBook
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 

@@ -10,25 +10,25 @@ from typing import Any
 import grpc
 import pytest
 
-from stratagem.common.certificates import Authority
-from stratagem.common.rpc.authentication import Gate
+from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
-from stratagem.common.rpc.tls import Role, TlsFiles
-from stratagem.common.rpc.tokens import Scope, add_token, new_token
-from stratagem.coordinator.app import App
-from stratagem.coordinator.core.encoding import decode
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.app.listeners import Security
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
-from stratagem.coordinator.core.sentences import sentence
-from stratagem.coordinator.listening import Security
-from stratagem.coordinator.service.servicer import CoordinatorServicer
-from stratagem.coordinator.settings import Settings
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2_grpc
-from tests.coordinator.entrance import entrance
-from tests.coordinator.test_service import Acquaintance, refused, submit
-from tests.core.simulation import job
-from tests.core.test_runs import DATA_PARALLEL
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import DATA_PARALLEL
+from tests.coordinator.open_gate import entrance
+from tests.coordinator.service.test_coordinator_service import Acquaintance, refused, submit
 from tests.settings import coordinator_settings
 
 Code = grpc.StatusCode

@@ -16,14 +16,15 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.common import authorities, findings
-from stratagem.common.certificates import Authority, init, issue, make_authority, show
-from stratagem.common.environment import environment_of
-from stratagem.common.errors import InvalidInputError, WrongStateError
-from stratagem.common.metrics.expiry import EXPIRY, START, expiries
+from stratagem.common.base.errors import InvalidInputError, WrongStateError
+from stratagem.common.diagnostics import findings
+from stratagem.common.diagnostics.environment import environment_of
+from stratagem.common.identity import authorities
+from stratagem.common.identity.certificates import Authority, init, issue, make_authority, show
+from stratagem.common.identity.grpc_credentials import FreshFiles
+from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.observe.certificate_expiry import EXPIRY, START, expiries
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.credentials import FreshFiles
-from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tls_probe import explain
 from tests.identity.conftest import expire
 from tests.identity.rig import serving

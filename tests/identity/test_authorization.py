@@ -8,13 +8,17 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from stratagem.common.certificates import Authority
-from stratagem.common.errors import InvalidInputError, PermissionDeniedError, UnauthenticatedError
-from stratagem.common.rpc.authentication import NOBODY, Gate, current_caller
-from stratagem.common.rpc.authorization import TABLE, Anyone, is_open
-from stratagem.common.rpc.revocation import RevokedFile, add_revoked, fingerprint
-from stratagem.common.rpc.tls import Role
-from stratagem.common.rpc.tokens import HEADER, Scope, TokenBook, add_token, new_token
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from stratagem.common.identity.authentication import NOBODY, Gate, current_caller
+from stratagem.common.identity.authorization import TABLE, Anyone, is_open
+from stratagem.common.identity.bearer_tokens import HEADER, Scope, TokenBook, add_token, new_token
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.revocation import RevokedFile, add_revoked, fingerprint
+from stratagem.common.identity.tls_files import Role
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
 
 FILES = (coordinator_pb2, worker_pb2, peer_pb2, health_pb2, reflection_pb2)
@@ -42,12 +46,13 @@ def test_channels_listeners_and_credentials_are_made_in_one_place_each() -> None
         r"aio\.(?:in)?secure_channel\(": {"channel.py"},
         r"grpc\.(?:in)?secure_channel\(": {"health_probe.py"},
         r"add_(?:in)?secure_port": {"server.py"},
-        r"ssl_channel_credentials": {"credentials.py"},
-        r"ssl_server_credentials": {"credentials.py"},
+        r"ssl_channel_credentials": {"grpc_credentials.py"},
+        r"ssl_server_credentials": {"grpc_credentials.py"},
         r"aio\.server\(": {"server.py"},
     }
     roots = [
-        Path(__file__).parents[2] / part for part in ("client", "common", "coordinator", "worker")
+        Path(__file__).parents[2] / part
+        for part in ("client", "common", "coordinator", "worker", "tools")
     ]
     texts = {path: path.read_text() for root in roots for path in root.rglob("*.py")}
     for pattern, expected in places.items():

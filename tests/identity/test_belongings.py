@@ -14,16 +14,16 @@ import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
-from stratagem.common.certificates import Authority, make_authority
-from stratagem.common.ids import Party, RunId
-from stratagem.common.rpc.authentication import Gate
-from stratagem.common.rpc.authorization import TABLE
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authorization import TABLE
+from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.identity.tls_files import Role
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
-from stratagem.common.rpc.tls import Role
-from stratagem.coordinator.core.asking import parties_of
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.service import belongings
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+from stratagem.coordinator.service import resource_ownership
 from stratagem.v1 import (
     coordinator_pb2,
     peer_pb2,
@@ -32,13 +32,13 @@ from stratagem.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from stratagem.worker.control import PartyView, Peer
-from stratagem.worker.peer import Group, PeerHub, PeerServicer
-from stratagem.worker.server import WorkerLimits, WorkerServicer
-from stratagem.worker.sessions import Sessions, key_from
-from stratagem.worker.state_store import StateStore
-from tests.core.simulation import job
-from tests.core.test_runs import DATA_PARALLEL
+from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
+from stratagem.worker.service.session_table import Sessions, key_from
+from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
+from stratagem.worker.session.plan_control import PartyView, Peer
+from stratagem.worker.session.session_states import StateStore
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import DATA_PARALLEL
 from tests.identity.test_audit import Deployment, deployed, worker
 
 Code = grpc.StatusCode
@@ -222,7 +222,7 @@ async def form_parties(
     def with_a_silo(run: Any) -> Any:
         return {**parties_of(run), Party("silo1"): silo}
 
-    monkeypatch.setattr(belongings, "parties_of", with_a_silo)
+    monkeypatch.setattr(resource_ownership, "parties_of", with_a_silo)
 
 
 async def submit(stub: Any, run_id: str, strategy: dict[str, Any]) -> None:

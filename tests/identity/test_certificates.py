@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.certificates import Authority, init, show
-from stratagem.common.errors import AlreadyExistsError, InvalidInputError
-from stratagem.common.rpc.credentials import FreshFiles
-from stratagem.common.rpc.tls import CertId, Role, TlsFiles, tls_files
+from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
+from stratagem.common.identity.certificates import Authority, init, show
+from stratagem.common.identity.grpc_credentials import FreshFiles
+from stratagem.common.identity.tls_files import CertId, Role, TlsFiles, tls_files
 
 
 def test_a_development_cluster_gets_a_certificate_for_everybody(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.client.views import Phase
-from stratagem.common.certificates import Authority, make_authority
-from stratagem.common.errors import UnauthenticatedError
-from stratagem.common.rpc.tls import Role, TlsFiles
-from stratagem.worker.reference.loops import federated_loop, sharded_loop
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import UnauthenticatedError
+from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -32,6 +31,7 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.crash.rig import until
+from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 

@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.common.certificates import Authority, show
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.bearer_tokens import Scope, read_tokens
+from stratagem.common.identity.certificates import Authority, show
+from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.rpc.server import make_server
-from stratagem.common.rpc.tls import TlsFiles
-from stratagem.common.rpc.tokens import Scope, read_tokens
-from stratagem.coordinator import listening
-from stratagem.worker.security import Security
+from stratagem.coordinator.app import listeners
+from stratagem.worker.process.worker_security import Security
 from tests.settings import coordinator_settings, worker_settings
 
 HASH = re.compile(r"[0-9a-f]{64}")
@@ -72,7 +72,7 @@ def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
     wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
     assert "'me' is neither a file nor one of coordinator/NAME, worker/NAME" in wrong.stderr
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        listening.Security(coordinator_settings(revoked_file=path))
+        listeners.Security(coordinator_settings(revoked_file=path))
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
         Security(worker_settings(coordinator="h:1", name="w0", revoked_file=path))
 
@@ -140,8 +140,8 @@ def test_a_wrong_file_of_the_caller_is_named(authority: Authority, tmp_path: Pat
         )
 
 
-def coordinator(**settings: Any) -> listening.Security:
-    return listening.Security(coordinator_settings(**settings))
+def coordinator(**settings: Any) -> listeners.Security:
+    return listeners.Security(coordinator_settings(**settings))
 
 
 def files_of(authority: Authority, name: str) -> dict[str, Any]:

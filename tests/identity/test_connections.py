@@ -7,13 +7,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stratagem.common.certificates import Authority
-from stratagem.common.errors import InvalidInputError, UnauthenticatedError
+from stratagem.common.base.errors import InvalidInputError, UnauthenticatedError
+from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof, open_channel
-from stratagem.common.rpc.status import from_rpc_error
-from stratagem.common.rpc.tls import Role, TlsFiles
-from stratagem.common.rpc.tokens import Scope, add_token, new_token
+from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.client import AsyncClient
-from stratagem.common.certificates import Authority
-from stratagem.common.errors import UnauthenticatedError, UnavailableError
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.common.base.errors import UnauthenticatedError, UnavailableError
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.rpc.tls import Role, TlsFiles
 from stratagem.common.rpc.tls_probe import explain
 from tests.identity.rig import serving
 from tests.patience import AT_ONCE_S, PATIENCE_S
@@ -27,7 +27,7 @@ from tests.patience import AT_ONCE_S, PATIENCE_S
 @pytest.fixture(autouse=True)
 def _nobody_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that waiting for one would be seen."""
-    monkeypatch.setattr("stratagem.client.calls.STARTING_S", 2 * AT_ONCE_S)
+    monkeypatch.setattr("stratagem.client.sdk.retrying_calls.STARTING_S", 2 * AT_ONCE_S)
 
 
 async def problem(address: str, proof: Proof) -> str:

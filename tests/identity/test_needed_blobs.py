@@ -2,7 +2,7 @@
 
 import json
 
-from stratagem.coordinator.effects.attend import blobs_named
+from stratagem.coordinator.effects.execution.execute_plan import blobs_named
 from stratagem.v1 import worker_pb2 as pb
 from tests.cluster.jobs import job
 

@@ -8,22 +8,22 @@ from typing import Any
 import grpc
 import numpy as np
 
-from stratagem.common.certificates import Authority
-from stratagem.common.ids import Digest, RunId
-from stratagem.common.rpc.tokens import Scope, add_token, new_token, remove_token
+from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token, remove_token
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
-from stratagem.common.tensors.safefile import blob_digest
-from stratagem.common.tensors.transfer import push
-from stratagem.coordinator.core.apply import MAX_UPLOADS, apply
+from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.coordinator.core.commands import Report
 from stratagem.coordinator.core.facts import ROOT, DataUploaded, ModelBuilt, RunSubmitted
-from stratagem.coordinator.core.owners import has_brought
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.state_machine.apply import MAX_UPLOADS, apply
+from stratagem.coordinator.core.state_machine.blob_owners import has_brought
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
-from tests.coordinator.test_service import refused, submit
-from tests.core.simulation import job
-from tests.core.test_runs import LOCAL
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.service.test_coordinator_service import refused, submit
 from tests.identity.test_audit import deployed
 
 Code = grpc.StatusCode

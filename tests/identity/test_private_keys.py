@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.certificates import Authority
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.metrics.guard import Guard
-from stratagem.common.rpc.tls import Role, TlsFiles
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.certificates import Authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
+from stratagem.common.observe.scrape_guard import Guard
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o666, 0o602, 0o601, 0o777])

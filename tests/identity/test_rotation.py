@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.sync import Client
-from stratagem.client.views import Phase
-from stratagem.common.certificates import (
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.identity.certificates import (
     Authority,
     issue,
     make_authority,
@@ -19,9 +20,7 @@ from stratagem.common.certificates import (
     retire_authority,
     show,
 )
-from stratagem.common.errors import StratagemError
-from stratagem.common.rpc.tls import Role
-from stratagem.worker.reference.loops import sharded_loop
+from stratagem.common.identity.tls_files import Role
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -36,6 +35,7 @@ from tests.cluster.jobs import (
 from tests.crash.rig import until
 from tests.identity.conftest import expire
 from tests.identity.test_cluster import flags
+from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 

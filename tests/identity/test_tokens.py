@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
-from stratagem.common.rpc.tokens import (
+from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
+from stratagem.common.identity.bearer_tokens import (
     Scope,
     TokenBook,
     TokenFile,

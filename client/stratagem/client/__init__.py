@@ -4,16 +4,16 @@
 starts everything on this machine. Imports neither torch nor the server parts.
 """
 
-from stratagem.client.client import AsyncClient, AsyncRun
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.planning import (
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
+from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
+from stratagem.client.sdk.planning import (
     MemoryEstimate,
     Recommendation,
     estimate_memory,
     recommend,
 )
-from stratagem.client.sync import Client, RunHandle, RunResult
-from stratagem.client.views import (
+from stratagem.client.sdk.views import (
     Commit,
     Event,
     LogLine,
@@ -23,7 +23,7 @@ from stratagem.client.views import (
     UserError,
     Worker,
 )
-from stratagem.common.errors import (
+from stratagem.common.base.errors import (
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -36,7 +36,7 @@ from stratagem.common.errors import (
     UnavailableError,
     UserCodeError,
 )
-from stratagem.common.rpc.tls import TlsFiles
+from stratagem.common.identity.tls_files import TlsFiles
 
 __all__ = [
     "AsyncClient",

@@ -2,11 +2,11 @@
 
 import signal
 
-from stratagem.common.ending import leave_on
+from stratagem.common.process.process_exit import leave_on
 
 if __name__ == "__main__":
     leave_on(signal.SIGTERM)
 
-    from stratagem.coordinator.main import main
+    from stratagem.coordinator.process.main import main
 
     main()

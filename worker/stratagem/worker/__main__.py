@@ -2,8 +2,8 @@
 
 import signal
 
-from stratagem.common.ending import end, leave_on
-from stratagem.common.malloc import tune_malloc
+from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process_exit import end, leave_on
 
 # Before anything large is allocated, and so before torch is imported.
 _MALLOC = tune_malloc()
@@ -14,6 +14,6 @@ if __name__ == "__main__":
 
     import sys
 
-    from stratagem.worker.main import main
+    from stratagem.worker.process.worker_main import main
 
     end(main(sys.argv[1:], _MALLOC))

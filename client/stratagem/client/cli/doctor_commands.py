@@ -20,9 +20,9 @@ from stratagem.client.cli import tables
 from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption
 from stratagem.client.cli.query_commands import make_console
 from stratagem.client.cli.reporting import FAILED, reporting
-from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.doctor import examine
-from stratagem.common.findings import Finding, Level
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.client.sdk.cluster_doctor import examine
+from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -82,7 +82,7 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
-    command = [sys.executable, "-m", "stratagem.worker.doctor", *options]
+    command = [sys.executable, "-m", "stratagem.tools.doctor", *options]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if not ended.stdout.startswith("["):  # --help, or a death that stderr tells of
         print(ended.stdout, end="")

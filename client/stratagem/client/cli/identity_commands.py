@@ -15,9 +15,15 @@ import typer
 from rich.table import Table
 
 from stratagem.client.cli.reporting import PlainConsole, complain, reporting
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Role
-from stratagem.common.rpc.tokens import Scope, add_token, new_token, read_tokens, remove_token
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.bearer_tokens import (
+    Scope,
+    add_token,
+    new_token,
+    read_tokens,
+    remove_token,
+)
+from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, Role
 
 certs = typer.Typer(help="Certificates for development.", no_args_is_help=True)
 token = typer.Typer(help="Tokens by which people are known.", no_args_is_help=True)
@@ -82,7 +88,7 @@ def init_certs(
     DIR/NAME.crt and DIR/NAME.key, beside DIR/ca.crt. For development: whoever reads DIR/ca.key
     can make more of them. Nothing is overwritten.
     """
-    from stratagem.common.certificates import init
+    from stratagem.common.identity.certificates import init
 
     with reporting():
         made = init(
@@ -114,7 +120,7 @@ def issue_certs(
     for the names that stand in it. Processes that run take the new files in. No certificate
     outlives its authority: more days are refused.
     """
-    from stratagem.common.certificates import issue
+    from stratagem.common.identity.certificates import issue
 
     with reporting():
         made = issue(
@@ -136,7 +142,7 @@ def renew_authority_certs(folder: MadeArgument) -> None:
     sign anew (`certs issue DIR --renew`) and give those files to everybody: certificates of either
     authority count meanwhile, and nothing needs a restart. In the end `certs retire-authority DIR`.
     """
-    from stratagem.common.certificates import renew_authority
+    from stratagem.common.identity.certificates import renew_authority
 
     with reporting():
         _print_certificates([renew_authority(folder)])
@@ -149,7 +155,7 @@ def retire_authority_certs(folder: MadeArgument) -> None:
     From DIR/ca.crt, which is to be given to everybody: what the old authority has signed counts no
     more where that file is used. Refused while a certificate in DIR is one of those.
     """
-    from stratagem.common.certificates import retire_authority
+    from stratagem.common.identity.certificates import retire_authority
 
     with reporting():
         _print_certificates([retire_authority(folder)])
@@ -185,7 +191,7 @@ def revoke_certs(
     From the next call on, wherever the file is given. A name stands for every certificate of
     that name, also a later one; a file for itself alone.
     """
-    from stratagem.common.rpc.revocation import add_revoked, fingerprint
+    from stratagem.common.identity.revocation import add_revoked, fingerprint
 
     with reporting():
         named = [
@@ -255,7 +261,7 @@ def _certificates_in(path: Path) -> list[Path]:
 
 
 def _print_certificates(files: list[Path]) -> None:
-    from stratagem.common.certificates import show
+    from stratagem.common.identity.certificates import show
 
     for each in (shown for file in files for shown in show(file)):
         who = f"{each.role or 'no role'} {each.name}".rstrip()

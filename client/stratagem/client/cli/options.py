@@ -11,12 +11,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from stratagem.client.cli.reporting import reporting
-from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.local_cluster import local_names
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.json_text import not_one_of
+from stratagem.client.local.local_cluster import local_names
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.tls_files import tls_files
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.tls import tls_files
+from stratagem.common.schema.json_text import not_one_of
 
 DATA_DIR: Final = Path(".stratagem")
 

@@ -16,10 +16,10 @@ from stratagem.client.cli.options import Format, FormatOption
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
-from stratagem.client.planning import estimate_memory, import_folders
-from stratagem.client.planning import recommend as recommend_settings
-from stratagem.client.views import Worker
-from stratagem.common.errors import InvalidInputError
+from stratagem.client.sdk.planning import estimate_memory, import_folders
+from stratagem.client.sdk.planning import recommend as recommend_settings
+from stratagem.client.sdk.views import Worker
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 

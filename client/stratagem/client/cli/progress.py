@@ -17,7 +17,7 @@ from rich.text import Text
 
 from stratagem.client.cli.options import Format
 from stratagem.client.cli.tables import metrics_text, to_json
-from stratagem.client.views import Event, Phase, Progress
+from stratagem.client.sdk.views import Event, Phase, Progress
 
 PLAIN_INTERVAL_S: Final = 5.0
 """Plain output shows progress at most this often; events always."""

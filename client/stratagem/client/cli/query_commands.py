@@ -21,9 +21,9 @@ from stratagem.client.cli.options import (
 )
 from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.reporting import PlainConsole, complain, reporting
-from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.sync import Client
-from stratagem.client.views import LogLine
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import LogLine
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 FAR_WIDTH = 160

@@ -19,14 +19,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from structlog.typing import EventDict, WrappedLogger
 
-from stratagem.common import tracing
-from stratagem.common.errors import (
+from stratagem.common.base.errors import (
     InvalidInputError,
     StratagemError,
     UnavailableError,
     UserCodeError,
 )
-from stratagem.common.printable import printable
+from stratagem.common.base.printable_text import printable
+from stratagem.common.observe import tracing
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130

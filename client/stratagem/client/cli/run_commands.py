@@ -30,13 +30,13 @@ from stratagem.client.cli.options import (
 from stratagem.client.cli.progress import print_line, show
 from stratagem.client.cli.query_commands import client_of, connected, make_console
 from stratagem.client.cli.reporting import complain, reporting
-from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.local_cluster import LocalCluster
-from stratagem.client.planning import import_folders
-from stratagem.client.sync import Client, RunHandle
-from stratagem.client.views import Event
-from stratagem.common.errors import InvalidInputError, NotFoundError, RunFailedError
-from stratagem.common.ids import check_run_id, new_run_id
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.planning import import_folders
+from stratagem.client.sdk.views import Event
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
+from stratagem.common.base.ids import check_run_id, new_run_id
 from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 

@@ -13,8 +13,8 @@ import typer
 
 from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag_arguments
 from stratagem.client.cli.reporting import reporting
-from stratagem.client.client import DEFAULT_ADDRESS
-from stratagem.client.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.client.views import Commit, Hyperparameters, Phase, RunStatus, Worker
+from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, RunStatus, Worker
 from stratagem.common.base.wording import values_text
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ These functions define the bits, on every device; numpy only, because the coordi
 
     make_codec     the codec of a job's `compression` for a layout
     codec.py       what a codec is; one file per codec beside it
-    feedback.py    the residual that makes a biased codec exact over time
-    sums.py        sums in an order that every device can keep
-    hashing.py     random numbers that are a function of (seed, place)
+    error_feedback.py    the residual that makes a biased codec exact over time
+    tree_sums.py        sums in an order that every device can keep
+    counter_random.py     random numbers that are a function of (seed, place)
 """
 
 from stratagem.common.compression.codec import (
@@ -18,8 +18,8 @@ from stratagem.common.compression.codec import (
     State,
     TensorLayout,
 )
-from stratagem.common.compression.hashing import derive
-from stratagem.common.compression.table import make_codec
+from stratagem.common.compression.codec_table import make_codec
+from stratagem.common.numerics.counter_random import derive
 
 __all__ = [
     "ByteArray",

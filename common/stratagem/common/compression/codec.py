@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.common.compression.hashing import derive
+from stratagem.common.numerics.counter_random import derive
 
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
-from stratagem.common.compression.hashing import places, uniform
+from stratagem.common.numerics.counter_random import places, uniform
 
 _LEVELS = np.float32(127.0)
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
-from stratagem.common.compression.hashing import places, uniform
-from stratagem.common.compression.sums import tree_sum
+from stratagem.common.numerics.counter_random import places, uniform
+from stratagem.common.numerics.tree_sums import tree_sum
 
 Trits = NDArray[np.int8]
 

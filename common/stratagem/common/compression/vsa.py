@@ -36,7 +36,9 @@ from stratagem.common.compression.codec import (
     split,
     to_bytes,
 )
-from stratagem.common.compression.hashing import (
+from stratagem.common.compression.int8 import Int8
+from stratagem.common.compression.ternary import Ternary
+from stratagem.common.numerics.counter_random import (
     SIGN_SALT,
     Words,
     derive,
@@ -44,9 +46,7 @@ from stratagem.common.compression.hashing import (
     name_seed,
     places,
 )
-from stratagem.common.compression.int8 import Int8
-from stratagem.common.compression.sums import tree_sum
-from stratagem.common.compression.ternary import Ternary
+from stratagem.common.numerics.tree_sums import tree_sum
 
 MIN_DIMENSION: Final = 64
 BUNDLE: Final = "the bundle of all tensors"

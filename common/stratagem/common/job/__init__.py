@@ -1,15 +1,14 @@
 """The job document: its sections, how it is read from a file, its canonical text."""
 
-from stratagem.common.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec, effective_strategy
 from stratagem.common.job.accumulation import AccumulationSpec
-from stratagem.common.job.compression import CompressionSpec
-from stratagem.common.job.derive import entry_points, with_fields
-from stratagem.common.job.every import Every
-from stratagem.common.job.execution import ExecutionSpec
-from stratagem.common.job.files import load_job, parse_yaml
-from stratagem.common.job.initial import InitialSpec
+from stratagem.common.job.compression_section import CompressionSpec
+from stratagem.common.job.derived_jobs import entry_points, with_fields
+from stratagem.common.job.execution_section import ExecutionSpec
+from stratagem.common.job.initial_state import InitialSpec
+from stratagem.common.job.interval import Every
+from stratagem.common.job.job_files import load_job, parse_yaml
 from stratagem.common.job.optimizers import check_optimizer
-from stratagem.common.job.phases import AdaptationSpec, PhasesSpec, PredictorSpec
+from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -21,6 +20,13 @@ from stratagem.common.job.sections import (
     ScheduleSpec,
 )
 from stratagem.common.job.spec import JobSpec
+from stratagem.common.model.graph import (
+    EdgeSpec,
+    GraphSpec,
+    NodeSpec,
+    SubgraphSpec,
+    effective_strategy,
+)
 
 __all__ = [
     "AccumulationSpec",

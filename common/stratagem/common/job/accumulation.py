@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
-from stratagem.common.document import Count, Section
-from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.shards import split_rows
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.schema.document import Count, Section
 from stratagem.common.strategy import ModelParallel, Pipeline
 
 if TYPE_CHECKING:

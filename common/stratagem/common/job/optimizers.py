@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from stratagem.common.errors import Violation
+from stratagem.common.base.errors import Violation
 from stratagem.common.job.sections import OptimizerSpec
-from stratagem.common.json_text import not_one_of, suggest
+from stratagem.common.schema.json_text import not_one_of, suggest
 
 _ALL: Final = ("maximize", "weight_decay")
 _ADAM: Final = ("betas", "differentiable", "eps", *_ALL)

@@ -12,8 +12,12 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from stratagem.common import limits
-from stratagem.common.document import (
+from stratagem.common.base import limits
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.ids import Digest
+from stratagem.common.job.interval import Every, EveryField
+from stratagem.common.model.graph import GraphSpec
+from stratagem.common.schema.document import (
     Count,
     EntrypointName,
     Items,
@@ -26,11 +30,7 @@ from stratagem.common.document import (
     only_with,
     refuse,
 )
-from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.frozen import FrozenDict
-from stratagem.common.graph import GraphSpec
-from stratagem.common.ids import Digest
-from stratagem.common.job.every import Every, EveryField
+from stratagem.common.schema.frozen import FrozenDict
 
 MAX_METRICS: Final = 64
 

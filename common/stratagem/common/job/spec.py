@@ -12,19 +12,17 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
-from stratagem.common import limits
-from stratagem.common.document import MAX_COUNT, Count, Name, Section, refuse
-from stratagem.common.errors import Violation
-from stratagem.common.frozen import thawed
+from stratagem.common.base import limits
+from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
-from stratagem.common.job.compression import CompressionSpec, why_not_compressed
-from stratagem.common.job.evaluating import check_evaluating
-from stratagem.common.job.every import Every, Unit
-from stratagem.common.job.execution import ExecutionSpec, Variant, variant_to_plain
-from stratagem.common.job.initial import InitialSpec
-from stratagem.common.job.nesting import effective
-from stratagem.common.job.phases import PhasesSpec, reason_against
-from stratagem.common.job.search import SearchSpaceField
+from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
+from stratagem.common.job.evaluation_only import check_evaluating
+from stratagem.common.job.execution_section import ExecutionSpec, Variant, variant_to_plain
+from stratagem.common.job.initial_state import InitialSpec
+from stratagem.common.job.interval import Every, Unit
+from stratagem.common.job.nested_strategies import effective
+from stratagem.common.job.phases_section import PhasesSpec, reason_against
+from stratagem.common.job.search_section import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -34,8 +32,9 @@ from stratagem.common.job.sections import (
     OptimizerSpec,
     PartitionSpec,
 )
-from stratagem.common.json_text import JSON, dump_json, load_json
-from stratagem.common.search_space import SearchSpace, dump_search_space
+from stratagem.common.schema.document import MAX_COUNT, Count, Name, Section, refuse
+from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json_text import JSON, dump_json, load_json
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
     Custom,
@@ -47,6 +46,7 @@ from stratagem.common.strategy import (
     dump_strategy,
 )
 from stratagem.common.strategy.document_field import StrategyField
+from stratagem.common.strategy.search_space import SearchSpace, dump_search_space
 
 # One epoch reseeds with seed + epoch, which must stay in torch's range.
 _MAX_SEED = MAX_COUNT // 2

@@ -1,1 +1,1 @@
-"""Model and pipeline parallelism as data: stages, tags, schedules. Knows no torch and no gRPC."""
+"""Pipeline parallelism as data: schedules, their simulation, the tags of transfers."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError
 
 
 class Kind(StrEnum):

@@ -19,17 +19,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from stratagem.common import tracing
+from stratagem.common.base.errors import ConflictError, InvalidInputError
+from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
-from stratagem.common.errors import ConflictError, InvalidInputError
-from stratagem.common.rpc.addresses import is_loopback
-from stratagem.common.rpc.credentials import FreshFiles, channel_credentials
-from stratagem.common.rpc.options import (
+from stratagem.common.identity.bearer_tokens import TokenFile
+from stratagem.common.identity.grpc_credentials import FreshFiles, channel_credentials
+from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.grpc_options import (
     CLIENT_OPTIONS,
     SHALLOW_OPTIONS,
 )
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
-from stratagem.common.rpc.tokens import TokenFile
 from stratagem.common.tensors.frames import reading_frames
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.common.errors import LimitError
-from stratagem.common.rpc.intake import RETRY_AFTER_S
+from stratagem.common.base.errors import LimitError
+from stratagem.common.rpc.admission import RETRY_AFTER_S
 
 MAX_WATCHERS: Final = 64
 

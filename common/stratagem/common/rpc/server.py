@@ -1,9 +1,9 @@
 """Servers of our services.
 
 Owns what holds for every call of every service: the caller may make it (see `authentication.py`),
-the protocol version is right, requests arrive in time and within the limits (see `intake.py`), what
-does not parse is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status with
-the reason, any other exception becomes INTERNAL with an id that stands in the log, never a
+the protocol version is right, requests arrive in time and within the limits (see `admission.py`),
+what does not parse is the caller's fault (INVALID_ARGUMENT), errors of our tree become their status
+with the reason, any other exception becomes INTERNAL with an id that stands in the log, never a
 traceback. Handlers that stream answers must be async generators, and read requests from their
 iterator.
 """
@@ -23,18 +23,18 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
-from stratagem.common import tracing
+from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.base.exception_text import sole
+from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
-from stratagem.common.errors import InvalidInputError, UnavailableError, WrongStateError
-from stratagem.common.failures import sole
-from stratagem.common.metrics.calls import DEFECT, CallStats, name_of
+from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authorization import is_open
+from stratagem.common.identity.grpc_credentials import server_credentials
+from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.observe import tracing
+from stratagem.common.observe.call_metrics import DEFECT, CallStats, name_of
 from stratagem.common.observe.request_ids import bind_ids
-from stratagem.common.rpc.addresses import is_loopback
-from stratagem.common.rpc.authentication import Gate
-from stratagem.common.rpc.authorization import is_open
-from stratagem.common.rpc.credentials import server_credentials
-from stratagem.common.rpc.health_service import HealthService
-from stratagem.common.rpc.intake import (
+from stratagem.common.rpc.admission import (
     DEFAULT_LIMITS,
     MALFORMED,
     Admission,
@@ -42,10 +42,10 @@ from stratagem.common.rpc.intake import (
     ParsedStream,
     only_request,
 )
-from stratagem.common.rpc.options import SERVER_OPTIONS
-from stratagem.common.rpc.sending import Sending
-from stratagem.common.rpc.status import to_status
-from stratagem.common.rpc.tls import TlsFiles
+from stratagem.common.rpc.grpc_options import SERVER_OPTIONS
+from stratagem.common.rpc.health_service import HealthService
+from stratagem.common.rpc.send_timeout import Sending
+from stratagem.common.rpc.status_codes import to_status
 from stratagem.common.tensors.frames import reading_frames
 
 log = structlog.get_logger()

@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.rpc.chain import chain_of, ended, said
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.identity.certificate_chain import chain_of, ended, said
+from stratagem.common.identity.tls_files import (
+    DEFAULT_TRUST_DOMAIN,
+    Material,
+    TlsFiles,
+    worker_name,
+)
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.tls import DEFAULT_TRUST_DOMAIN, Material, TlsFiles, worker_name
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -150,7 +155,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
     """What is wrong with the server's certificate."""
     from cryptography import x509
 
-    from stratagem.common.rpc.tls import names_of
+    from stratagem.common.identity.tls_files import names_of
 
     theirs = probe.shown()
     whose = f"the certificate of {probe.address}"

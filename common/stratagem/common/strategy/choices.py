@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from stratagem.common.field_rules import (
+from stratagem.common.base.ids import WorkerId
+from stratagem.common.schema.field_rules import (
     AT_LEAST_1,
     FRACTION,
     NOT_EMPTY,
@@ -22,7 +23,6 @@ from stratagem.common.field_rules import (
     check_fields,
     must,
 )
-from stratagem.common.ids import WorkerId
 
 _TOPOLOGY: Final = re.compile(
     r"ring|complete|star|torus(:[1-9]\d{0,5}x[1-9]\d{0,5})?|hypercube|exponential|random:[1-9]\d{0,5}"

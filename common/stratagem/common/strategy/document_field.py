@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias, get_args
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.strategy import Strategy, parse_strategy
 
 

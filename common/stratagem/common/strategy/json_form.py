@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from stratagem.common.errors import InvalidInputError
-from stratagem.common.json_forms import (
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.schema.json_forms import (
     ANY_JSON,
     FLAG,
     REAL,
@@ -28,7 +28,7 @@ from stratagem.common.json_forms import (
     read_text,
     tagged,
 )
-from stratagem.common.json_text import JSON, dump_json, join, load_json
+from stratagem.common.schema.json_text import JSON, dump_json, join, load_json
 from stratagem.common.strategy import choices, kinds
 from stratagem.common.strategy.kinds import Strategy
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, assert_never
 
-from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.field_rules import (
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.field_rules import (
     AT_LEAST_1,
     FRACTION,
     NOT_EMPTY,
@@ -21,9 +21,8 @@ from stratagem.common.field_rules import (
     count_up_to,
     must,
 )
-from stratagem.common.frozen import frozen
-from stratagem.common.json_text import JSON, check_json
-from stratagem.common.pipeline.names import AUTO, SCHEDULE_NAMES
+from stratagem.common.schema.frozen import frozen
+from stratagem.common.schema.json_text import JSON, check_json
 from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
@@ -40,6 +39,7 @@ from stratagem.common.strategy.choices import (
     Random,
     ServerOptimizer,
 )
+from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 
 _IS_QUORUM: Final = Rule(
     lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from stratagem.common.errors import IntegrityError, LimitError, OutOfRangeError
+from stratagem.common.base.errors import IntegrityError, LimitError, OutOfRangeError
 from stratagem.common.tensors.frames import ChunkFrame, Data, Piece, crc32c
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.traffic import received

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.v1 import tensor_pb2
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from stratagem.common.errors import InvalidInputError, LimitError
+from stratagem.common.base.errors import InvalidInputError, LimitError
 from stratagem.common.tensors.dtypes import dtype_named, dtype_on_wire
 from stratagem.v1 import tensor_pb2
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stratagem.common.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.chunks import Sink, iter_pieces
 from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
 from stratagem.common.tensors.frames import Data
@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
     Purpose,
     build_manifest,
 )
-from stratagem.common.tensors.safefile import from_file, header_bytes, read_header
+from stratagem.common.tensors.safetensors_file import from_file, header_bytes, read_header
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     each.name: getattr(torch, each.name) for each in DTYPES if hasattr(torch, each.name)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stratagem.common.ids import Digest, Incarnation, Party, RunId
+from stratagem.common.base.ids import Digest, Incarnation, Party, RunId
 from stratagem.coordinator.core.facts import ROOT, Capability, Fact, Member
 
 

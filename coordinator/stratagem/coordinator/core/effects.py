@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from stratagem.common.ids import Digest, Party, RunId
+from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.coordinator.core.facts import Accepted, Member
 
 

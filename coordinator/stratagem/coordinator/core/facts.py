@@ -2,22 +2,22 @@
 
 A fact says what was decided or observed (a placement, a selection, a digest) and never how to
 decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
-digests, metrics. How they are written down stands in encoding.py.
+digests, metrics. How they are written down stands in fact_serialization.py.
 """
 
 from collections.abc import Mapping
 
-from stratagem.common.ids import Digest, Party, WorkerId
-from stratagem.coordinator.core.causes import Cause
-from stratagem.coordinator.core.values import SKIPPED_STEPS as SKIPPED_STEPS
-from stratagem.coordinator.core.values import Capability as Capability
-from stratagem.coordinator.core.values import ErrorRecord as ErrorRecord
-from stratagem.coordinator.core.values import Member as Member
-from stratagem.coordinator.core.values import Metrics as Metrics
-from stratagem.coordinator.core.values import Number as Number
-from stratagem.coordinator.core.values import PlainValues as PlainValues
-from stratagem.coordinator.core.values import Setting as Setting
-from stratagem.coordinator.core.values import Value as Value
+from stratagem.common.base.ids import Digest, Party, WorkerId
+from stratagem.coordinator.core.fact_values import SKIPPED_STEPS as SKIPPED_STEPS
+from stratagem.coordinator.core.fact_values import Capability as Capability
+from stratagem.coordinator.core.fact_values import ErrorRecord as ErrorRecord
+from stratagem.coordinator.core.fact_values import Member as Member
+from stratagem.coordinator.core.fact_values import Metrics as Metrics
+from stratagem.coordinator.core.fact_values import Number as Number
+from stratagem.coordinator.core.fact_values import PlainValues as PlainValues
+from stratagem.coordinator.core.fact_values import Setting as Setting
+from stratagem.coordinator.core.fact_values import Value as Value
+from stratagem.coordinator.core.rejection_causes import Cause
 
 ROOT = Party("")
 
@@ -72,7 +72,7 @@ class RunSubmitted(Value):
     traceparent: str = ""
     """Where the run belongs in a trace (W3C), if somebody traces it."""
     numerics: int = 1
-    """Which rules decide the bits of the run, to its end; see stratagem.common.numerics."""
+    """Which rules decide the bits of the run, to its end; see common/numerics/numerics_rules.py."""
     owner: str = ""
     """To whom it belongs: `by`, and of a token also which of that name it was; as `by` if empty."""
     submission: str = ""

@@ -6,13 +6,13 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stratagem.common.ids import Digest, RunId, WorkerId
+from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 
 if TYPE_CHECKING:  # both are made of what stands here
-    from stratagem.coordinator.strategies.contract import Strategy
-    from stratagem.coordinator.strategies.table import Strategies
+    from stratagem.coordinator.core.strategy_contract import Strategy
+    from stratagem.coordinator.core.strategy_table import Strategies
 
 
 class RunPhase(StrEnum):

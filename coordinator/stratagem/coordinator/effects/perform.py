@@ -2,10 +2,9 @@
 
 from typing import assert_never
 
-from stratagem.common import tracing
-from stratagem.common.failures import leaves
-from stratagem.common.logs import about
-from stratagem.coordinator.blobs import DamagedBlobError, MissingBlobError
+from stratagem.common.base.exception_text import leaves
+from stratagem.common.observe import tracing
+from stratagem.common.observe.logs import about
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Build,
@@ -19,20 +18,21 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import RunFailed
-from stratagem.coordinator.core.pending import blobs_of
 from stratagem.coordinator.core.state import RunRecord, retained
-from stratagem.coordinator.effects.aggregate import aggregate_round
-from stratagem.coordinator.effects.build import build
-from stratagem.coordinator.effects.client_round import train_client
-from stratagem.coordinator.effects.collect import collect_update
-from stratagem.coordinator.effects.commit import commit_segment
-from stratagem.coordinator.effects.env import Env
-from stratagem.coordinator.effects.evaluate import evaluate_state
-from stratagem.coordinator.effects.evaluate_together import evaluate_together
-from stratagem.coordinator.effects.release import release
-from stratagem.coordinator.effects.segment import run_segment
-from stratagem.coordinator.strategies.contract import Nestable
-from stratagem.coordinator.watching.log_ids import ids_of
+from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
+from stratagem.coordinator.core.strategy_contract import Nestable
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
+from stratagem.coordinator.effects.federated.collect_update import collect_update
+from stratagem.coordinator.effects.federated.evaluate_state import evaluate_state
+from stratagem.coordinator.effects.federated.train_client import train_client
+from stratagem.coordinator.effects.synchronous.build_model import build
+from stratagem.coordinator.effects.synchronous.commit_segment import commit_segment
+from stratagem.coordinator.effects.synchronous.evaluate_together import evaluate_together
+from stratagem.coordinator.effects.synchronous.release_run import release
+from stratagem.coordinator.effects.synchronous.run_segment import run_segment
+from stratagem.coordinator.observe.log_ids import ids_of
+from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: Env, effect: Effect) -> None:

@@ -1,1 +1,1 @@
-"""What the coordinator's process needs around the core: plug-ins and chores."""
+"""What runs the core: the command loop, effects under supervision, leases, links, rendezvous."""

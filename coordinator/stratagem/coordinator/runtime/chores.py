@@ -6,8 +6,8 @@ from typing import Any
 
 import structlog
 
-from stratagem.common.errors import StratagemError, UnavailableError
-from stratagem.common.failures import sole, told
+from stratagem.common.base.errors import StratagemError, UnavailableError
+from stratagem.common.base.exception_text import sole, told
 
 log = structlog.get_logger()
 

@@ -10,18 +10,17 @@ from importlib.metadata import EntryPoint, entry_points
 
 import structlog
 
-from stratagem.common.failures import told
-from stratagem.coordinator.strategies import (
+from stratagem.common.base.exception_text import told
+from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.coordinator.core.strategy_table import EVALUATION, GROUP, SILOS, Strategies
+from stratagem.coordinator.strategies.federated import federated, silos
+from stratagem.coordinator.strategies.population import population
+from stratagem.coordinator.strategies.synchronous import (
     data_parallel,
-    evaluating,
-    federated,
+    evaluation_run,
     local,
     model_parallel,
-    population,
-    silos,
 )
-from stratagem.coordinator.strategies.contract import Strategy
-from stratagem.coordinator.strategies.table import EVALUATION, GROUP, SILOS, Strategies
 
 BUILT_IN = Strategies(
     {
@@ -30,7 +29,7 @@ BUILT_IN = Strategies(
         "Local": local.STRATEGY,
         "ModelParallel": model_parallel.STRATEGY,
         "PopulationBased": population,
-        EVALUATION: evaluating,
+        EVALUATION: evaluation_run,
         SILOS: silos,
     }
 )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from stratagem.common.errors import InvalidInputError, Violation
-from stratagem.common.ids import Digest, Party, RunId, WorkerId, is_within
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.ids import Digest, Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.effects import Base, Effect
@@ -25,8 +25,8 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
 )
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.strategies.contract import Nestable, PartyView, Standing
-from stratagem.coordinator.strategies.table import Strategies
+from stratagem.coordinator.core.strategy_contract import Nestable, PartyView, Standing
+from stratagem.coordinator.core.strategy_table import Strategies
 
 
 @dataclass(frozen=True, slots=True)

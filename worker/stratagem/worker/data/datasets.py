@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.common.errors import InvalidInputError
-from stratagem.worker.entrypoints import user_code
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.user_code.entrypoints import user_code
 
 # torch aligns its own CPU allocations to this many bytes.
 _ALIGNMENT_BYTES: Final = 64

@@ -3,13 +3,21 @@
 `build_trainer` and `run_client_round` are what the rest of the worker uses.
 """
 
-from stratagem.worker.engine.build import build_gossip_trainer, build_inference, build_trainer
-from stratagem.worker.engine.client_round import ClientRound, ClientRunner, run_client_round
-from stratagem.worker.engine.evaluate import Part
-from stratagem.worker.engine.gossip import GossipTrainer, Summary
-from stratagem.worker.engine.inference import Inference
-from stratagem.worker.engine.report import StepReport
-from stratagem.worker.engine.trainer import Trainer
+from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.trainers.build_trainer import (
+    build_gossip_trainer,
+    build_inference,
+    build_trainer,
+)
+from stratagem.worker.engine.trainers.federated_client import (
+    ClientRound,
+    ClientRunner,
+    run_client_round,
+)
+from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer, Summary
+from stratagem.worker.engine.trainers.inference import Inference
+from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 
 __all__ = [
     "ClientRound",

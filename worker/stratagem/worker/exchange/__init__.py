@@ -5,17 +5,17 @@ none (solo), member to member (mesh, or shared where they share memory), or thro
 (server). `GossipExchange` adds nothing up for all: it averages parameters among neighbours.
 """
 
-from stratagem.worker.exchange.alone import AloneExchange
-from stratagem.worker.exchange.buckets import GradientBuckets
-from stratagem.worker.exchange.exchange import (
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
+from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
+from stratagem.worker.exchange.reducer import (
     Exchange,
     mesh_exchange,
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.extras import Extras
-from stratagem.worker.exchange.gossip import GossipExchange
-from stratagem.worker.exchange.server import ServerTransport
+from stratagem.worker.exchange.single_member import AloneExchange
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [

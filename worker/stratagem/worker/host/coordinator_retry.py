@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from stratagem.common.backoff import Backoff
+from stratagem.common.base.retry_backoff import Backoff
 
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0

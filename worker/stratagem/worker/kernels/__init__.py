@@ -5,7 +5,7 @@ reference for all others; both give the same bits. Formulas are in docs/explanat
 Must not know gradients, members or codecs.
 """
 
-from stratagem.worker.kernels.ops import (
+from stratagem.worker.kernels.kernel_ops import (
     dot,
     quantise_deterministic,
     quantise_stochastic,

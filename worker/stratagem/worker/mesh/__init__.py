@@ -5,9 +5,9 @@ implements `SharedGroup`: memory, barrier, cut. What the tensors mean, in which 
 and who belongs to the party is decided above.
 """
 
-from stratagem.worker.mesh.forming import Forming
-from stratagem.worker.mesh.gloo import form_gloo
+from stratagem.worker.mesh.gloo_backend import form_gloo
 from stratagem.worker.mesh.link import ExchangeError, Link, Rendezvous, Work
-from stratagem.worker.mesh.shared import SharedGroup
+from stratagem.worker.mesh.link_forming import Forming
+from stratagem.worker.mesh.shm_buffers import SharedGroup
 
 __all__ = ["ExchangeError", "Forming", "Link", "Rendezvous", "SharedGroup", "Work", "form_gloo"]

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from stratagem.common.errors import StratagemError
+from stratagem.common.base.errors import StratagemError
 
 LEAVE_GRACE_S = 0.5
 LEAVE_BYTES_PER_S = 100e6

@@ -1,1 +1,1 @@
-"""The members of one run's party: how they meet and agree on one state."""
+"""The members of one run's party: how they meet, connect and agree on one state."""

@@ -13,21 +13,21 @@ from typing import Final
 
 from torch import Tensor
 
-from stratagem.common.errors import StratagemError
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import allocate
-from stratagem.common.tensors.transfer import pull
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
-from stratagem.worker.control import PartyView
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError
-from stratagem.worker.party.rendezvous import Members, fence_of, session_of
-from stratagem.worker.state_store import freeze
-from stratagem.worker.work import Tally, Work
+from stratagem.worker.party.join_rendezvous import Members, fence_of, session_of
+from stratagem.worker.session.context import Tally, Work
+from stratagem.worker.session.plan_control import PartyView
+from stratagem.worker.session.session_states import freeze
 
 _TALLY: Final = "tally"
 

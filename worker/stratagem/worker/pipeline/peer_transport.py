@@ -1,7 +1,7 @@
 """Messages of stages from worker to worker: a link carries each as one run of bytes.
 
-The link is PeerService (`mesh/grpc.py`) or memory of one host (`mesh/slots.py`). What arrives early
-is kept by the mailbox, what is stale or comes twice is refused there.
+The link is PeerService (`mesh/grpc_backend.py`) or memory of one host (`mesh/shm_messages.py`).
+What arrives early is kept by the mailbox, what is stale or comes twice is refused there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stratagem.worker.mesh.link import MessageLink, Work
-from stratagem.worker.pipeline.message import Address, Message, pack, unpack
+from stratagem.worker.pipeline.stage_message import Address, Message, pack, unpack
 
 
 class PeerTransport:

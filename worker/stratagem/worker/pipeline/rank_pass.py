@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stratagem.common.failpoints import failpoint
+from stratagem.common.model.stage_partition import Boundary, StagePlan
 from stratagem.common.pipeline.schedules import Action, Kind
-from stratagem.common.pipeline.tags import base_of, control_tag, tag_of
-from stratagem.common.pipeline.tiling import Boundary, StagePlan
-from stratagem.worker.entrypoints import user_code
+from stratagem.common.pipeline.transfer_tags import base_of, control_tag, tag_of
+from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.message import Address, Message
 from stratagem.worker.pipeline.stage import Kept, StagePart
-from stratagem.worker.pipeline.transport import Transport
+from stratagem.worker.pipeline.stage_message import Address, Message
+from stratagem.worker.pipeline.stage_transport import Transport
+from stratagem.worker.user_code.entrypoints import user_code
 
 
 @dataclass(frozen=True, slots=True)

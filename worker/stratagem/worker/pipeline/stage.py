@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.errors import IntegrityError
-from stratagem.common.pipeline.program import ModelInput, leaves
-from stratagem.common.pipeline.tiling import Boundary, StagePlan
-from stratagem.worker.engine.blame import naming_parameters
-from stratagem.worker.engine.execution.checkpointing import grouped
-from stratagem.worker.engine.execution.precision import single
-from stratagem.worker.models.program import Slots, add_uses, evaluate, run_calls
-from stratagem.worker.pipeline.message import Message, put_together, take_apart
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.model.program import ModelInput, leaves
+from stratagem.common.model.stage_partition import Boundary, StagePlan
+from stratagem.worker.engine.numerics.activation_checkpointing import grouped
+from stratagem.worker.engine.numerics.mixed_precision import single
+from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
+from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
 
 Place: TypeAlias = tuple[str, int, int]
 """(node, use, number of the tensor in the node's output)."""

@@ -20,11 +20,11 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
-from stratagem.common.errors import IntegrityError, InvalidInputError, UnavailableError
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, UnavailableError
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.common.tensors.traffic import RECEIVED, SENT, over
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.message import Address, Message, pack, unpack
+from stratagem.worker.pipeline.stage_message import Address, Message, pack, unpack
 
 FIRST_POLL_S: Final = 0.001
 LAST_POLL_S: Final = 0.05

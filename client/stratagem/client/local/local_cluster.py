@@ -1,0 +1,261 @@
+"""A whole cluster on this machine: one coordinator and a few workers as child processes.
+
+    with LocalCluster(workers=2) as cluster, cluster.client() as client:
+        result = client.submit("job.yaml").result()
+
+Owns which commands are run in which folders; process_supervisor.py keeps them alive. The
+coordinator comes back at the same port and a worker under the same name, so a killed process is a
+hiccup of the run. Everything listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from stratagem.client.local.child_process import Command, ProcessView, read_address
+from stratagem.client.local.process_supervisor import Supervisor
+from stratagem.common.base.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    WrongStateError,
+)
+from stratagem.common.base.host_port import split_address
+
+if TYPE_CHECKING:
+    from stratagem.client.sdk.blocking_client import Client
+
+COORDINATOR: Final = "coordinator"
+READY_TIMEOUT_S: Final = 120.0
+
+Argv = Callable[[Mapping[str, str]], list[str]]
+
+
+def local_names(num_workers: int) -> tuple[str, ...]:
+    """What the workers of a local cluster are called."""
+    return tuple(f"worker-{number}" for number in range(num_workers))
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalCluster:
+    """Starts on `start()` or on entering the context, ends on `close()` or on leaving it."""
+
+    workers: int = 2
+    data_dir: Path | None = None
+    """Journal, states and logs; None: a temporary folder that close() removes."""
+    allow: Sequence[str] = ("*:*",)
+    """Entry points (`module:name`, with wildcards) that jobs may name."""
+    import_path: Sequence[Path] = ()
+    """Folders from which the workers import the user's modules."""
+    data_root: Sequence[Path] = (Path("/"),)
+    """Folders below which `data.path` of a job may lie; anywhere, as the jobs are the caller's."""
+    threads: int | None = None
+    """Threads per worker; None: the cores divided by the workers, at least one."""
+    listen: str = "127.0.0.1:0"
+    failpoints: bool = False
+    """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    worker_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Further command-line arguments by worker name, such as {"worker-0": ["--tags", "site-a"]}."""
+    programs: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, "-m", "stratagem.worker"],
+        }
+    )
+    _supervisor: Supervisor | None = field(init=False, default=None)
+    _folder: Path = field(init=False, default_factory=Path)
+    _lock: int = field(init=False, default=-1)
+    _owner: int = field(init=False, default=0)
+    """The process that has started it; in a fork of that it is not ours to end."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise InvalidInputError.at("workers", f"{self.workers} is not 0 or more")
+        try:
+            split_address(self.listen)
+        except ValueError as error:
+            raise InvalidInputError.at("listen", str(error)) from None
+
+    # ---- life ----
+
+    def start(self) -> Self:
+        """Start all processes and wait until they are ready."""
+        if self._supervisor is not None:
+            return self
+        self._folder, self._owner = self._make_folder(), os.getpid()
+        self._supervisor = Supervisor([self._coordinator(), *map(self._worker, self.worker_names)])
+        self._supervisor.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End all processes (SIGTERM, after a grace SIGKILL). Idempotent; nothing in a fork."""
+        if self._supervisor is None or self._owner != os.getpid():
+            return
+        self._supervisor.close()
+        self._supervisor = None
+        os.close(self._lock)
+        if self.data_dir is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- use ----
+
+    @property
+    def address(self) -> str:
+        """host:port of the coordinator."""
+        return self.processes[COORDINATOR].address
+
+    @property
+    def folder(self) -> Path:
+        """Where journal, states and logs lie."""
+        return self._folder
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        return local_names(self.workers)
+
+    @property
+    def processes(self) -> dict[str, ProcessView]:
+        """All processes by name, as they stand now."""
+        return {view.name: view for view in self._running().views()}
+
+    def client(self) -> Client:
+        """A blocking client of this cluster."""
+        from stratagem.client.sdk.blocking_client import Client
+
+        return Client(self.address)
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Until every process serves (again)."""
+        self._running().wait_ready(timeout_s)
+
+    def wait_restarted(
+        self, name: str, num_starts: int, timeout_s: float = READY_TIMEOUT_S
+    ) -> None:
+        """Until a process serves and has been started more than num_starts times."""
+        self._running().wait_restarted(name, num_starts, timeout_s)
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a process; one that dies of it is started again."""
+        self._running().kill(name, signum)
+
+    def failpoint_file(self, process: str, failpoint: str) -> Path:
+        """The file that arms a failpoint of a process: write how many hits to let pass."""
+        return self._folder / "failpoints" / process / failpoint
+
+    def log_tail(self, process: str) -> str:
+        """Everything that a process has written to its log."""
+        return (self._folder / "logs" / f"{process}.log").read_text(errors="replace")
+
+    # ---- how the processes are run ----
+
+    def _running(self) -> Supervisor:
+        if self._supervisor is None:
+            raise NotFoundError("this local cluster is not running; call start()")
+        if self._owner != os.getpid():
+            raise WrongStateError(
+                f"this local cluster belongs to process {self._owner}, of which this one is a fork"
+            )
+        return self._supervisor
+
+    def _make_folder(self) -> Path:
+        """The data folder with its parts, locked for this cluster."""
+        if self.data_dir is None:
+            folder = Path(tempfile.mkdtemp(prefix="stratagem-"))
+        else:
+            folder = Path(self.data_dir).absolute()
+        names = [COORDINATOR, *self.worker_names]
+        parts = ["logs", "ready", *names, *(f"failpoints/{name}" for name in names)]
+        for part in parts:
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            address = read_address(folder / "ready" / COORDINATOR)
+            where = f" {address}" if address else ""  # it is just starting
+            raise ConflictError(
+                f"another local cluster uses {folder}; talk to it with --coordinator{where}, "
+                "or name another folder with --data-dir"
+            ) from None
+        return folder
+
+    def _coordinator(self) -> Command:
+        def argv(addresses: Mapping[str, str]) -> list[str]:
+            listen = addresses.get(COORDINATOR, self.listen)
+            return [
+                *self.programs["coordinator"],
+                *("--listen", listen, "--health-port", "0"),
+                *("--data-dir", str(self._folder / COORDINATOR)),
+                *("--ready-file", str(self._ready_file(COORDINATOR))),
+            ]
+
+        return self._command(COORDINATOR, argv)
+
+    def _worker(self, name: str) -> Command:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        threads = self.threads or max(1, cores // self.workers)
+
+        def argv(addresses: Mapping[str, str]) -> list[str]:
+            return [
+                *self.programs["worker"],
+                *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
+                *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
+                *(part for each in self.allow for part in ("--allow", each)),
+                *(part for each in self.import_path for part in ("--import-path", str(each))),
+                *(part for each in self.data_root for part in ("--data-root", str(each))),
+                *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),
+                *self.worker_arguments.get(name, ()),
+            ]
+
+        return self._command(name, argv, (COORDINATOR,), "STRATAGEM_WORKER_PREVIOUS_EXIT")
+
+    def _command(
+        self, name: str, argv: Argv, needs: tuple[str, ...] = (), exit_variable: str = ""
+    ) -> Command:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}
+        if importlib.util.find_spec("obstore") is not None:
+            store = f"file://{self._folder}/activations"
+            environment.setdefault("STRATAGEM_WORKER_ACTIVATION_STORE", store)
+        if self.failpoints:
+            environment["STRATAGEM_FAILPOINTS"] = str(self._folder / "failpoints" / name)
+        return Command(
+            name=name,
+            argv=argv,
+            ready_file=self._ready_file(name),
+            log_file=self._folder / "logs" / f"{name}.log",
+            environment=environment,
+            needs=needs,
+            exit_variable=exit_variable,
+        )
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / "ready" / name

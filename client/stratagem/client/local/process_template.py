@@ -1,0 +1,159 @@
+"""Becomes one program after another, each in a fork of this process, which has imported them all.
+
+    python -m stratagem.client.local.process_template SOCKET_FD MODULE...
+
+Importing torch takes longer than everything else that a starting worker does. A request is one
+message of JSON {argv, environment, folder}, argv being [-m, MODULE, ARGUMENT...] or
+[FILE.py, ARGUMENT...], with four descriptors: standard input,
+output and error, and a socket on which the fork's process id and pidfd are answered at once and its
+exit status at its end. The fork goes on as `python ARGV...` would. This process has one thread of
+its own and has made no object of gRPC or torch, so that nothing half-done is copied. It ends when
+the other end of its socket is closed, and its forks end with it, in whatever way it ends. Linux
+only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.client.local.parent_guard import PR_SET_PDEATHSIG
+from stratagem.client.local.preloaded_programs import MAX_REQUEST_BYTES
+from stratagem.common.process.process_exit import end
+
+NUM_DESCRIPTORS: Final = 4
+
+_libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a fork becomes."""
+
+    argv: list[str]
+    """As after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""
+    environment: dict[str, str]
+    folder: str
+
+
+def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a fork's collections would copy every page of what was imported
+    program = _serve(requests)
+    end(0 if program is None else _become(program))
+
+
+def _serve(requests: socket.socket) -> Program | None:
+    """Answer requests until their socket is closed. Returns in every fork with its program."""
+    waiting: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, where to answer
+    poller = select.poll()
+    poller.register(requests, select.POLLIN)
+    while True:
+        for descriptor, _ in poller.poll():
+            if descriptor in waiting:
+                poller.unregister(descriptor)
+                _report(descriptor, *waiting.pop(descriptor))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(
+                requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
+            )
+            if not message:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                _detach(requests, waiting, descriptors)
+                return Program(**json.loads(message))
+            answer = _answer(pid, descriptors)
+            waiting[answer[0]] = (pid, answer[1])
+            poller.register(answer[0], select.POLLIN)
+
+
+def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
+    """Tell who was born, and keep what is needed to tell of its end."""
+    *streams, status = descriptors
+    for stream in streams:
+        os.close(stream)
+    channel = socket.socket(fileno=status)
+    pidfd = os.pidfd_open(pid)
+    _tell(channel, {"pid": pid}, [pidfd])
+    return pidfd, channel
+
+
+def _report(pidfd: int, pid: int, channel: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    _tell(channel, {"exit": os.waitstatus_to_exitcode(status)}, [])
+    channel.close()
+    os.close(pidfd)
+
+
+def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+    with suppress(OSError):  # nobody is interested any more
+        socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
+
+
+# ---- in the fork ----
+
+
+def _detach(
+    requests: socket.socket,
+    waiting: dict[int, tuple[int, socket.socket]],
+    descriptors: list[int],
+) -> None:
+    """Keep nothing of the server but what it has imported."""
+    server = os.getppid()
+    os.setsid()  # Ctrl-C in the terminal is for who has started us
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:  # it died before the wish was made
+        os._exit(1)
+    for number, stream in enumerate(descriptors[:3]):
+        os.dup2(stream, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    requests.close()
+    for pidfd, (_, channel) in waiting.items():
+        os.close(pidfd)
+        channel.close()
+
+
+def _become(program: Program) -> int:
+    """Go on as `python argv...` in the folder and environment asked for; the exit status."""
+    os.environ.clear()
+    os.environ.update(program.environment)
+    os.chdir(program.folder)
+    for stream in (sys.stdout, sys.stderr):
+        if "PYTHONUNBUFFERED" in program.environment and hasattr(stream, "reconfigure"):
+            stream.reconfigure(write_through=True)
+    is_module = program.argv[0] == "-m"
+    sys.argv = program.argv[1:] if is_module else program.argv
+    try:
+        if is_module:
+            sys.path[0] = program.folder
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The client library: blocking and asynchronous clients, transfers, views."""

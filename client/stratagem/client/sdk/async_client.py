@@ -1,0 +1,271 @@
+"""The asynchronous client: submit a job, follow the run, fetch what it made.
+
+    async with AsyncClient("host:7070") as client:
+        run = await client.submit("job.yaml")
+        async for item in run.watch(): ...
+        await run.result()
+
+Owns what each call means to a caller. Reconnecting lies in retrying_calls.py, the tensor streams in
+downloads.py and uploads.py; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+import grpc
+
+from stratagem.client.sdk import downloads, uploads, views
+from stratagem.client.sdk.initial_source import resolve_initial
+from stratagem.client.sdk.job_input import Job, parse_job
+from stratagem.client.sdk.planning import import_folders, resolve_parallelism
+from stratagem.client.sdk.retrying_calls import Connection
+from stratagem.client.sdk.uploads import InlineData
+from stratagem.client.sdk.views import Event, LogLine, Phase, Progress, RunStatus, Worker
+from stratagem.common.base.errors import RunFailedError, UnavailableError, UserCodeError
+from stratagem.common.base.ids import RunId, check_run_id, new_run_id
+from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.channel import Proof
+from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+PATIENCE_S: Final = 60.0
+
+
+class AsyncClient:
+    """A client of one coordinator; use as an async context manager."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
+        token_file: str | PathLike[str] | None = None,
+    ) -> None:
+        """patience_s: how long a call waits for a coordinator that was there and went away.
+
+        tls: how the coordinator is known, and this client; plaintext unless given. token_file: a
+        token of `stratagem token create`, for a coordinator's --token-listen. Both are read again
+        when the files change. Raises InvalidInputError when one cannot be used.
+        """
+        self.address = address
+        self._proof = Proof(tls, token_file)
+        self._patience_s = patience_s
+        self._open_connection: Connection | None = None
+        tracing.adopt()
+
+    async def __aenter__(self) -> Self:
+        self._open_connection = Connection(self.address, self._patience_s, self._proof)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        connection, self._open_connection = self._open_connection, None
+        if connection is not None:
+            await connection.close()
+
+    @property
+    def _connection(self) -> Connection:
+        if self._open_connection is None:
+            raise UnavailableError("this client is closed; use it inside its `with` block")
+        return self._open_connection
+
+    async def submit(
+        self,
+        job: Job,
+        run_id: str | None = None,
+        *,
+        data: InlineData | None = None,
+        import_path: Sequence[Path] = (),
+    ) -> AsyncRun:
+        """Start a run. The same run_id with the same job starts nothing twice.
+
+        data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
+        and take the place of the job's `data`. A run or a file that the job begins from is turned
+        into the digest of a state. With execution.parallelism the strategy is chosen
+        here, for the workers that are registered now; the run's `note` says why.
+        import_path: of the user's modules, where the model has to be built for that; unless given,
+        this folder and that of the job file.
+        """
+        connection = self._connection
+        packed = None if data is None else uploads.pack(data)
+        spec = parse_job(job, None if packed is None else packed.digest)
+        chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
+        if packed is not None:
+            await uploads.upload(connection, packed)
+        spec = await resolve_initial(connection, spec)
+        reason = ""
+        if spec.execution.parallelism != "None":
+            # The run has a real strategy from the start; replays need not know how it came about.
+            folders, workers = import_path or import_folders(job), await self.workers()
+            spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
+        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=reason)
+        with tracing.span("submit", run_id=chosen):
+            response = await connection.call(connection.stub.SubmitRun, request)
+        return AsyncRun(connection, RunId(response.run_id), reason)
+
+    async def get(self, run_id: str) -> AsyncRun:
+        """An existing run; NotFoundError when there is none of this id."""
+        run = AsyncRun(self._connection, check_run_id(run_id))
+        await run.status()
+        return run
+
+    async def runs(self) -> tuple[RunStatus, ...]:
+        """All runs, newest first."""
+        connection = self._connection
+        found: list[RunStatus] = []
+        request = pb.ListRunsRequest()
+        while True:
+            response = await connection.call(connection.stub.ListRuns, request)
+            found += [views.run_status(each) for each in response.runs]
+            if not response.next_page_token:
+                return tuple(found)
+            request.page_token = response.next_page_token
+
+    async def workers(self) -> tuple[Worker, ...]:
+        """All registered workers, alive or not."""
+        connection = self._connection
+        response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
+        return tuple(views.worker(each) for each in response.workers)
+
+
+class AsyncRun:
+    """One run of one coordinator. Holds no state of the run itself."""
+
+    def __init__(self, connection: Connection, run_id: RunId, note: str = "") -> None:
+        self.run_id = run_id
+        self.note = note
+        """Of a run that was submitted here: why its parallelism became its strategy."""
+        self._connection = connection
+
+    async def status(self) -> RunStatus:
+        connection = self._connection
+        request = pb.GetRunRequest(run_id=self.run_id)
+        return views.run_status((await connection.call(connection.stub.GetRun, request)).run)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
+        return (await self.status()).metrics
+
+    async def watch(self, from_index: int = 0) -> AsyncIterator[Event | Progress]:
+        """Events from an index on, each once, and progress between them, until the run has ended.
+
+        Survives a coordinator that restarts: goes on after the last event that was seen.
+        """
+        request = pb.WatchRunRequest(run_id=self.run_id, from_index=from_index)
+        phase: Phase | None = None
+        while phase is None or not phase.is_final:
+            # The request says at every (re)connection from where to go on.
+            stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
+            async for message in stream:
+                if message.WhichOneof("message") == "progress":
+                    yield views.progress(message.progress)
+                    continue
+                event = views.event(message.event)
+                request.from_index, phase = event.index + 1, event.phase
+                yield event
+            if phase is None or not phase.is_final:  # ended early, or there was nothing to say
+                phase = (await self.status()).phase
+
+    async def result(self) -> RunStatus:
+        """Wait for the end of the run.
+
+        Raises UserCodeError with the words of the user's exception, or RunFailedError with the
+        reason when the run failed otherwise or was cancelled.
+        """
+        status = await self.status()
+        while not status.phase.is_final:
+            async for _ in self.watch(status.event_index):
+                pass
+            status = await self.status()
+        if status.phase is Phase.COMPLETED:
+            return status
+        if status.error is not None:
+            error = status.error
+            raise UserCodeError(
+                error.type, error.message, error.traceback, error.worker_id, error.activity
+            )
+        raise RunFailedError(f"run {self.run_id} {status.phase.lower()}: {status.reason}")
+
+    async def cancel(self) -> None:
+        """Stop the run; its last commit stays and can be resumed. Idempotent."""
+        connection = self._connection
+        request = pb.CancelRunRequest(run_id=self.run_id)
+        await connection.call(connection.stub.CancelRun, request)
+
+    async def resume(self, from_segment: int | None = None) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed.
+
+        from_segment: go on from this one of the commits that are kept; what followed it happens
+        anew.
+        """
+        connection = self._connection
+        request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
+        await connection.call(connection.stub.ResumeRun, request)
+
+    async def delete(self) -> None:
+        """Forget an ended run and its states."""
+        connection = self._connection
+        request = pb.DeleteRunRequest(run_id=self.run_id)
+        await connection.call(connection.stub.DeleteRun, request)
+
+    async def logs(self, *, follow: bool = False, worker: str = "") -> AsyncIterator[LogLine]:
+        """Lines of the run's log, of one worker if named; with follow, until the run ends."""
+        request = pb.TailLogsRequest(run_id=self.run_id, follow=follow, worker_id=worker)
+        earlier, current = set[LogLine](), set[LogLine]()
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
+            # After a cut the log is sent from its start again: what was shown is left out.
+            earlier.update(current)
+            return self._connection.stub.TailLogs(request)
+
+        async for message in self._connection.follow(open_stream):
+            line = views.log_line(message)
+            if line not in earlier:
+                current.add(line)
+                yield line
+
+    async def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
+        """Write a committed state as a safetensors file, whole or not at all.
+
+        plain: only the model, under all names of its state_dict(), for any reader of safetensors.
+        Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
+        which: "final" (the newest one while the run lives), "best", or the number of a segment;
+        or "predictions", of a run that keeps them.
+        """
+        return await downloads.to_file(
+            self._connection, self.run_id, which, Path(path), plain=plain
+        )
+
+    async def download_profile(self, path: str | PathLike[str]) -> Path:
+        """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.
+
+        NotFoundError when nothing was recorded: see execution.profiling.
+        """
+        return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
+
+    async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+        """The model of a committed state as torch tensors, for `model.load_state_dict`."""
+        from stratagem.client.sdk.torch_states import to_state_dict
+
+        return await to_state_dict(self._connection, self.run_id, which)

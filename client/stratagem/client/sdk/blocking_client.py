@@ -1,0 +1,315 @@
+"""The blocking client, for scripts and notebooks.
+
+    with Client("host:7070") as client:
+        run = client.submit("job.yaml")
+        model.load_state_dict(run.result().state_dict())
+
+Every method runs its namesake of async_client.py on an event loop in one thread that belongs to the
+client, so it works inside a notebook, whose own loop runs already. Ctrl-C during a call gives up
+waiting; the run goes on. Knows nothing of messages and channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun
+from stratagem.client.sdk.fork_safety import check_fork, is_lost
+from stratagem.client.sdk.job_input import Job
+from stratagem.client.sdk.uploads import InlineData
+from stratagem.client.sdk.views import Event, Hyperparameters, LogLine, Progress, RunStatus, Worker
+from stratagem.common.identity.tls_files import TlsFiles
+
+if TYPE_CHECKING:
+    import torch
+
+Value = TypeVar("Value")
+
+_END: Final = object()
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report_unless_poller)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="stratagem-client", daemon=True
+        )
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
+        """Run to the end and give back the result; an interrupt cancels the coroutine."""
+        if is_lost():  # the thread is not in this fork
+            coroutine.close()
+            check_fork()
+        tasks: list[asyncio.Task[Value]] = []
+
+        async def tracked() -> Value:
+            tasks.append(asyncio.current_task())  # type: ignore[arg-type]
+            return await coroutine
+
+        future: Future[Value] | None = None
+        try:
+            future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+            return future.result()
+        except BaseException:
+            # An interrupt may come at any instant, also before the future is in our hands.
+            if future is None or not future.done():
+                # Not before it has ended may the caller do something else with what it used.
+                asyncio.run_coroutine_threadsafe(_cancelled(tasks), self._loop).result()
+            raise
+
+    def iterate(self, source: AsyncIterator[Value]) -> Iterator[Value]:
+        """The items as they come; leaving the loop early closes the source."""
+
+        async def advance() -> Value | object:
+            return await anext(source, _END)
+
+        async def close() -> None:
+            aclose = getattr(source, "aclose", None)
+            if aclose is not None:
+                await aclose()
+
+        try:
+            while (item := self.call(advance())) is not _END:
+                yield item  # type: ignore[misc]
+        finally:
+            if (
+                not self._loop.is_closed() and not is_lost()
+            ):  # closing the loop has closed the source
+                self.call(close())
+
+    def close(self) -> None:
+        """Nothing in a fork, where neither the loop nor what it has open is ours."""
+        if is_lost():
+            return
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+
+
+class Client:
+    """A blocking client of one coordinator; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        patience_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
+        token_file: str | PathLike[str] | None = None,
+    ) -> None:
+        """See AsyncClient."""
+        self._client = AsyncClient(address, patience_s=patience_s, tls=tls, token_file=token_file)
+        self._loop: LoopThread | None = LoopThread()
+        try:
+            self._loop.call(self._client.__aenter__())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._client.address
+
+    def submit(
+        self,
+        job: Job,
+        run_id: str | None = None,
+        *,
+        data: InlineData | None = None,
+        import_path: Sequence[Path] = (),
+    ) -> RunHandle:
+        """Start a run; see AsyncClient.submit."""
+        submitted = self._client.submit(job, run_id, data=data, import_path=import_path)
+        return RunHandle(self._running().call(submitted), self._running())
+
+    def get(self, run_id: str) -> RunHandle:
+        """An existing run; NotFoundError when there is none of this id."""
+        return RunHandle(self._running().call(self._client.get(run_id)), self._running())
+
+    def runs(self) -> tuple[RunStatus, ...]:
+        """All runs, newest first."""
+        return self._running().call(self._client.runs())
+
+    def workers(self) -> tuple[Worker, ...]:
+        """All registered workers, alive or not."""
+        return self._running().call(self._client.workers())
+
+    def close(self) -> None:
+        """Idempotent. Runs go on."""
+        if self._loop is not None and not is_lost():
+            self._loop.call(self._client.close())
+            self._loop.close()
+            self._loop = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _running(self) -> LoopThread:
+        if self._loop is None:
+            raise RuntimeError("this client is closed")
+        return self._loop
+
+
+class RunHandle:
+    """One run; every method asks the coordinator. Usable until its client is closed."""
+
+    def __init__(self, run: AsyncRun, loop: LoopThread) -> None:
+        self._run = run
+        self._loop = loop
+
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def note(self) -> str:
+        """Of a run that was submitted here: why its parallelism became its strategy."""
+        return self._run.note
+
+    def status(self) -> RunStatus:
+        return self._loop.call(self._run.status())
+
+    def metrics(self) -> Mapping[str, float]:
+        """The latest metrics, such as {"test.accuracy": 0.97}."""
+        return self._loop.call(self._run.metrics())
+
+    def watch(self, from_index: int = 0) -> Iterator[Event | Progress]:
+        """Events and progress until the run has ended; see AsyncRun.watch."""
+        return self._loop.iterate(self._run.watch(from_index))
+
+    def result(self) -> RunResult:
+        """Wait for the end of the run; raises UserCodeError or RunFailedError."""
+        return RunResult(self._loop.call(self._run.result()), self)
+
+    def cancel(self) -> None:
+        """Stop the run; its last commit stays and can be resumed."""
+        self._loop.call(self._run.cancel())
+
+    def resume(self, from_segment: int | None = None) -> None:
+        """Go on from the last commit of a run that was cancelled or has failed.
+
+        from_segment: go on from this one of the commits that are kept; what followed it happens
+        anew.
+        """
+        self._loop.call(self._run.resume(from_segment))
+
+    def delete(self) -> None:
+        """Forget an ended run and its states."""
+        self._loop.call(self._run.delete())
+
+    def logs(self, *, follow: bool = False, worker: str = "") -> Iterator[LogLine]:
+        """Lines of the run's log; with follow, until the run ends."""
+        return self._loop.iterate(self._run.logs(follow=follow, worker=worker))
+
+    def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
+        """Write a committed state as a safetensors file, whole or not at all.
+
+        plain: only the model, under all names of its state_dict(); see AsyncRun.download.
+        """
+        return self._loop.call(self._run.download(path, which, plain=plain))
+
+    def download_profile(self, path: str | PathLike[str]) -> Path:
+        """Write what the workers recorded as one trace; see AsyncRun.download_profile."""
+        return self._loop.call(self._run.download_profile(path))
+
+    def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+        """The model of a committed state as torch tensors."""
+        return self._loop.call(self._run.state_dict(which))
+
+    def __repr__(self) -> str:
+        return f"RunHandle({self.run_id!r})"
+
+    def _repr_html_(self) -> str:
+        return _as_html(self.status())
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A completed run."""
+
+    status: RunStatus
+    run: RunHandle
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.status.metrics
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Of a population: what the member trained with whose state is the result; else empty."""
+        commit = self.status.commit()
+        return commit.hyperparameters if commit else {}
+
+    @property
+    def schedule(self) -> tuple[Hyperparameters, ...]:
+        """Of a population: all that this state was trained with, in order of step."""
+        commit = self.status.commit()
+        return commit.schedule if commit else ()
+
+    def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+        """The trained model as torch tensors, for `model.load_state_dict`."""
+        return self.run.state_dict(which)
+
+    def download(
+        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+    ) -> Path:
+        """Write the trained state as a safetensors file; see RunHandle.download."""
+        return self.run.download(path, which, plain=plain)
+
+    def _repr_html_(self) -> str:
+        return _as_html(self.status)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait for their end.
+
+    What was handed to the loop before this has begun by now, so `tasks` names it.
+    """
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_html(status: RunStatus) -> str:
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.metrics.items()))
+    steps = f"step {status.step} of {status.num_steps}" if status.num_steps else ""
+    parts = [status.strategy, status.phase, steps, metrics, status.reason]
+    shown = " · ".join(html.escape(part) for part in parts if part)
+    return f"<b>{html.escape(status.run_id)}</b> {shown}"
+
+
+def _report_unless_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """gRPC wakes every loop of a process for each event; all but one then find nothing to read."""
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

@@ -1,0 +1,62 @@
+"""Turns what a job begins from, an earlier run or a file, into the digest of a stored state.
+
+Done before the job is submitted, so that the run says for good what it began from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from stratagem.client.sdk import views
+from stratagem.client.sdk.retrying_calls import Connection
+from stratagem.client.sdk.uploads import send
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.ids import Digest
+from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.schema.frozen import frozen
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.safetensors_file import blob_digest, from_file, read_header
+from stratagem.v1 import coordinator_pb2 as pb
+
+_FINAL: Final = "final"
+
+
+async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
+    """The job with `initial` as a digest. Raises NotFoundError for a run, a state or a file that
+    is not there, InvalidInputError for a file that is no safetensors file."""
+    initial = job.initial
+    if initial is None or initial.digest is not None:
+        return job
+    if initial.run is not None:
+        found = await _of_run(connection, initial.run, initial.which or _FINAL)
+    else:
+        assert initial.file is not None  # exactly one of the three is set
+        found = InitialSpec(digest=await _upload(connection, Path(initial.file)))
+    return job.model_copy(update={"initial": found})
+
+
+async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpec:
+    response = await connection.call(connection.stub.GetRun, pb.GetRunRequest(run_id=run_id))
+    status = views.run_status(response.run)
+    commit = status.commit(which)
+    if commit is None:
+        kept = ", ".join(str(each.segment) for each in status.commits) or "nothing"
+        text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
+        raise NotFoundError(text)
+    return InitialSpec(
+        digest=Digest(commit.digest), trained_with=frozen(commit.hyperparameters) or None
+    )
+
+
+async def _upload(connection: Connection, path: Path) -> Digest:
+    try:
+        manifest, data_start = read_header(path)
+    except OSError as error:
+        raise InvalidInputError.at("initial.file", f"{path}: {error.strerror}") from error
+    content = from_file(path, data_start, manifest.total_bytes)
+    digest = await asyncio.to_thread(lambda: blob_digest(manifest, content(0)))
+    await send(connection, replace(manifest, purpose=Purpose.DATA, digest=digest), content)
+    return digest

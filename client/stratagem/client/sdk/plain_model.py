@@ -1,0 +1,54 @@
+"""A committed model as a file that any reader of safetensors loads: all names, and nothing else.
+
+A state's own file has tied tensors once, and the optimizer's beside the model's; see downloads.py.
+Here every name of the model's state_dict() has bytes of its own, as safetensors wants it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from typing import IO, Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
+from stratagem.common.tensors.safetensors_file import header_bytes
+
+MODEL_PREFIX: Final = "model/"
+_FORMAT: Final = {"format": "pt"}
+"""What others look for in files whose tensors are torch's."""
+
+
+class PlainModel:
+    """Takes the bytes of a state as they come, and puts those of its model where they belong."""
+
+    def __init__(self, manifest: Manifest, file: IO[bytes]) -> None:
+        """Writes the header. Raises InvalidInputError for a state without a model."""
+        found = [each for each in manifest.tensors if each.name.startswith(MODEL_PREFIX)]
+        if not found:
+            raise InvalidInputError.at("plain", "there is no model in this file of the run")
+        plain = build_manifest(
+            [(each.name.removeprefix(MODEL_PREFIX), each.dtype, each.shape) for each in found],
+            Purpose.STATE,
+            metadata=_FORMAT,
+        )
+        header = header_bytes(plain)
+        file.write(header)
+        self._file = file
+        self._stored = [each for each in manifest.stored() if each.size_bytes]
+        self._starts = [each.offset for each in self._stored]
+        self._places: defaultdict[str, list[int]] = defaultdict(list)
+        for source, target in zip(found, plain.tensors, strict=True):
+            self._places[source.alias_of or source.name].append(len(header) + target.offset)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """data: of the state, from this byte on."""
+        rest = memoryview(data)
+        while rest:
+            tensor = self._stored[bisect_right(self._starts, offset) - 1]
+            within = offset - tensor.offset
+            piece = rest[: tensor.size_bytes - within]
+            for place in self._places[tensor.name]:
+                self._file.seek(place + within)
+                self._file.write(piece)
+            offset, rest = offset + len(piece), rest[len(piece) :]

@@ -1,0 +1,222 @@
+"""What a job will need and which settings fit, asked of a process that has torch.
+
+The questions build the user's model, so they are answered by `stratagem.tools.planning` in a
+process of its own: this one loads neither torch nor the user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.client.sdk.job_input import Job, parse_job
+from stratagem.client.sdk.views import Worker
+from stratagem.common import strategy as strategies
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    StratagemError,
+    UnavailableError,
+    UserCodeError,
+    Violation,
+)
+from stratagem.common.job import JobSpec, entry_points
+from stratagem.common.job.execution_section import DataParallel
+
+_PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.planning")
+NO_TORCH: Final = (
+    "the model has to be built for this, and torch is not installed here; "
+    "pip install 'stratagem[worker]', or ask on a worker"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the device of the worker that needs most; the six parts add up to `total`.
+
+    snapshot: in host memory beside it, while a commit is fetched. needed: `total`, and on a CPU
+    the snapshot. rows: that pass through the model together. calibrated_by: what corrected it.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    buffers: int
+    total: int
+    needed: int
+    snapshot: int
+    rows: int
+    num_parameters: int
+    device: str
+    measured: int | None
+    calibrated_by: str
+    notes: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *self.notes])
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Sections of the job that fit the memory, and why; `fits` is False where nothing does."""
+
+    fits: bool
+    execution: Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    micro_batch: int
+    accumulation_steps: int
+    estimate: MemoryEstimate
+    reasons: tuple[str, ...]
+
+
+def estimate_memory(
+    job: Job,
+    *,
+    num_workers: int | None = None,
+    inference: bool = False,
+    measure: bool = False,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+) -> MemoryEstimate:
+    """What one worker of the job will need.
+
+    num_workers: that share it, as many as the strategy has room for unless given. inference: only
+    run the model. measure: also do real steps here and correct the estimate by them. device: cpu
+    or cuda, if it is here; unless given, what is here. import_path: folders of the user's modules;
+    unless given, this folder and that of the job file.
+    """
+    found = _ask(
+        "estimate",
+        job,
+        import_path=import_path,
+        num_workers=num_workers,
+        inference=inference,
+        measure=measure,
+        device=device,
+    )
+    return _to_estimate(found)
+
+
+def recommend(
+    job: Job,
+    *,
+    memory_bytes: int | None = None,
+    num_workers: int | None = None,
+    workers: Sequence[Worker] | None = None,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+) -> Recommendation:
+    """Precision, gradient and parallelism for workers with so much memory each.
+
+    workers: of a coordinator, as `Client.workers()` answers. They say how much memory there is and
+    how many they are, unless that is given, and give a pipeline its names.
+    """
+    asked = {
+        "memory_bytes": memory_bytes,
+        "num_workers": num_workers,
+        "device": device,
+        "members": None if workers is None else _members(workers),
+    }
+    found = _ask("recommend", job, import_path=import_path, **asked)
+    text = found.pop("text")
+    found["estimate"] = _to_estimate({**found["estimate"], "text": text})
+    return Recommendation(**{**found, "reasons": tuple(found["reasons"])})
+
+
+def resolve_parallelism(
+    job: JobSpec, workers: Sequence[Worker], import_path: Sequence[Path] = ()
+) -> tuple[JobSpec, str]:
+    """The job with the strategy that `execution.parallelism` means for these workers, and why."""
+    match job.execution.parallelism:
+        case "None":
+            return job, ""
+        case DataParallel(number):  # needs no look at the model
+            strategy = strategies.DataParallel(number, strategies.AllReduce())
+            execution = job.execution.with_changes(parallelism="None")
+            changed = job.model_copy(update={"strategy": strategy, "execution": execution})
+            return changed, f"DataParallel over {number} workers, as asked for"
+        case "Automatic" if job.only_evaluates:
+            return _over_all(job, sum(worker.is_alive for worker in workers))
+    found = _ask("resolve", job, import_path=import_path, members=_members(workers))
+    return JobSpec.from_json(found["job_json"]), found["reason"]
+
+
+def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """Those that are alive, in order of name, as the process with torch takes them."""
+    return [
+        {
+            "worker_id": worker.worker_id,
+            "host": worker.address.rpartition(":")[0],
+            "device": worker.device,
+            "memory_bytes": worker.memory_bytes,
+            "num_threads": worker.num_threads,
+        }
+        for worker in sorted(workers, key=lambda each: each.worker_id)
+        if worker.is_alive
+    ]
+
+
+def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
+    """Workers that evaluate exchange nothing, so each one more makes it faster."""
+    chosen: strategies.Strategy = strategies.Local()
+    reason = "Local: there is one worker"
+    if num_workers > 1:
+        chosen = strategies.DataParallel(num_workers, strategies.AllReduce())
+        reason = f"DataParallel over {num_workers} workers: nothing is exchanged in an evaluation"
+    execution = job.execution.with_changes(parallelism="None")
+    return job.model_copy(update={"strategy": chosen, "execution": execution}), reason
+
+
+def import_folders(job: Job) -> tuple[Path, ...]:
+    """Where user code is looked for: this folder, and that of the job file."""
+    folders = [Path.cwd()]
+    if isinstance(job, str | PathLike):
+        folders.append(Path(job).absolute().parent)
+    return tuple(dict.fromkeys(folders))
+
+
+def _ask(
+    question: str, job: Job, *, import_path: Sequence[Path] = (), **asked: Any
+) -> dict[str, Any]:
+    if find_spec("torch") is None:
+        raise UnavailableError(NO_TORCH)
+    spec = parse_job(job)
+    request = {
+        "question": question,
+        "job_json": spec.canonical_json(),
+        "allow": entry_points(spec),
+        "import_path": [str(path) for path in import_path or import_folders(job)],
+        **asked,
+    }
+    done = subprocess.run(
+        _PROGRAM, input=json.dumps(request), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise StratagemError(f"the question {question!r} could not be answered: {last}")
+    found = json.loads(done.stdout)
+    if "error" in found:
+        raise _error(found["error"])
+    answer: dict[str, Any] = found["answer"]
+    return answer
+
+
+def _error(told: Mapping[str, Any]) -> StratagemError:
+    if "violations" in told:
+        return InvalidInputError(violations=[Violation(**each) for each in told["violations"]])
+    if "traceback" in told:
+        return UserCodeError(told["type"], told["message"], told["traceback"], "this machine")
+    return StratagemError(told["text"])
+
+
+def _to_estimate(found: Mapping[str, Any]) -> MemoryEstimate:
+    return MemoryEstimate(**{**found, "notes": tuple(found["notes"])})

@@ -1,0 +1,211 @@
+"""Calls to a coordinator that may be away for a while, or to several of which one leads.
+
+Owns the one rule of reconnecting: the first call of a client fails at once when nobody answers, so
+that a wrong address is seen; after that a restarting coordinator is waited for with jittered
+backoff, and so is the next leader where one only stands by. Errors leave this module as the tree of
+common.errors, never as gRPC's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+import grpc
+
+from stratagem.client.sdk.fork_safety import check_fork, is_lost, note_closed, note_open
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    StandbyError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.rpc.status_codes import from_rpc_error, name_of
+from stratagem.common.rpc.tensor_transfer import Retry
+from stratagem.common.rpc.tls_probe import identity_problem
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+if TYPE_CHECKING:
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+CALL_TIMEOUT_S: Final = 30.0
+ONE_OF_SEVERAL_TIMEOUT_S: Final = 10.0
+"""Where another coordinator can be asked instead of one that is frozen."""
+SILENT_S: Final = 2.0
+"""A stream without news is nothing unusual, but then each coordinator of several is asked."""
+STARTING_S: Final = 15.0
+"""How long an address may take to answer that takes connections and closes them, as Docker's does
+for a container that does not listen yet, or whose coordinator has no lead yet."""
+_CLOSED: Final = ("Socket closed", "Connection reset by peer")
+MIN_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 2.0
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+log = logging.getLogger("stratagem.client")
+
+
+class Connection:
+    """One channel to one coordinator, and whether anybody has answered on it."""
+
+    def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
+        """address: host:port, or several with commas, of which one leads.
+
+        patience_s: how long a single call waits for a coordinator that has gone away.
+        proof: what the coordinator is shown, and how it is known.
+        """
+        note_open(self)
+        log.debug(
+            tune_malloc()
+        )  # before the first state is streamed; STRATAGEM_MALLOC=off leaves it
+        self.address = address
+        self._proof = proof
+        self._patience_s = patience_s
+        try:
+            self._coordinators = Coordinators(split_addresses(address))
+        except ValueError as error:
+            raise InvalidInputError.at("coordinator", str(error)) from None
+        self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
+        self._has_answered = False
+        self._num_unanswered = 0
+        several = self._coordinators.are_several
+        self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
+        self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
+
+    async def close(self) -> None:
+        if is_lost():
+            return  # the channel belongs to the process of which this one is a fork
+        note_closed(self)
+        await self._channel.close()
+
+    async def call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        """One unary call; every call of the service may be repeated."""
+        check_fork()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        began_s = time.monotonic()
+        give_up_s = began_s + self._patience_s
+        while True:
+            asked = self._coordinators.present
+            try:
+                response = await method(request, timeout=self._timeout_s)
+            except grpc.aio.AioRpcError as error:
+                await self._raise_identity_problem(error, asked)
+                may_retry = self.may_retry(error, asked) or _is_starting(error, began_s)
+                if not may_retry or time.monotonic() >= give_up_s:
+                    raise self.translated(error) from None
+                await backoff.pause()
+            else:
+                self._has_answered = True
+                return response
+
+    async def greet(self) -> None:
+        """One cheap call: tells a wrong address from a coordinator that goes away later."""
+        if not self._has_answered:
+            await self.call(self.stub.ListWorkers, pb.ListWorkersRequest())
+
+    async def follow(
+        self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
+    ) -> AsyncIterator[Response]:
+        """The messages of a stream, which is opened again when it is cut.
+
+        open_stream is called for every attempt and knows from where to go on.
+        """
+        check_fork()
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        while True:
+            asked = self._coordinators.present
+            stream = open_stream()
+            try:
+                async for message in self._messages(stream):
+                    self._has_answered = True
+                    backoff.reset()
+                    yield message
+                return
+            except grpc.aio.AioRpcError as error:
+                await self._raise_identity_problem(error, asked)
+                if not self.may_retry(error, asked):
+                    raise self.translated(error) from None
+                log.info("coordinator at %s is away: %s", asked, error.details())
+            finally:
+                stream.cancel()
+            await backoff.pause()
+
+    async def _messages(
+        self, stream: grpc.aio.UnaryStreamCall[Request, Response]
+    ) -> AsyncIterator[Response]:
+        """What a stream brings. Of several coordinators, one that is silent is asked now and then
+        whether it is there at all, so that the next one is found when it is frozen."""
+        if not self._coordinators.are_several:
+            async for message in stream:
+                yield message
+            return
+        while True:
+            reading = asyncio.ensure_future(stream.read())
+            try:
+                while not (await asyncio.wait([reading], timeout=SILENT_S))[0]:
+                    await self.stub.ListWorkers(pb.ListWorkersRequest(), timeout=SILENT_S)
+                answer = await reading
+            finally:
+                reading.cancel()
+            if answer is grpc.aio.EOF:
+                return
+            yield cast("Response", answer)
+
+    @property
+    def stream_retry(self) -> Retry:
+        """For the tensor streams, which repeat by themselves; greet() first."""
+        num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
+        return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
+
+    def may_retry(self, error: grpc.aio.AioRpcError, asked: str) -> bool:
+        """The coordinator is restarting or gone, and was there before; or another one may lead."""
+        code = error.code()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._coordinators.are_several:
+            self._coordinators.move_on(asked)  # it is frozen
+            return True
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            # The latter is the last word of a process that ends; our own cancelling is no error.
+            return False
+        if self._coordinators.are_several and name_of(error) == StandbyError.__name__:
+            self._has_answered = True  # there is a cluster, and soon a leader
+        self._num_unanswered += 1
+        return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
+
+    async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
+        """One side is not what the other wants: waiting does not help."""
+        problem = "" if name_of(error) else await identity_problem(error, asked, self._proof)
+        if problem:
+            raise UnauthenticatedError(problem) from None
+
+    def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
+        is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
+        if is_away and not self._has_answered:
+            details = error.details() or ""
+            refused = "Connection refused" in details
+            reason = "connection refused" if refused else details
+            return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
+        return from_rpc_error(error)
+
+
+def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
+    """Whether somebody took the connection and closed it, or has no lead yet; and not for long."""
+    if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > since_s + STARTING_S:
+        return False
+    found = from_rpc_error(error)
+    if isinstance(found, StandbyError):
+        return not found.leader  # one that leads elsewhere is for the caller to know
+    return any(each in (error.details() or "") for each in _CLOSED)

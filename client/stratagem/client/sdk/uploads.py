@@ -1,0 +1,126 @@
+"""Inline data: arrays or tensors of the caller, uploaded as one blob that the job names by digest.
+
+Owns how splits and rows become named tensors (`train.x`, `train.y`, `train.x.<key>`). Does not
+import torch unless the caller hands tensors in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stratagem.client.sdk.retrying_calls import Connection
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.rpc.tensor_transfer import push
+from stratagem.common.tensors.chunks import Source
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest, to_proto
+from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+    Rows = np.ndarray[Any, Any] | torch.Tensor
+    InlineData = Mapping[str, tuple[Rows | Mapping[str, Rows], Rows | Mapping[str, Rows] | None]]
+else:
+    InlineData = Mapping
+"""By split: (x, y); each an array or tensor of rows, or a mapping of these; y may be None."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedData:
+    """Data ready to be sent; the buffers are the caller's own memory where that is possible."""
+
+    manifest: Manifest
+    buffers: list[memoryview]
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+
+def pack(data: InlineData) -> PackedData:
+    """The splits as one blob; InvalidInputError names what cannot be sent."""
+    named = dict(_named(data))
+    if not named:
+        raise InvalidInputError.at("data", "holds no split; give {'train': (x, y)}")
+    if any(_is_torch(value) for value in named.values()):
+        from stratagem.client.sdk.torch_states import pack_tensors
+
+        manifest, buffers = pack_tensors(named)
+    else:
+        manifest, buffers = _pack_arrays(named)
+    return PackedData(replace(manifest, digest=blob_digest(manifest, buffers)), buffers)
+
+
+async def upload(connection: Connection, packed: PackedData) -> None:
+    """Store the blob with the coordinator; sends only what it does not have yet."""
+    await send(connection, packed.manifest, packed.buffers)
+
+
+async def send(
+    connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
+) -> None:
+    """The same for any blob whose manifest has its digest."""
+    await connection.greet()
+    header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
+    await push(
+        connection.stub.UploadData,
+        pb.UploadDataRequest(header=header),
+        manifest,
+        content,
+        retry=connection.stream_retry,
+    )
+
+
+def _named(data: InlineData) -> Iterator[tuple[str, Any]]:
+    for split, pair in data.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidInputError.at(f"data.{split}", "is not a pair (x, y)")
+        named = [*_side(f"{split}.x", pair[0]), *_side(f"{split}.y", pair[1])]
+        counts = {name: len(value) for name, value in named}
+        if len(set(counts.values())) > 1:
+            said = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            raise InvalidInputError.at(f"data.{split}", f"numbers of rows differ: {said}")
+        yield from named
+
+
+def _side(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _side(f"{name}.{key}", each)
+        return
+    if not (isinstance(value, np.ndarray) or _is_torch(value)):
+        kind = type(value).__name__
+        raise InvalidInputError.at(f"data.{name}", f"a {kind} is no array or tensor")
+    if value.ndim == 0:
+        raise InvalidInputError.at(f"data.{name}", "is a scalar; the first dimension counts rows")
+    yield name, value
+
+
+def _is_torch(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
+    """Largest elements first, as torch_codec does it, so that equal data have equal digests."""
+    arrays = {name: _plain(name, array) for name, array in named.items()}
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
+    manifest = build_manifest(triples, Purpose.DATA)
+    return manifest, [array.reshape(-1).view(np.uint8).data for _, array in ordered]
+
+
+def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Little endian, C order."""
+    try:
+        dtype_named(array.dtype.name)
+    except InvalidInputError as error:
+        raise InvalidInputError.at(f"data.{name}", error.violations[0].message) from None
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

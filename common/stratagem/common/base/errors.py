@@ -1,0 +1,161 @@
+"""The one error tree of Stratagem.
+
+    StratagemError
+    ├── InvalidInputError   the caller's input is wrong; says which fields (also a ValueError)
+    │   └── OutOfRangeError     an offset or index lies behind the end
+    ├── LimitError          a size or count is over its limit
+    ├── IntegrityError      bytes do not match their checksum or digest
+    ├── StaleError          the fence: the term or membership is older than one already seen
+    ├── NotFoundError       no such run, worker, session, blob
+    ├── ConflictError       clashes with what goes on at the same time
+    │   ├── AlreadyExistsError  the name is taken by something else
+    │   └── WrongStateError     impossible in the present state
+    ├── UnauthenticatedError    one side did not prove to the other who it is
+    ├── PermissionDeniedError   it is known who calls, and that one may not
+    ├── UnavailableError    the other side cannot be reached now; a retry may help
+    │   └── StandbyError        this coordinator does not lead; another one may
+    ├── UserCodeError       the user's model, data, loss or optimizer raised
+    └── RunFailedError      the run ended without a result; the message is the reason
+
+Knows nothing of gRPC: which status code stands for which error is a table in `rpc/status_codes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Self
+
+MAX_VIOLATIONS: Final = 100
+"""More than anybody reads; who sends a hundred thousand mistakes is not told them one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One wrong field: its dotted path ("" = the input as a whole) and what is wrong with it."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class StratagemError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidInputError(StratagemError, ValueError):
+    """Wrong input. `violations` names every wrong field, not just the first one, to an end."""
+
+    violations: tuple[Violation, ...]
+
+    def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
+        self.violations = tuple(islice(violations, MAX_VIOLATIONS))
+        super().__init__(message or "; ".join(str(each) for each in self.violations))
+
+    @classmethod
+    def at(cls, field: str, message: str) -> Self:
+        """The error of one field."""
+        return cls(violations=(Violation(field, message),))
+
+
+class OutOfRangeError(InvalidInputError):
+    """An offset or an index lies behind the end of what exists."""
+
+
+class LimitError(StratagemError):
+    """A size or a count is over its limit; raised before anything is allocated for it.
+
+    `retry_after_s`: when the same request may succeed, where the limit is on what goes on at once.
+    """
+
+    retry_after_s: float | None
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class IntegrityError(StratagemError):
+    """Bytes do not match their checksum, digest or announced length."""
+
+
+class StaleError(StratagemError):
+    """A call carries a term or a membership older than one already seen."""
+
+
+class NotFoundError(StratagemError):
+    """The thing named does not exist."""
+
+
+class ConflictError(StratagemError):
+    """The request clashes with what exists, or is impossible in the present state."""
+
+
+class AlreadyExistsError(ConflictError):
+    """The name or id is taken by something else."""
+
+
+class WrongStateError(ConflictError):
+    """The thing is in a state in which this cannot be done; a retry alone does not help."""
+
+
+class UnauthenticatedError(StratagemError):
+    """One side did not prove to the other who it is; a retry with the same files does not help."""
+
+
+class PermissionDeniedError(StratagemError):
+    """It is known who the caller is, and that one may not do this."""
+
+
+class UnavailableError(StratagemError):
+    """The other side cannot be reached or cannot serve now; the same call may succeed later."""
+
+
+class StandbyError(UnavailableError):
+    """The coordinator that was asked does not lead. `leader`: host:port of who does, or ""."""
+
+    leader: str
+
+    def __init__(self, message: str, leader: str = "") -> None:
+        self.leader = leader
+        super().__init__(message)
+
+
+class UserCodeError(StratagemError):
+    """The user's own code raised. Carries the exception's own words; is never retried."""
+
+    type: str
+    message: str
+    traceback: str
+    worker_id: str
+    activity: str
+
+    def __init__(
+        self,
+        type: str,  # noqa: A002  (the word of the exception itself)
+        message: str,
+        traceback: str = "",
+        worker_id: str = "",
+        activity: str = "",
+    ) -> None:
+        self.type, self.message, self.traceback = type, message, traceback
+        self.worker_id, self.activity = worker_id, activity
+        super().__init__(type, message, traceback, worker_id, activity)
+
+    def __str__(self) -> str:
+        during = f" (while {self.activity})" if self.activity else ""
+        where = f" on {self.worker_id}" if self.worker_id else ""
+        return f"{self.type}: {self.message}{during}{where}"
+
+
+class RunFailedError(StratagemError):
+    """The run ended as failed; `reason` is the sentence every interface shows."""
+
+    reason: str
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)

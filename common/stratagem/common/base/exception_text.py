@@ -1,0 +1,43 @@
+"""What failures are called when they are told to people: nobody is told of an exception group.
+
+A task group wraps what its tasks raise, and nested groups wrap that again; "unhandled errors in a
+TaskGroup (1 sub-exception)" says nothing to anybody. Whoever makes a reason, a log line or a status
+of an exception that may have come out of tasks asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stratagem.common.base.errors import StratagemError
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions themselves, without the groups around them, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]
+
+
+def sole(error: BaseException) -> BaseException:
+    """The exception that a group is about; a group of several that differ stays as it is."""
+    found = leaves(error)
+    same = {(type(each), str(each)) for each in found}
+    return found[0] if len(same) == 1 else error
+
+
+def told(error: BaseException) -> str:
+    """In words, each once: our own errors as their sentence, others with their type."""
+    return "; ".join(_once(_words(each) for each in leaves(error)))
+
+
+def _words(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, StratagemError) and text:
+        return text
+    name = type(error).__qualname__
+    return f"{name}: {text}" if text else name
+
+
+def _once(texts: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(texts)

@@ -1,0 +1,91 @@
+"""The names that travel through every part: runs, workers, process incarnations, digests, parties.
+
+Owns how an id is spelled and how a new one is made. Does not know what any id stands for.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Final, NewType
+
+from stratagem.common.base.errors import InvalidInputError
+
+RunId = NewType("RunId", str)
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", str)  # one start of one worker process
+Digest = NewType("Digest", str)  # lower-case hex SHA-256
+Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
+
+MAX_ID_CHARS: Final = 64
+
+_RUN_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
+_WORKER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PARTY: Final = re.compile(r"|(?!\.+(/|$))[A-Za-z0-9._-]+(/(?!\.+(/|$))[A-Za-z0-9._-]+)*")
+_MAX_PARTY_CHARS: Final = 256
+_SUFFIX_BYTES: Final = 4
+_MAX_SLUG_CHARS: Final = MAX_ID_CHARS - 1 - 2 * _SUFFIX_BYTES
+
+
+def child_party(parent: Party, name: str) -> Party:
+    """The path of a party inside another one."""
+    return Party(f"{parent}/{name}" if parent else name)
+
+
+def is_within(party: Party, ancestor: Party) -> bool:
+    """Whether a party is the ancestor or lies below it."""
+    return not ancestor or party == ancestor or party.startswith(f"{ancestor}/")
+
+
+def new_run_id(name: str) -> RunId:
+    """A fresh run id: the name as a slug, then eight random hex digits."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_MAX_SLUG_CHARS].strip("-")
+    return RunId(f"{slug or 'run'}-{secrets.token_hex(_SUFFIX_BYTES)}")
+
+
+def new_submission() -> str:
+    """A fresh name for one submission of a run: an id may be used again once a run is deleted."""
+    return secrets.token_hex(8)
+
+
+def new_incarnation() -> Incarnation:
+    """A fresh name for one start of a worker process."""
+    return Incarnation(secrets.token_hex(8))
+
+
+def check_run_id(value: str) -> RunId:
+    """The value as a run id, or an error that says what one looks like."""
+    if not _RUN_ID.fullmatch(value):
+        raise InvalidInputError.at("run_id", f"{value[:80]!r} is not 1 to 64 of a-z, 0-9, '-'")
+    return RunId(value)
+
+
+def check_token_name(value: str) -> str:
+    """The value as the name of a token, or an error that says what one looks like."""
+    if not _WORKER_ID.fullmatch(value):
+        raise InvalidInputError.at(
+            "name", f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
+        )
+    return value
+
+
+def check_worker_id(value: str) -> WorkerId:
+    """The value as a worker id, or an error that says what one looks like."""
+    if not _WORKER_ID.fullmatch(value) or not value.strip("."):
+        # "." and ".." are directory names, and worker ids become file names
+        raise InvalidInputError.at(
+            "worker_id", f"{value[:80]!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'"
+        )
+    return WorkerId(value)
+
+
+def check_party(value: str) -> Party:
+    """The value as the path of a party, or an error that says what one looks like."""
+    if len(value) > _MAX_PARTY_CHARS or not _PARTY.fullmatch(value):
+        # parties become the names of folders, so none may be "." or ".."
+        raise InvalidInputError.at(
+            "party",
+            f"{value[:80]!r} is not a path of A-Z, a-z, 0-9, '.', '_', '-' of at most "
+            f"{_MAX_PARTY_CHARS} characters, such as 'silo0/replica1'",
+        )
+    return Party(value)

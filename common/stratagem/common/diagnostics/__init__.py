@@ -1,0 +1,1 @@
+"""What a process finds around itself and what is wrong with that; for `stratagem doctor`."""

@@ -1,0 +1,54 @@
+"""Files that are read again when somebody has written or replaced them, without a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Per file: when it was written, its inode, its bytes."""
+
+
+def stamp_of(*paths: str | PathLike[str]) -> Stamp:
+    """Another one when a file has been written or replaced. Raises OSError."""
+    found = [os.stat(each) for each in paths]
+    return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
+
+
+class WatchedFile(Generic[T]):
+    """What a file says; one that cannot be used leaves what was said before."""
+
+    def __init__(self, path: Path, read: Callable[[Path], T], *, what: str) -> None:
+        """read raises InvalidInputError, which ends this at the start and is logged later on."""
+        self._path, self._read, self._what = path, read, what
+        self._seen = self._stamp()
+        self._content = read(path)
+
+    def content(self) -> T:
+        """Of the file as it is now."""
+        stamp = self._stamp()
+        if stamp != self._seen:
+            self._seen = stamp
+            try:
+                self._content = self._read(self._path)
+            except InvalidInputError as error:
+                log.warning(f"the {self._what} stay as they were", reason=str(error))
+            else:
+                log.info(f"{self._what} read again", path=str(self._path))
+        return self._content
+
+    def _stamp(self) -> Stamp:
+        try:
+            return stamp_of(self._path)
+        except OSError:
+            return ()

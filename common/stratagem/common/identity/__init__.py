@@ -1,0 +1,1 @@
+"""Who is who: certificates, tokens, revocation, authentication, authorization."""

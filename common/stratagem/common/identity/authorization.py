@@ -1,0 +1,115 @@
+"""Who may make which call, and what about: one table for all calls. What is not in it is refused.
+
+Owns the table. Who a caller is, and the refusals, are in `authentication.py`. What belongs to whom
+is known to the services: `ownership_check.py` has them look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from stratagem.common.identity.bearer_tokens import Scope
+from stratagem.common.identity.tls_files import Role
+
+
+class Anyone(StrEnum):
+    """Needs no proof."""
+
+    ANYONE = "anyone"
+
+
+Who = Role | Scope | Anyone
+
+
+class Names(StrEnum):
+    """What a request names, and to whom that must belong; the value is for people."""
+
+    NOTHING = "nothing of anybody's"
+    SHARED_RUN = "a run: whoever may read sees all runs and may have their states"
+    OWN_RUN = "a run of one's own; of anybody with `admin`"
+    OWN_DATA = "data and states that one has uploaded, or that are a run's states"
+    BROUGHT_DATA = "data: they are the caller's once all their bytes have come"
+    COORDINATOR = "a worker: the coordinator alone, not other workers"
+    ITSELF = "a worker: itself, or one of its pool"
+    OWN_PARTY = "a party that the caller is a member of"
+    OWN_RANK = "a party, and in it the member that the caller is"
+    OWN_STATE = "a worker: the live state of a party that it is a member of"
+    ORDERED = "what the coordinator gives an order about"
+
+
+UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
+"""Whoever may make the call may name any such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may make a call, any of these, and what about."""
+
+    who: tuple[Who, ...]
+    names: Names
+
+
+_COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
+_WORKER: Final = "/stratagem.v1.WorkerService/"
+_READ: Final = Rule((Scope.READ,), Names.SHARED_RUN)
+_CHANGE: Final = Rule((Scope.SUBMIT,), Names.OWN_RUN)
+_ORDER: Final = Rule((Role.COORDINATOR,), Names.ORDERED)
+_PROBE: Final = Rule((Anyone.ANYONE,), Names.NOTHING)
+
+TABLE: Final[Mapping[str, Rule]] = {
+    # People: the certificate of a client has every scope.
+    f"{_COORDINATOR}SubmitRun": Rule((Scope.SUBMIT,), Names.OWN_DATA),
+    f"{_COORDINATOR}UploadData": Rule((Scope.SUBMIT,), Names.BROUGHT_DATA),
+    f"{_COORDINATOR}CancelRun": _CHANGE,
+    f"{_COORDINATOR}ResumeRun": _CHANGE,
+    f"{_COORDINATOR}DeleteRun": _CHANGE,
+    f"{_COORDINATOR}GetRun": _READ,
+    f"{_COORDINATOR}ListRuns": _READ,
+    f"{_COORDINATOR}WatchRun": _READ,
+    f"{_COORDINATOR}DownloadState": _READ,
+    f"{_COORDINATOR}DownloadProfile": _READ,
+    f"{_COORDINATOR}TailLogs": _READ,
+    f"{_COORDINATOR}ListWorkers": Rule((Scope.READ,), Names.NOTHING),
+    f"{_COORDINATOR}Diagnose": Rule((Scope.READ, Role.WORKER), Names.COORDINATOR),
+    # Workers, each for itself.
+    f"{_COORDINATOR}RegisterWorker": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Heartbeat": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Leave": Rule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Rendezvous": Rule((Role.WORKER,), Names.OWN_RANK),
+    f"{_COORDINATOR}Suspect": Rule((Role.WORKER,), Names.OWN_PARTY),
+    # What a worker does for the coordinator; a live state is also for the members of its party.
+    f"{_WORKER}Execute": _ORDER,
+    f"{_WORKER}SetState": _ORDER,
+    f"{_WORKER}GetGradients": _ORDER,
+    f"{_WORKER}ApplyGradients": _ORDER,
+    f"{_WORKER}Abort": _ORDER,
+    f"{_WORKER}CloseSession": _ORDER,
+    f"{_WORKER}Describe": _ORDER,
+    f"{_WORKER}GetState": Rule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
+    "/stratagem.v1.PeerService/Send": Rule((Role.WORKER,), Names.OWN_RANK),
+    # Says SERVING or not, to probes, on a port of its own.
+    "/grpc.health.v1.Health/Check": _PROBE,
+    "/grpc.health.v1.Health/Watch": _PROBE,
+    "/grpc.health.v1.Health/List": _PROBE,
+    # Off unless switched on.
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rule(
+        (Scope.READ,), Names.NOTHING
+    ),
+}
+
+
+def is_open(method: str) -> bool:
+    """Whether a call asks nobody who they are."""
+    rule = TABLE.get(method)
+    return rule is not None and Anyone.ANYONE in rule.who
+
+
+def say_needed(needed: Iterable[Who]) -> str:
+    """The scopes and roles of which one is enough, for a refusal."""
+    words = [
+        f"the scope {each}" if isinstance(each, Scope) else f"the role {each}" for each in needed
+    ]
+    return " or ".join(words)

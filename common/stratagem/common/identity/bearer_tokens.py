@@ -1,0 +1,189 @@
+"""Bearer tokens: how a person without a certificate proves to be known.
+
+A token is 256 random bits that are shown once. The coordinator keeps a file with the SHA-256 of
+each, a name, what it may do and until when; whoever reads the file cannot call with it. Owns the
+file's form. Must not know which call needs what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
+from stratagem.common.base.ids import check_token_name
+from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.files.watched_file import Stamp, WatchedFile, stamp_of
+
+HEADER: Final = "authorization"
+_SCHEME: Final = "Bearer "
+_PREFIX: Final = "stratagem_"
+"""Lets a scanner of repositories and logs find a token that went astray."""
+_TOKEN_BYTES: Final = 32
+_ID_BYTES: Final = 8
+
+
+class Scope(StrEnum):
+    """What a person may do; each includes the ones before it."""
+
+    READ = "read"
+    """See runs, logs, workers; download states."""
+    SUBMIT = "submit"
+    """Start runs; stop, resume and delete one's own."""
+    ADMIN = "admin"
+    """Stop, resume and delete anybody's."""
+
+
+ALL_SCOPES: Final = frozenset(Scope)
+
+
+def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
+    """The scopes and those that they include."""
+    order = list(Scope)
+    highest = max((order.index(each) for each in scopes), default=-1)
+    return frozenset(order[: highest + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class KnownToken:
+    """What is kept of a token."""
+
+    name: str
+    sha256: str
+    """Lower-case hex."""
+    scopes: tuple[Scope, ...]
+    expires_s: float | None
+    """Unix time; None: never."""
+    token_id: str = ""
+    """Tells it from others of its name, before and after; empty in files of earlier versions."""
+
+
+def new_token(
+    name: str, scopes: Iterable[Scope], expires_s: float | None = None
+) -> tuple[str, KnownToken]:
+    """A fresh token, and what is kept of it."""
+    token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+    kept = tuple(each for each in Scope if each in set(scopes))
+    if not kept:
+        raise InvalidInputError.at("scopes", f"must name some of {', '.join(Scope)}")
+    token_id = secrets.token_hex(_ID_BYTES)
+    return token, KnownToken(check_token_name(name), _digest(token), kept, expires_s, token_id)
+
+
+def add_token(path: Path, known: KnownToken) -> None:
+    """Write a tokens file with one more; it is replaced whole, and only its owner can read it."""
+    tokens = read_tokens(path) if path.exists() else ()
+    if known.name in {each.name for each in tokens}:
+        raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
+    _write(path, (*tokens, known))
+
+
+def remove_token(path: Path, name: str) -> None:
+    """Write the tokens file without one; InvalidInputError when there is none of this name."""
+    tokens = read_tokens(path)
+    left = tuple(each for each in tokens if each.name != name)
+    if left == tokens:
+        there = ", ".join(each.name for each in tokens) or "none"
+        raise InvalidInputError.at("name", f"{path} has no token {name!r}; there are: {there}")
+    _write(path, left)
+
+
+def read_tokens(path: Path) -> tuple[KnownToken, ...]:
+    """What a tokens file holds; InvalidInputError says what is wrong with it."""
+    try:
+        document = json.loads(path.read_text())
+        return tuple(map(_known, document["tokens"]))
+    except OSError as error:
+        raise InvalidInputError.at("tokens_file", f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInputError.at(
+            "tokens_file", f"{path} is not a tokens file ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _read_if_there(path: Path) -> tuple[KnownToken, ...]:
+    return read_tokens(path) if path.exists() else ()
+
+
+class TokenBook:
+    """The tokens of a file, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        """InvalidInputError when the file cannot be used now. A file that is not there yet has no
+        tokens."""
+        self._file = WatchedFile(path, _read_if_there, what="tokens")
+
+    def find(self, token: str, now_s: float) -> KnownToken:
+        """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
+        digest, found = _digest(token), None
+        for each in self._file.content():  # all of them: how long it takes says nothing
+            if hmac.compare_digest(each.sha256, digest):
+                found = each
+        if found is None:
+            raise UnauthenticatedError("the token is not known here")
+        if found.expires_s is not None and found.expires_s <= now_s:
+            when = datetime.fromtimestamp(found.expires_s, UTC).isoformat(timespec="seconds")
+            raise UnauthenticatedError(f"token {found.name} has expired at {when}")
+        return found
+
+
+class TokenFile:
+    """The one token of a caller, read again when its file changes."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = Path(path)
+        self._seen: Stamp = ()
+        self._metadata: tuple[tuple[str, str], ...] = ()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries. InvalidInputError when the file cannot be used."""
+        try:
+            stamp = stamp_of(self._path)
+            if stamp != self._seen:
+                token = self._path.read_text().strip()
+                if not token.startswith(_PREFIX) or not token.isascii() or token.split() != [token]:
+                    message = f"{self._path} holds no token of `stratagem token create`"
+                    raise InvalidInputError.at("token_file", message)
+                self._seen, self._metadata = stamp, ((HEADER, _SCHEME + token),)
+        except OSError as error:
+            message = f"{self._path}: {error.strerror}"
+            raise InvalidInputError.at("token_file", message) from None
+        return self._metadata
+
+
+def token_in(metadata: Iterable[tuple[str, Any]]) -> str:
+    """The token that a call carries; empty when it carries none."""
+    given = [str(value) for key, value in metadata if key == HEADER]
+    return given[0].removeprefix(_SCHEME) if len(given) == 1 else ""
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _known(entry: Any) -> KnownToken:
+    sha256, expires_s = str(entry["sha256"]), entry["expires_s"]
+    if len(bytes.fromhex(sha256)) != hashlib.sha256().digest_size:
+        raise ValueError("sha256 is not 64 hex digits")
+    scopes = tuple(Scope(each) for each in entry["scopes"])
+    name = check_token_name(entry["name"])
+    expires = None if expires_s is None else float(expires_s)
+    return KnownToken(name, sha256, scopes, expires, str(entry.get("token_id", "")))
+
+
+def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
+    text = json.dumps({"tokens": [asdict(each) for each in tokens]}, indent=2)
+    with whole_file(path, mode=0o600) as file:
+        file.write(f"{text}\n".encode())
+        if path.exists():
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)

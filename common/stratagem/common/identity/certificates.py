@@ -1,0 +1,318 @@
+"""Makes the certificates of a development cluster: one authority, one certificate per process.
+
+For trying things out and for tests; where certificates matter, an authority of your own makes
+them, and this module says by example what must stand in them. Keys are readable by their owner
+alone, and nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
+from stratagem.common.base.ids import check_worker_id
+from stratagem.common.base.wording import plainly
+from stratagem.common.identity import authorities
+from stratagem.common.identity.authorities import CA_FILE, CA_KEY_FILE
+from stratagem.common.identity.certificate_chain import AUTHORITY
+from stratagem.common.identity.tls_files import (
+    DEFAULT_TRUST_DOMAIN,
+    POOL,
+    CertId,
+    Role,
+    TlsFiles,
+    names_of,
+    of_pool,
+    uris_of,
+    worker_name,
+)
+
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+DEFAULT_DAYS: Final = 90
+"""How long a certificate is valid, unless its authority ends before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A certificate authority that lies in a folder with what it has signed."""
+
+    folder: Path
+    trust_domain: str = DEFAULT_TRUST_DOMAIN
+
+    def issue(
+        self,
+        role: Role,
+        name: str,
+        hosts: Sequence[str] = (),
+        valid: timedelta | None = None,
+        *,
+        renew: bool = False,
+    ) -> TlsFiles:
+        """Sign a certificate; the files of its holder. `renew` replaces it and its key.
+
+        name: `of_pool(...)` makes one that the workers of a pool share.
+        hosts: names and addresses at which a coordinator is reached.
+        valid: InvalidInputError where that is longer than the authority is; unless given it is
+            some months, or as long as the authority.
+        """
+        cert_id = CertId(self.trust_domain, role, name)
+        file = _file_name(cert_id)
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(key.public_key(), cert_id, hosts, self.end_of(valid))
+        for path, content, mode in (
+            (self.folder / f"{file}.key", authorities.private_pem(key), 0o600),
+            (self.folder / f"{file}.crt", certificate.public_bytes(Encoding.PEM), 0o644),
+        ):
+            authorities.write(path, content, mode, replace=renew)
+        return self.files(file)
+
+    def end_of(self, valid: timedelta | None) -> datetime:
+        """When a certificate would end that is signed now: never after its authority."""
+        authority, _ = authorities.signer(self.folder)
+        now, last = datetime.now(UTC), authority.not_valid_after_utc
+        path = self.folder / CA_FILE
+        if last <= now:
+            raise InvalidInputError.at(
+                "folder",
+                f"the authority in {path} has expired at {last:%Y-%m-%d %H:%M} UTC and can sign "
+                f"nothing; `stratagem certs renew-authority {self.folder}` makes a new one",
+            )
+        if valid is None:
+            return min(now + timedelta(days=DEFAULT_DAYS), last)
+        if now + valid > last:
+            raise InvalidInputError.at(
+                "days",
+                f"until {now + valid:%Y-%m-%d} is longer than the authority in {path} is valid, "
+                f"which is until {last:%Y-%m-%d %H:%M} UTC; ask for {(last - now).days} days at "
+                f"most, or `stratagem certs renew-authority {self.folder}` first",
+            )
+        return now + valid
+
+    def files(self, name: str) -> TlsFiles:
+        """Where a certificate of this authority lies: `coordinator`, `worker-w0`, `pool-a`."""
+        folder = self.folder
+        return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
+
+    def _sign(
+        self,
+        public_key: ec.EllipticCurvePublicKey,
+        cert_id: CertId,
+        hosts: Sequence[str],
+        ends: datetime,
+    ) -> x509.Certificate:
+        authority, key = authorities.signer(self.folder)
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if cert_id.role is not Role.CLIENT:
+            uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names = x509.SubjectAlternativeName([*map(_general_name, _names(cert_id, hosts))])
+        return (
+            authorities.builder(authorities.subject(str(cert_id)), ends)
+            .issuer_name(authority.subject)
+            .public_key(public_key)
+            .add_extension(names, critical=False)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.BasicConstraints(False, None), critical=True)
+            .add_extension(authorities.issued_by(authority), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+
+
+def make_authority(
+    folder: Path,
+    trust_domain: str = DEFAULT_TRUST_DOMAIN,
+    valid: timedelta = timedelta(days=authorities.DAYS),
+) -> Authority:
+    """A new authority; AlreadyExistsError where there is one."""
+    authorities.create(folder, trust_domain, valid)
+    return Authority(folder, trust_domain)
+
+
+def init(
+    folder: Path,
+    *,
+    workers: Sequence[str],
+    clients: Sequence[str],
+    hosts: Sequence[str],
+    pools: Sequence[str] = (),
+    trust_domain: str = DEFAULT_TRUST_DOMAIN,
+    days: int | None = None,
+) -> list[Path]:
+    """The files of a new authority, a coordinator, workers, pools and clients; the certificates.
+
+    AlreadyExistsError where one of the files is there, InvalidInputError where `days` are more than
+    an authority has; then nothing is written.
+    """
+    if days is not None and days > authorities.DAYS:
+        message = f"{days} is more than the {authorities.DAYS} for which an authority is valid"
+        raise InvalidInputError.at("days", message)
+    wanted = [(Role.COORDINATOR, "coordinator"), *_named(workers, pools, clients)]
+    names = ["ca", *(_file_name(CertId(trust_domain, *each)) for each in wanted)]
+    for name in names:
+        for path in (folder / f"{name}.crt", folder / f"{name}.key"):
+            if path.exists():
+                raise AlreadyExistsError(f"{path} is there already; name another folder")
+    authority = make_authority(folder, trust_domain)
+    for role, name in wanted:
+        reached_at = [*LOOPBACK, *hosts] if role is Role.COORDINATOR else []
+        authority.issue(role, name, reached_at, _valid(days))
+    return [folder / f"{name}.crt" for name in names]
+
+
+def issue(
+    folder: Path,
+    *,
+    workers: Sequence[str],
+    clients: Sequence[str],
+    pools: Sequence[str] = (),
+    renew: bool = False,
+    days: int | None = None,
+) -> list[Path]:
+    """Sign for more processes with an authority that is there; the certificates.
+
+    renew: replace those that are there, and without names all of them.
+    """
+    named = _signed(folder)
+    authority = Authority(folder, named[0].trust_domain)
+    wanted: list[tuple[Role, str, Sequence[str]]]
+    wanted = [(*each, ()) for each in _named(workers, pools, clients)]
+    if renew and not wanted:
+        wanted = [(Role(each.role), each.name, _own_hosts(each)) for each in named]
+    if not wanted:
+        raise InvalidInputError.at("worker", "name a worker or a client, or renew all")
+    valid = _valid(days)
+    authority.end_of(valid)  # refused before the first one is replaced
+    made = [authority.issue(role, name, hosts, valid, renew=renew) for role, name, hosts in wanted]
+    return [Path(each.cert or "") for each in made]
+
+
+def renew_authority(folder: Path) -> Path:
+    """A new authority in a folder of `init`, beside the old one; the file with both."""
+    _signed(folder)
+    authorities.renew(folder, timedelta(days=authorities.DAYS))
+    return folder / CA_FILE
+
+
+def retire_authority(folder: Path) -> Path:
+    """Drop the authority that signs no more; the file with the one that is left."""
+    authorities.retire(folder, [Path(each.file) for each in _signed(folder)])
+    return folder / CA_FILE
+
+
+def _signed(folder: Path) -> list[Shown]:
+    """The certificates of holders in a folder of `init`."""
+    known = [each for path in sorted(folder.glob("*.crt")) for each in show(path)]
+    named = [each for each in known if each.name]
+    if not (folder / CA_KEY_FILE).exists() or not named:
+        raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
+    return named
+
+
+def _valid(days: int | None) -> timedelta | None:
+    return None if days is None else timedelta(days=days)
+
+
+def _named(
+    workers: Sequence[str], pools: Sequence[str], clients: Sequence[str]
+) -> list[tuple[Role, str]]:
+    """Whom certificates are wanted for. Raises InvalidInputError for what is no name."""
+    return [
+        *((Role.WORKER, check_worker_id(each)) for each in workers),
+        *((Role.WORKER, of_pool(check_worker_id(each))) for each in pools),
+        *((Role.CLIENT, check_worker_id(each)) for each in clients),
+    ]
+
+
+def _file_name(cert_id: CertId) -> str:
+    if cert_id.pool:
+        return f"{POOL}-{cert_id.pool}"
+    return cert_id.name if cert_id.role is Role.COORDINATOR else f"{cert_id.role}-{cert_id.name}"
+
+
+def _own_hosts(shown: Shown) -> Sequence[str]:
+    """The hosts that were asked for; a worker's names follow from its identity."""
+    return shown.hosts if shown.role == Role.COORDINATOR else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a certificate says."""
+
+    file: str
+    role: str
+    """Or `authority`; empty where it names no role."""
+    name: str
+    trust_domain: str
+    hosts: tuple[str, ...]
+    uris: tuple[str, ...]
+    expires: datetime
+    fingerprint: str
+    """As the file of the revoked names it: it tells authorities of one name apart."""
+
+    @property
+    def has_expired(self) -> bool:
+        return self.expires <= datetime.now(UTC)
+
+
+def show(path: Path) -> list[Shown]:
+    """What stands in a file, one or several; InvalidInputError when it holds no certificate."""
+    try:
+        certificates = x509.load_pem_x509_certificates(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError.at("file", f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidInputError.at(
+            "file", f"{path} holds no PEM certificate: {plainly(error)}"
+        ) from None
+    return [_shown(path, each) for each in certificates]
+
+
+def _shown(path: Path, certificate: x509.Certificate) -> Shown:
+    uris = uris_of(certificate)
+    role = name = trust_domain = ""
+    try:
+        cert_id = CertId.from_uris(uris)
+    except InvalidInputError:
+        role = AUTHORITY if _is_authority(certificate) else ""
+    else:
+        role, name, trust_domain = cert_id.role, cert_id.name, cert_id.trust_domain
+    hosts = [*names_of(certificate, x509.DNSName), *names_of(certificate, x509.IPAddress)]
+    expires = certificate.not_valid_after_utc
+    digest = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
+    return Shown(str(path), role, name, trust_domain, tuple(hosts), tuple(uris), expires, digest)
+
+
+def _names(cert_id: CertId, hosts: Sequence[str]) -> list[str]:
+    names = [cert_id.uri, *hosts]
+    if cert_id.role is Role.WORKER:
+        names += [
+            worker_name(cert_id.trust_domain, cert_id.name),
+            worker_name(cert_id.trust_domain),
+        ]
+    return names
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    if "://" in name:
+        return x509.UniformResourceIdentifier(name)
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False

@@ -1,0 +1,107 @@
+"""gRPC's credentials, made of files that may be replaced while the process runs.
+
+The only place that makes them, for servers and for channels. gRPC can make a listener ask for a
+client's certificate and insist on it, or not ask at all; there is nothing between. So one listener
+takes certificates, and people with tokens use another.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.files.watched_file import Stamp
+from stratagem.common.identity.tls_files import Material, TlsFiles
+
+log = structlog.get_logger()
+
+_NEVER: Final[Stamp] = ()
+
+
+class FreshFiles:
+    """The newest content of the files that could be used; safe to ask from any thread."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """InvalidInputError when the files cannot be used now."""
+        self.files = files
+        self._lock = threading.Lock()
+        self._seen = _stamp_of(files)
+        self.material: Material = files.read()
+        self._has_warned = False
+        self._warn_if_expired()
+
+    def changed(self) -> bool:
+        """Look at the files; whether there is other material than at the last call.
+
+        Files that do not fit together, such as a new certificate beside its old key, are looked at
+        again when they change again; until then the old content is used.
+        """
+        with self._lock:
+            self._warn_if_expired()
+            stamp = _stamp_of(self.files)
+            if stamp == self._seen:
+                return False
+            self._seen = stamp
+            try:
+                material = self.files.read()
+            except InvalidInputError as error:
+                log.warning("new certificates cannot be used yet", reason=str(error))
+                return False
+            if material == self.material:
+                return False
+            self.material, self._has_warned = material, False
+            log.info("certificates read again", expires=_when(material), is_=str(material.cert_id))
+            return True
+
+    def _warn_if_expired(self) -> None:
+        problem = "" if self._has_warned else self.material.problem
+        if problem:
+            self._has_warned = True
+            log.warning(
+                "this process's certificate has expired: nobody can connect anew",
+                reason=problem,
+                file=str(self.files.cert),
+                expired=_when(self.material),
+            )
+
+
+def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.ServerCredentials:
+    """Of a listener; each handshake sees the newest files.
+
+    asks_for_certificate: callers must have a certificate of the same CA. Otherwise they are not
+    asked for one, and what they may do depends on their token.
+    """
+    fresh = FreshFiles(files)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        material = fresh.material
+        if material.key is None or material.cert is None:
+            raise InvalidInputError.at("tls_cert", "is needed: a server must prove who it is")
+        pair = (material.key, material.cert)
+        root = material.ca if asks_for_certificate else None
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=root)
+
+    def newest() -> Any:
+        return configuration() if fresh.changed() else None  # None: as before
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), newest, asks_for_certificate)
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Of a connection; gRPC reads them once, so a channel is made anew when files change."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+
+
+def _stamp_of(files: TlsFiles) -> Stamp:
+    try:
+        return files.stamp()
+    except OSError:  # while a file is being replaced
+        return _NEVER
+
+
+def _when(material: Material) -> str:
+    return "" if material.expires is None else material.expires.isoformat()

@@ -1,0 +1,254 @@
+"""Certificates of a process: the files, what stands in them, and when they have changed.
+
+    spiffe://<trust domain>/role/<role>/<id>     URI in the certificate: who its holder is
+    spiffe://<trust domain>/role/pool/<pool>     of each worker whose id is <label>.<pool>
+    <id>.worker.<trust domain>                   DNS names of a worker, which is known by its name
+    worker.<trust domain>                        and not by its address
+
+Owns how an identity is spelled in a certificate, and that files which do not fit together are not
+used. Knows nothing of gRPC; `grpc_credentials.py` makes gRPC's credentials of what is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.wording import plainly
+from stratagem.common.files.private_file import check_private
+from stratagem.common.files.watched_file import Stamp, stamp_of
+from stratagem.common.identity.certificate_chain import Chain, chain_of, ended, first_to_end, said
+
+if TYPE_CHECKING:  # its import takes 0.1 s, which a process without certificates need not wait for
+    from cryptography import x509
+
+DEFAULT_TRUST_DOMAIN: Final = "stratagem"
+POOL: Final = "pool"
+"""Stands for a role in the certificate that all workers of a pool share."""
+_ANY: Final = "*."
+_SPIFFE: Final = re.compile(
+    r"spiffe://(?P<trust>[a-z0-9._-]{1,255})/role/(?P<role>[a-z]+)/(?P<name>[A-Za-z0-9._-]{1,64})"
+)
+
+File = str | PathLike[str]
+
+
+class Role(StrEnum):
+    """What a certificate's holder is."""
+
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+    CLIENT = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class CertId:
+    """Who a certificate says its holder is."""
+
+    trust_domain: str
+    role: Role
+    name: str
+    """`*.` and a pool where it is a certificate that the workers of this pool share."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}"
+
+    @property
+    def pool(self) -> str:
+        """Empty where the certificate is of one holder alone."""
+        return self.name.removeprefix(_ANY) if self.name.startswith(_ANY) else ""
+
+    @property
+    def uri(self) -> str:
+        role, name = (POOL, self.pool) if self.pool else (self.role, self.name)
+        return f"spiffe://{self.trust_domain}/role/{role}/{name}"
+
+    def covers(self, name: str) -> bool:
+        """Whether the holder may go by this name."""
+        label, _, rest = name.partition(".")
+        return name == self.name or bool(self.pool and label and rest == self.pool)
+
+    @classmethod
+    def from_uris(cls, uris: list[str]) -> Self:
+        """The one identity among a certificate's URIs; InvalidInputError when there is not one."""
+        found = [each for each in map(_SPIFFE.fullmatch, uris) if each is not None]
+        if len(found) != 1:
+            named = ", ".join(uris) or "no URI at all"
+            raise InvalidInputError.at(
+                "certificate",
+                f"must have one URI spiffe://TRUST/role/ROLE/NAME, and it has {named}",
+            )
+        trust_domain, role, name = found[0]["trust"], found[0]["role"], found[0]["name"]
+        if role == POOL:
+            return cls(trust_domain, Role.WORKER, of_pool(name))
+        if role not in tuple(Role):
+            known = ", ".join((*Role, POOL))
+            raise InvalidInputError.at("certificate", f"role {role!r} is not one of {known}")
+        return cls(trust_domain, Role(role), name)
+
+
+def of_pool(pool: str) -> str:
+    """The name in the certificate that all workers `<label>.<pool>` share."""
+    return f"{_ANY}{pool}"
+
+
+def worker_name(trust_domain: str, worker_id: str = "") -> str:
+    """The DNS name that the certificate of a worker has; of any worker unless one is named.
+
+    A pool's is a wildcard, which stands for one label: `*.<pool>.worker.<trust domain>`.
+    """
+    return ".".join(each for each in (worker_id, Role.WORKER, trust_domain) if each)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The content of a process's files, which fit together."""
+
+    ca: bytes
+    cert: bytes | None
+    key: bytes | None
+    cert_id: CertId | None
+    chain: Chain = ()
+    """The certificate and the authorities above it that are known; empty without one."""
+
+    @property
+    def expires(self) -> datetime | None:
+        """With the first of its chain; None without a certificate."""
+        first = first_to_end(self.chain)
+        return None if first is None else first.ends
+
+    @property
+    def problem(self) -> str:
+        """Which certificate of the chain has expired, as a sentence; empty while all count."""
+        link = ended(self.chain)
+        return "" if link is None else said(link, str(self.chain[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files by which a process knows others (`ca`) and is known (`cert` and `key`)."""
+
+    ca: File
+    cert: File | None = None
+    key: File | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise InvalidInputError.at(f"tls_{missing}", f"is needed where tls_{given} is given")
+
+    def stamp(self) -> Stamp:
+        """Another one when a file has been written or replaced. Raises OSError."""
+        files = [each for each in (self.ca, self.cert, self.key) if each is not None]
+        return stamp_of(*files)
+
+    def read(self) -> Material:
+        """InvalidInputError names the file that cannot be used, and why."""
+        ca = _read("tls_ca", self.ca)
+        authorities = _certificates("tls_ca", self.ca, ca)
+        if self.cert is None or self.key is None:
+            return Material(ca, None, None, None)
+        cert, key = _read("tls_cert", self.cert), _read("tls_key", self.key)
+        own = _certificates("tls_cert", self.cert, cert)
+        leaf = own[0]
+        self._check_pair(leaf, key)
+        check_private("tls_key", self.key)
+        try:
+            cert_id = CertId.from_uris(uris_of(leaf))
+        except InvalidInputError as error:
+            message = f"{self.cert}: {error.violations[0].message}"
+            raise InvalidInputError.at("tls_cert", message) from None
+        chain = chain_of(str(self.cert), own, str(self.ca), authorities)
+        return Material(ca, cert, key, cert_id, chain)
+
+    def identity(self) -> CertId:
+        """Who this process is. InvalidInputError where it has no certificate."""
+        cert_id = self.read().cert_id
+        if cert_id is None:
+            raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")
+        return cert_id
+
+    def _check_pair(self, leaf: x509.Certificate, key: bytes) -> None:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            PublicFormat,
+            load_pem_private_key,
+        )
+
+        try:
+            mine = load_pem_private_key(key, None).public_key()
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InvalidInputError.at(
+                "tls_key", f"{self.key} holds no PEM key without a password: {plainly(error)}"
+            ) from None
+        form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        if mine.public_bytes(*form) != leaf.public_key().public_bytes(*form):
+            raise InvalidInputError.at("tls_key", f"{self.key} is not the key of {self.cert}")
+
+
+def tls_files(
+    ca: Path | None, cert: Path | None, key: Path | None, *, needs_cert: bool
+) -> TlsFiles | None:
+    """The files of three settings; None when none is set. InvalidInputError names what is missing.
+
+    needs_cert: the process must be able to prove who it is, as every server must.
+    """
+    given = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
+    if not any(given.values()):
+        return None
+    needed = given if needs_cert else ("tls_ca",)
+    for name in needed:
+        if given[name] is None:
+            there = ", ".join(each for each, path in given.items() if path is not None)
+            raise InvalidInputError.at(name, f"is needed where {there} is given")
+    assert ca is not None
+    return TlsFiles(ca, cert, key)
+
+
+def links_of(field: str, file: Path) -> Chain:
+    """The chain in one file, as far as it goes. InvalidInputError names the setting."""
+    own = _certificates(field, file, _read(field, file))
+    return chain_of(str(file), own, "", ())
+
+
+def uris_of(certificate: x509.Certificate) -> list[str]:
+    """The URIs among the alternative names of a certificate."""
+    from cryptography import x509
+
+    return names_of(certificate, x509.UniformResourceIdentifier)
+
+
+def names_of(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> list[str]:
+    """The alternative names of one kind."""
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(each.value) for each in names if isinstance(each, kind)]
+
+
+def _read(field: str, path: File) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInputError.at(field, f"{path}: {error.strerror}") from None
+
+
+def _certificates(field: str, path: File, pem: bytes) -> list[x509.Certificate]:
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise InvalidInputError.at(
+            field, f"{path} holds no PEM certificate: {plainly(error)}"
+        ) from None

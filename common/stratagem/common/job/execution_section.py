@@ -1,0 +1,261 @@
+"""How a job is computed: mode, gradients, precision, memory, parallelism, as one value.
+
+Says what is wanted; whether this installation can do it is decided where it is done. A preset is
+only a short way to write the fields: it dissolves into them when the section is read, so that two
+sections which mean the same are equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+
+from pydantic import GetPydanticSchema, model_validator
+from pydantic_core import core_schema
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.schema.document import MAX_COUNT, Section
+from stratagem.common.schema.json_text import JSON, not_one_of
+
+MAX_LOCAL_WORKERS: Final = 8
+"""What `Automatic` counts as, at most, before it has been resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """Keep the activations of every `interval`-th block only; compute the others again."""
+
+    interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Cut each shard into `steps` micro-batches and add their gradients before the update."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """Each batch is cut over `num_workers` workers."""
+
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParallel:
+    """The model is cut over `num_devices` workers."""
+
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParallel:
+    """The model is cut into `num_stages` stages, fed with micro-batches."""
+
+    num_stages: int
+
+
+Variant: TypeAlias = Checkpointed | Accumulated | DataParallel | ModelParallel | PipelineParallel
+Mode: TypeAlias = Literal["Eager", "Lazy", "Hybrid"]
+Precision: TypeAlias = Literal["Full", "Single", "Mixed", "Half"]
+MemoryStrategy: TypeAlias = Literal["Standard", "Pooled", "Cached", "MinimalPeak"]
+AmpDtype: TypeAlias = Literal["bfloat16", "float16"]
+Preset: TypeAlias = Literal["training", "inference", "memory_efficient", "high_throughput", "debug"]
+Gradient: TypeAlias = Literal["None", "Full"] | Checkpointed | Accumulated
+Parallelism: TypeAlias = (
+    Literal["None", "Automatic"] | DataParallel | ModelParallel | PipelineParallel
+)
+
+
+def number_of(variant: Variant) -> int:
+    """The one number that a variant holds."""
+    match variant:
+        case Checkpointed(number) | Accumulated(number):
+            return number
+        case DataParallel(number) | ModelParallel(number) | PipelineParallel(number):
+            return number
+
+
+def variant_to_plain(variant: Variant) -> dict[str, JSON]:
+    """As it stands in the job: {"Checkpointed": 5}."""
+    return {type(variant).__name__: number_of(variant)}
+
+
+def _reader(words: tuple[str, ...], kinds: tuple[type[Variant], ...]) -> Callable[[object], Any]:
+    """Reads a bare word, or one of `kinds` as a mapping of its name to its number."""
+    by_name = {kind.__name__: kind for kind in kinds}
+    forms = (*words, *(f"{{{name}: n}}" for name in by_name))
+
+    def read(value: object) -> Any:
+        if value in words and isinstance(value, str):
+            return value
+        if isinstance(value, kinds):
+            value = variant_to_plain(value)
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise InvalidInputError(not_one_of(value, forms))
+        ((name, number),) = value.items()
+        if name not in by_name:
+            raise InvalidInputError(not_one_of(name, tuple(by_name)))
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise InvalidInputError.at(name, f"{number!r} is not a whole number")
+        if not 1 <= number <= MAX_COUNT:
+            raise InvalidInputError.at(name, f"{number} is not allowed; must be >= 1")
+        return by_name[name](number)
+
+    return read
+
+
+def _field(words: tuple[str, ...], kinds: tuple[type[Variant], ...]) -> GetPydanticSchema:
+    read = _reader(words, kinds)
+    return GetPydanticSchema(
+        lambda _source, _handler: core_schema.no_info_plain_validator_function(read)
+    )
+
+
+GradientField: TypeAlias = Annotated[
+    Gradient, _field(("None", "Full"), (Checkpointed, Accumulated))
+]
+ParallelismField: TypeAlias = Annotated[
+    Parallelism,
+    _field(("None", "Automatic"), (DataParallel, ModelParallel, PipelineParallel)),
+]
+
+PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
+    "training": {
+        "mode": "Lazy",
+        "gradient": "Full",
+        "precision": "Single",
+        "memory": "Pooled",
+        "parallelism": "Automatic",
+        "fusion": True,
+        "profiling": True,
+    },
+    "inference": {
+        "mode": "Eager",
+        "gradient": "None",
+        "precision": "Single",
+        "memory": "Cached",
+        "parallelism": "Automatic",
+        "fusion": True,
+        "profiling": False,
+    },
+    "memory_efficient": {
+        "mode": "Hybrid",
+        "gradient": Checkpointed(10),
+        "precision": "Mixed",
+        "memory": "MinimalPeak",
+        "parallelism": "None",
+        "fusion": False,
+        "profiling": False,
+    },
+    "high_throughput": {
+        "mode": "Lazy",
+        "gradient": "None",
+        "precision": "Single",
+        "memory": "Pooled",
+        "parallelism": DataParallel(4),
+        "fusion": True,
+        "profiling": False,
+    },
+    "debug": {
+        "mode": "Eager",
+        "gradient": "Full",
+        "precision": "Full",
+        "memory": "Standard",
+        "parallelism": "None",
+        "fusion": False,
+        "profiling": True,
+    },
+}
+
+
+class ExecutionSpec(Section):
+    """How each worker computes. What is not set is the plain way: eager, float32, all gradients.
+
+    precision: Full is float64, Single float32, Mixed float32 with 16-bit products, Half 16-bit.
+    amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
+    loss scale that moves.
+    deterministic: the same bits each time. preset: fields to begin from; those given win. It is
+    always None once read.
+    """
+
+    mode: Mode = "Eager"
+    gradient: GradientField = "Full"
+    precision: Precision = "Single"
+    amp_dtype: AmpDtype | None = None
+    memory: MemoryStrategy = "Standard"
+    parallelism: ParallelismField = "None"
+    fusion: bool = False
+    profiling: bool = False
+    deterministic: bool = True
+    preset: Preset | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dissolve_preset(cls, value: object) -> object:
+        name = value.get("preset") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(name, str) or name not in PRESETS:
+            return value  # what is wrong with it is found field by field
+        return {**PRESETS[name], **{key: each for key, each in value.items() if key != "preset"}}
+
+    @model_validator(mode="after")
+    def _sixteen_bits(self) -> Self:
+        if self.amp_dtype is not None and self.precision not in ("Mixed", "Half"):
+            text = f"belongs to precision Mixed and Half; it is {self.precision}"
+            raise InvalidInputError.at("amp_dtype", text)
+        return self
+
+    def with_changes(self, **changes: Any) -> Self:
+        """A copy with fields set, checked as a whole; a preset sets the fields it names."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        preset = PRESETS.get(changes.get("preset", ""), {})
+        return type(self)(**{**fields, **preset, **changes})
+
+    @property
+    def computes_gradients(self) -> bool:
+        """False for a model that is only run, not trained."""
+        return self.gradient != "None"
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Blocks between two whose activations are kept; None without checkpointing."""
+        return self.gradient.interval if isinstance(self.gradient, Checkpointed) else None
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches of a shard; None without accumulation."""
+        return self.gradient.steps if isinstance(self.gradient, Accumulated) else None
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the parallelism asks for; of Automatic, what one machine has: up to 8."""
+        match self.parallelism:
+            case "None":
+                return 1
+            case "Automatic":
+                return min(os.cpu_count() or 1, MAX_LOCAL_WORKERS)
+            case variant:
+                return number_of(variant)
+
+    def summary(self) -> str:
+        """A heading and seven lines."""
+        lines = {
+            "Mode": self.mode,
+            "Gradient": _text(self.gradient),
+            "Precision": self.precision,
+            "Memory": self.memory,
+            "Parallelism": _text(self.parallelism),
+            "Fusion": str(self.fusion).lower(),
+            "Profiling": str(self.profiling).lower(),
+        }
+        return "\n".join(["Execution:", *(f"  {name}: {text}" for name, text in lines.items())])
+
+
+def _text(value: Gradient | Parallelism) -> str:
+    if isinstance(value, str):
+        return value
+    field = next(iter(value.__dataclass_fields__))
+    return f"{type(value).__name__} {{ {field}: {number_of(value)} }}"

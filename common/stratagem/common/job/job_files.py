@@ -1,0 +1,145 @@
+"""Reads a job file (YAML, TOML or JSON, by its suffix) and applies `a.b=c` overrides.
+
+YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off` is text, and a
+key that stands twice is refused in all three formats. Knows no field of the job.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job.spec import JobSpec
+from stratagem.common.schema.json_text import JSON, check_json, load_json
+
+_SUFFIXES: Final = ".yaml, .yml, .toml, .json"
+
+
+def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """The validated job of a file, with overrides such as "optimizer.lr=0.01"."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path}: not UTF-8 text") from None
+    try:
+        document = check_json(_parse(path.suffix.lower(), text))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidInputError(f"{path}: not a mapping of name, model, data, ...")
+    for override in overrides:
+        _apply(document, override)
+    return JobSpec.parse(document)
+
+
+def parse_yaml(text: str) -> JSON:
+    """The value of a YAML text, nothing but plain data."""
+    try:
+        loader = _Loader(text)
+        try:
+            return check_json(loader.get_single_data())
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise InvalidInputError(f"not valid YAML: {where}{error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise InvalidInputError(f"not valid YAML: {error}") from None
+
+
+def _parse(suffix: str, text: str) -> object:
+    match suffix:
+        case ".yaml" | ".yml":
+            return parse_yaml(text)
+        case ".json":
+            return load_json(text)
+        case ".toml":
+            try:
+                return tomllib.loads(text)
+            except tomllib.TOMLDecodeError as error:
+                raise InvalidInputError(f"not valid TOML: {error}") from None
+        case _:
+            raise InvalidInputError(f"{suffix or 'no suffix'!r} is not one of {_SUFFIXES}")
+
+
+def _apply(document: dict[str, JSON], override: str) -> None:
+    """Set one value in place; mappings on the way are made where they are missing."""
+    dotted, equals, text = override.partition("=")
+    parts = dotted.strip().split(".")
+    if not equals or not all(parts):
+        raise InvalidInputError(f"override {override!r} is not of the form a.b=value")
+    target = document
+    for i, part in enumerate(parts[:-1]):
+        inner = target.setdefault(part, {})
+        if inner is None:
+            inner = target[part] = {}
+        if not isinstance(inner, dict):
+            at = ".".join(parts[: i + 1])
+            raise InvalidInputError(f"override {override!r}: {at} is {inner!r}, not a mapping")
+        target = inner
+    try:
+        target[parts[-1]] = parse_yaml(text)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"override {override!r}: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader (its only way to be configured is a subclass) for YAML 1.2 scalars."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = (key_node.tag, str(key_node.value))
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"duplicate key {key_node.value!r}", key_node.start_mark
+            )
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0 if text.startswith(("0x", "0o")) else 10)
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    text = str(loader.construct_scalar(node)).lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _resolve(tag: str, pattern: str, first: str) -> None:
+    """Plain scalars that match are of the tag; `first` lists the characters they may begin with."""
+    whole = re.compile(rf"(?:{pattern})\Z")
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, [*first] or [""])
+
+
+_resolve("null", "~|null|Null|NULL", "~nN")
+_resolve("null", "", "")
+_resolve("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
+_resolve("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789")
+_resolve(
+    "float",
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "-+.0123456789",
+)
+_resolve("merge", "<<", "<")
+_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)

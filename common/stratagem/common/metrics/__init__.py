@@ -1,1 +1,0 @@
-"""What every process of ours tells Prometheus, and how: definitions, plain values, an endpoint."""

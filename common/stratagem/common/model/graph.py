@@ -1,0 +1,216 @@
+"""A model as data: named nodes of torch modules, edges between them, nested subgraphs.
+
+Owns the form of the document, its checks (unique ids, known ends, no cycle) and the look-up of
+the strategy that holds for a subgraph. Builds nothing and knows no torch module: which names are
+allowed is for the worker that builds the model. Parameters are called `<node id>.<name>`, those
+of a subgraph `<subgraph id>.<node id>.<name>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Annotated, Final, Self, TypeAlias
+
+from pydantic import AfterValidator, model_validator
+
+from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
+from stratagem.common.schema.document import Items, Kwargs, Section, Whole, refuse
+from stratagem.common.schema.frozen import FrozenDict
+from stratagem.common.schema.json_text import suggest
+from stratagem.common.strategy import Local, Strategy
+from stratagem.common.strategy.document_field import StrategyField
+
+MAX_COMPARED: Final = 10_000
+
+_NODE_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+_MODULE: Final = re.compile(r"[A-Za-z]\w{0,63}")
+
+
+def _check_node_id(value: str) -> str:
+    # no dot: it separates the parts of a parameter's name
+    if not _NODE_ID.fullmatch(value):
+        raise InvalidInputError(f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '_', '-'")
+    return value
+
+
+def _check_module(value: str) -> str:
+    if not _MODULE.fullmatch(value):
+        raise InvalidInputError(f"{value!r} is not the name of a module, such as Linear")
+    return value
+
+
+NodeId: TypeAlias = Annotated[str, AfterValidator(_check_node_id)]
+
+
+class NodeSpec(Section):
+    """One module; `trainable: false` freezes its parameters."""
+
+    id: NodeId
+    module: Annotated[str, AfterValidator(_check_module)]
+    kwargs: Kwargs = FrozenDict()
+    trainable: bool = True
+
+
+class EdgeSpec(Section):
+    """The output of `source` is input number `port` of `target`; both may be subgraphs."""
+
+    source: NodeId
+    target: NodeId
+    port: Whole = 0
+
+
+class SubgraphSpec(Section):
+    """A graph that is one node of the graph around it."""
+
+    id: NodeId
+    graph: GraphSpec
+
+
+class GraphSpec(Section):
+    """A whole graph. Without `inputs` or `outputs`, they are the nodes without edges in or out."""
+
+    nodes: Items[NodeSpec] = ()
+    edges: Items[EdgeSpec] = ()
+    subgraphs: Items[SubgraphSpec] = ()
+    inputs: Items[NodeId] = ()
+    outputs: Items[NodeId] = ()
+    training_strategy: StrategyField | None = None
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        refuse(graph_violations(self))
+        return self
+
+    def node_ids(self) -> list[str]:
+        """The ids of the nodes, then of the subgraphs, as declared."""
+        return [each.id for each in self.nodes] + [each.id for each in self.subgraphs]
+
+    def input_ids(self) -> list[str]:
+        """The nodes that receive the input of the graph."""
+        targets = {edge.target for edge in self.edges}
+        return list(self.inputs) or [each for each in self.node_ids() if each not in targets]
+
+    def output_ids(self) -> list[str]:
+        """The nodes whose outputs are the output of the graph."""
+        sources = {edge.source for edge in self.edges}
+        return list(self.outputs) or [each for each in self.node_ids() if each not in sources]
+
+    def num_nodes(self) -> int:
+        """Of all levels."""
+        return len(self.nodes) + sum(1 + each.graph.num_nodes() for each in self.subgraphs)
+
+    def topological_order(self) -> list[str]:
+        """All ids so that every edge points forward; ties in the order of declaration."""
+        return _sorted_ids(self)[0]
+
+
+def graph_violations(graph: GraphSpec) -> list[Violation]:
+    """What is wrong with one graph; its subgraphs have been checked when they were made."""
+    if not graph.nodes and not graph.subgraphs:
+        return [Violation("nodes", "must not be empty")]
+    found = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
+    if not found and (cycle := _cycle(graph)):
+        found.append(Violation("edges", f"cycle {' -> '.join(cycle)}"))
+    return found
+
+
+def effective_strategy(
+    graph: GraphSpec, path: str = "", inherited: Strategy | None = None
+) -> Strategy:
+    """The strategy of the subgraph at a path such as "encoder/block1" ("" = the graph itself).
+
+    A graph without a strategy of its own has that of the graph around it; the outermost one has
+    `inherited`, or Local.
+    """
+    strategy = graph.training_strategy or inherited or Local()
+    for part in path.split("/") if path else ():
+        graph = next((each.graph for each in graph.subgraphs if each.id == part), None) or _absent(
+            graph, path, part
+        )
+        strategy = graph.training_strategy or strategy
+    return strategy
+
+
+def _absent(graph: GraphSpec, path: str, part: str) -> GraphSpec:
+    known = [each.id for each in graph.subgraphs]
+    raise NotFoundError(
+        f"subgraph {path}: no {part!r} among {', '.join(known) or 'no subgraphs'}"
+        f"{suggest(part, known)}"
+    )
+
+
+def _duplicate_ids(graph: GraphSpec) -> list[Violation]:
+    found, seen = [], set()
+    for group, items in (("nodes", graph.nodes), ("subgraphs", graph.subgraphs)):
+        for i, each in enumerate[NodeSpec | SubgraphSpec](items):
+            if each.id in seen:
+                found.append(Violation(f"{group}[{i}].id", f"{each.id!r} is taken already"))
+            seen.add(each.id)
+    return found
+
+
+def _unknown_ends(graph: GraphSpec) -> list[Violation]:
+    named: list[tuple[str, str]] = []
+    for i, edge in enumerate(graph.edges):
+        named += [(f"edges[{i}].source", edge.source), (f"edges[{i}].target", edge.target)]
+    for group, ids in (("inputs", graph.inputs), ("outputs", graph.outputs)):
+        named += [(f"{group}[{i}]", each) for i, each in enumerate(ids)]
+    known = set(graph.node_ids())
+    unknown = [(field, name) for field, name in named if name not in known]
+    # To look for a similar name among thousands takes a while.
+    similar = sorted(known) if len(known) * len(unknown) < MAX_COMPARED else []
+    return [
+        Violation(field, f"{name!r} is not a node of this graph{suggest(name, similar)}")
+        for field, name in unknown[:MAX_VIOLATIONS]
+    ]
+
+
+def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
+    found, fed = [], set()
+    for i, edge in enumerate(graph.edges):
+        if (edge.target, edge.port) in fed:
+            text = f"port {edge.port} of {edge.target!r} is fed already"
+            found.append(Violation(f"edges[{i}].port", text))
+        fed.add((edge.target, edge.port))
+    return found
+
+
+def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
+    """(order, sources of what could not be ordered); Kahn's algorithm with a stable heap."""
+    position = {each: i for i, each in enumerate(graph.node_ids())}
+    sources: dict[str, list[str]] = {each: [] for each in position}
+    targets: dict[str, list[str]] = {each: [] for each in position}
+    for edge in graph.edges:
+        sources[edge.target].append(edge.source)
+        targets[edge.source].append(edge.target)
+    num_missing = {each: len(found) for each, found in sources.items()}
+    ready = [(position[each], each) for each, count in num_missing.items() if not count]
+    heapify(ready)
+    order: list[str] = []
+    while ready:
+        order.append(heappop(ready)[1])
+        for target in targets[order[-1]]:
+            num_missing[target] -= 1
+            if not num_missing[target]:
+                heappush(ready, (position[target], target))
+    done = set(order)
+    left = {
+        each: [source for source in found if source not in done]
+        for each, found in sources.items()
+        if each not in done
+    }
+    return order, left
+
+
+def _cycle(graph: GraphSpec) -> Sequence[str]:
+    """One cycle, its first node repeated at the end; empty if there is none."""
+    left = _sorted_ids(graph)[1]
+    if not left:
+        return ()
+    # each node that is left has a source that is left: going backwards must come round
+    path = [next(iter(left))]
+    while (source := left[path[-1]][0]) not in path:
+        path.append(source)
+    return [source, *reversed(path[path.index(source) :])]

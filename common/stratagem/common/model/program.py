@@ -1,0 +1,144 @@
+"""A model as a flat list of calls: which node gets whose outputs, in which order.
+
+The list is what a stage is cut from. Nested graphs are flattened into it, so that a cut may go
+through a subgraph; a chain of modules is the simplest list. Every use of a node's output has a
+number: the gradients of the uses are added in falling order of it, wherever the uses are computed,
+so a cut changes no sum. Pure values; must not know torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.model.graph import GraphSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What the model is called with, as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromNode:
+    """The output of a node; `use` counts its uses in order of the program, from 0."""
+
+    node: str
+    use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What input `index` of `count` gets: a member if the value is a tuple, or the value."""
+
+    of: Source
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Several values as a tuple."""
+
+    parts: tuple[Source, ...]
+
+
+Source: TypeAlias = ModelInput | FromNode | Part | Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node's module applied to its arguments. `node` is its id, or a path such as enc/fc."""
+
+    node: str
+    args: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All calls in an order in which they can be done, and the output of the model."""
+
+    calls: tuple[Call, ...]
+    output: Source
+    num_uses: Mapping[str, int]
+    """By node; the model's output counts as a use, the last one."""
+
+
+def make_program(calls: Sequence[Call], output: Source) -> Program:
+    """Numbers the uses of every node."""
+    num_uses = {call.node: 0 for call in calls}
+
+    def number(source: Source) -> Source:
+        match source:
+            case FromNode(node):
+                num_uses[node] += 1
+                return FromNode(node, num_uses[node] - 1)
+            case Part(of, index, count):
+                return Part(number(of), index, count)
+            case Bundle(parts):
+                return Bundle(tuple(number(part) for part in parts))
+            case ModelInput():
+                return source
+
+    numbered = tuple(Call(call.node, tuple(number(arg) for arg in call.args)) for call in calls)
+    return Program(numbered, number(output), num_uses)
+
+
+def chain(nodes: Sequence[str]) -> Program:
+    """Nodes in a row, each fed by the one before it."""
+    sources: list[Source] = [ModelInput(), *(FromNode(node) for node in nodes)]
+    calls = [Call(node, (source,)) for node, source in zip(nodes, sources, strict=False)]
+    return make_program(calls, sources[-1])
+
+
+def flatten(graph: GraphSpec) -> Program:
+    """The calls of a graph and of all graphs inside it. Raises InvalidInputError."""
+    calls: list[Call] = []
+    output = _inline(graph, "", (ModelInput(),), calls)
+    return make_program(calls, output)
+
+
+def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
+    """The values that a source is made of, in order."""
+    match source:
+        case FromNode() | ModelInput():
+            yield source
+        case Part(of=of):
+            yield from leaves(of)
+        case Bundle(parts):
+            for part in parts:
+                yield from leaves(part)
+
+
+def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: list[Call]) -> Source:
+    inputs = graph.input_ids()
+    fed = dict(zip(inputs, _split(given, len(inputs), prefix), strict=True))
+    subgraphs = {each.id: each.graph for each in graph.subgraphs}
+    edges = sorted(graph.edges, key=lambda edge: edge.port)
+    values: dict[str, Source] = {}
+    for name in graph.topological_order():
+        args = [fed[name]] if name in fed else []
+        args += [values[edge.source] for edge in edges if edge.target == name]
+        if name in subgraphs:
+            values[name] = _inline(subgraphs[name], f"{prefix}{name}/", tuple(args), calls)
+        else:
+            calls.append(Call(prefix + name, tuple(args)))
+            values[name] = FromNode(prefix + name)
+    outputs = tuple(values[name] for name in graph.output_ids())
+    return outputs[0] if len(outputs) == 1 else Bundle(outputs)
+
+
+def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, ...]:
+    """One source per input node; a single value goes to every input node."""
+    if len(given) == 1 and isinstance(given[0], Bundle):
+        given = given[0].parts
+    if len(given) == 1:
+        return tuple(Part(given[0], index, count) for index in range(count))
+    if len(given) != count:
+        where = prefix.rstrip("/") or "the graph"
+        raise InvalidInputError.at(
+            "model.graph", f"{where} has {count} inputs, {len(given)} were given"
+        )
+    return given

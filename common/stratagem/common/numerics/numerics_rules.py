@@ -1,0 +1,32 @@
+"""Which rules decide the bits of a run, by number: a run keeps the number that it began with.
+
+    1   as before there were numbers: only finishes runs that began under it
+    2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the
+        mean gradient; phase training and `vsa` as their pages say
+
+A rule that has changed is one function, which takes the number; whoever calls it passes on the
+run's. A number goes once nobody can have a run of it any more.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError
+
+FIRST: Final = 1
+"""Of runs and plans that name no number."""
+
+CURRENT: Final = 2
+"""Of every run that is submitted now."""
+
+
+def check_numerics(number: int) -> int:
+    """The number, 0 for none. Raises InvalidInputError for one that this process does not know."""
+    if not 0 <= number <= CURRENT:
+        raise InvalidInputError.at(
+            "numerics",
+            f"{number} is not known here, which knows {FIRST} to {CURRENT}: the run follows rules "
+            "of a newer version; upgrade this process",
+        )
+    return number or FIRST

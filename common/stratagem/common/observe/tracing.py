@@ -1,0 +1,203 @@
+"""OpenTelemetry traces: one trace per run, over client, coordinator and workers.
+
+Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is set; then
+nothing of OpenTelemetry is imported, and a span costs a look at one variable. Owns the exporter of
+this process and how a context travels: as W3C `traceparent`, in the metadata of calls, and as text
+for whoever must remember it. Knows nothing of what is traced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from stratagem.common.base.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+KEY: Final = "traceparent"
+STOP_TIMEOUT_S: Final = 2.0
+_PREFIX: Final = "stratagem."
+# Called per step or beat: a trace has no use for thousands of them.
+_UNTRACED: Final = ("/GetGradients", "/ApplyGradients", "/Heartbeat", "/Describe", "/Send")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracing:
+    tracer: Tracer
+    provider: TracerProvider | None
+    """None where it is the caller's own program that owns it."""
+
+
+_tracing: _Tracing | None = None
+
+
+def start(process: str, name: str = "") -> bool:
+    """Export the spans of this process, if the environment asks for it; whether it does.
+
+    Raises InvalidInputError when it asks for what is not there.
+    """
+    global _tracing
+    if not _is_wanted(os.environ):
+        return False
+    protocol = next((os.environ[each] for each in PROTOCOLS if each in os.environ), "grpc")
+    if protocol != "grpc":
+        raise InvalidInputError.at(PROTOCOLS[1], f"{protocol!r} is not spoken here; it is grpc")
+    try:
+        from stratagem.common.observe.otlp_exporter import provider_of
+    except ImportError as error:
+        raise InvalidInputError.at(
+            ENDPOINTS[0], f"traces need OpenTelemetry ({error}): pip install 'stratagem[otel]'"
+        ) from error
+    provider = provider_of(process, name)
+    _tracing = _Tracing(provider.get_tracer("stratagem"), provider)
+    return True
+
+
+def adopt() -> None:
+    """Take part in the traces of a program that uses OpenTelemetry itself; for the SDK."""
+    global _tracing
+    if _tracing is None and "opentelemetry.sdk.trace" in sys.modules:
+        from opentelemetry import trace
+
+        _tracing = _Tracing(trace.get_tracer("stratagem"), None)
+
+
+def stop() -> None:
+    """Send what is left, for a bounded time: a collector may be gone."""
+    global _tracing
+    tracing, _tracing = _tracing, None
+    if tracing is not None and tracing.provider is not None:
+        thread = threading.Thread(target=tracing.provider.shutdown, daemon=True)
+        thread.start()
+        thread.join(STOP_TIMEOUT_S)
+
+
+def _is_wanted(environment: Mapping[str, str]) -> bool:
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return False
+    return any(environment.get(each) for each in ENDPOINTS)
+
+
+@contextmanager
+def span(
+    name: str, parent: str = "", *, marks_errors: bool = True, **attributes: str | int | None
+) -> Iterator[None]:
+    """A span around the `with`, below `parent` (a traceparent) or else the present one.
+
+    attributes get the prefix `stratagem.`; those that are None or "" are left out. marks_errors:
+    an exception that leaves the `with` is a failure.
+    """
+    if _tracing is None:
+        yield
+        return
+    with _tracing.tracer.start_as_current_span(
+        name,
+        context=_context_of(parent),
+        attributes=_named(attributes),
+        record_exception=marks_errors,
+        set_status_on_exception=marks_errors,
+    ):
+        yield
+
+
+def note(**attributes: str | int | None) -> None:
+    """Add attributes to the present span."""
+    if _tracing is not None:
+        _current().set_attributes(_named(attributes))
+
+
+def fail(reason: str) -> None:
+    """The present span has failed, with this sentence."""
+    if _tracing is not None:
+        from opentelemetry.trace import Status, StatusCode
+
+        _current().set_status(Status(StatusCode.ERROR, reason))
+
+
+def traceparent() -> str:
+    """The present span for somebody who remembers it; "" without one."""
+    if _tracing is None:
+        return ""
+    carrier: dict[str, str] = {}
+    _propagator().inject(carrier)
+    return carrier.get(KEY, "")
+
+
+def outgoing() -> tuple[tuple[str, str], ...]:
+    """What a call says of the present span in its metadata."""
+    parent = traceparent()
+    return ((KEY, parent),) if parent else ()
+
+
+class Served:
+    """The span of one call that a server answers; a call that names no parent has none.
+
+    It is the present one in the task of the call, which ends with it: so nothing is taken back.
+    """
+
+    __slots__ = ("_span",)
+
+    def __init__(self, name: str, metadata: Iterable[tuple[str, Any]]) -> None:
+        self._span: Span | None = None
+        if _tracing is None or name.endswith(_UNTRACED):
+            return
+        parent = next((str(value) for key, value in metadata if key == KEY), "")
+        if parent:
+            from opentelemetry import context, trace
+
+            made = _tracing.tracer.start_span(
+                name, context=_context_of(parent), kind=trace.SpanKind.SERVER
+            )
+            context.attach(trace.set_span_in_context(made))
+            self._span = made
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._span is None:
+            return
+        if isinstance(error, Exception):
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        self._span.end()
+
+
+def _named(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
+    told = {key: value for key, value in attributes.items() if value is not None and value != ""}
+    return {_PREFIX + key: value for key, value in told.items()}
+
+
+def _context_of(parent: str) -> Any:
+    return _propagator().extract({KEY: parent}) if parent else None
+
+
+def _current() -> Span:
+    from opentelemetry import trace
+
+    return trace.get_current_span()
+
+
+def _propagator() -> Any:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator()

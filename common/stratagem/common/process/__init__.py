@@ -1,0 +1,1 @@
+"""How a process is set up: signals, file descriptors, malloc, settings, failpoints."""

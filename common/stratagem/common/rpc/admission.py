@@ -1,0 +1,99 @@
+"""How a server takes requests in: each in its time, and not more calls at once than a limit.
+
+A caller that is silent inside a request, or sends it a byte at a time, would otherwise hold its
+call for ever: gRPC itself waits without end. So calls with one request are received like streams
+(on the wire they are the same), which also shows the calls that bring none. Knows no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stratagem.common.base.errors import InvalidInputError, LimitError
+
+MALFORMED: Final = object()
+"""Stands for a request that does not parse."""
+
+RETRY_AFTER_S: Final = 1.0
+"""What a caller is told to wait who has met a limit that passes by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What one server accepts.
+
+    idle_timeout_s: how long a request may take to arrive, and how long a caller may take none of
+    its answers, but for those of the methods in `unhurried`. max_calls: open calls, but for those
+    of the methods in `unlimited`, by name: what keeps workers alive must not wait for clients.
+    """
+
+    idle_timeout_s: float = 30.0
+    max_calls: int = 4096
+    unlimited: Collection[str] = ()
+    unhurried: Collection[str] = ()
+
+
+DEFAULT_LIMITS: Final = CallLimits()
+
+
+class Admission:
+    """Counts the open calls of a server. Lives on the event loop."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self.limits = limits
+        self.num_open = 0
+
+    @contextmanager
+    def entered(self, method: str) -> Iterator[None]:
+        """Raises LimitError when there are too many; `method` is its full path."""
+        if method.rpartition("/")[2] in self.limits.unlimited:
+            yield
+            return
+        if self.num_open >= self.limits.max_calls:
+            raise LimitError(
+                f"max_calls: {self.num_open} calls are open, the limit is {self.limits.max_calls}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+async def only_request(requests: AsyncIterator[Any], idle_timeout_s: float) -> Any:
+    """The one request of a call that is no stream."""
+    try:
+        async with asyncio.timeout(idle_timeout_s):
+            request = await anext(requests, None)
+    except TimeoutError:
+        raise TimeoutError(f"the request did not arrive within {idle_timeout_s:g} s") from None
+    if request is None:
+        raise InvalidInputError.at("request", "is missing: the call ended without one")
+    return parsed(request)
+
+
+def parsed(request: Any) -> Any:
+    """The request, or the error that it does not parse."""
+    if request is MALFORMED:
+        raise InvalidInputError.at("request", "does not parse as the message of this call")
+    return request
+
+
+class ParsedStream:
+    """A stream of requests that raises at the first one that does not parse."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        return parsed(await anext(self._requests))

@@ -1,0 +1,187 @@
+"""Which gRPC status stands for which error of ours, both ways: one table.
+
+A status also carries an ErrorInfo with the name of the error, so that a caller of ours gets back
+exactly the type that was raised; other callers have the code and the sentence. Fields that are
+wrong come as BadRequest violations. Knows no service.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from stratagem.common.base.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    RunFailedError,
+    StaleError,
+    StandbyError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+    UserCodeError,
+    Violation,
+    WrongStateError,
+)
+from stratagem.common.base.printable_text import printable
+
+Code = grpc.StatusCode
+
+TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
+    # The first row that fits counts, so an error stands before its base.
+    (OutOfRangeError, Code.OUT_OF_RANGE),
+    (InvalidInputError, Code.INVALID_ARGUMENT),
+    (LimitError, Code.RESOURCE_EXHAUSTED),
+    (IntegrityError, Code.DATA_LOSS),
+    (StaleError, Code.FAILED_PRECONDITION),
+    (NotFoundError, Code.NOT_FOUND),
+    (AlreadyExistsError, Code.ALREADY_EXISTS),
+    (WrongStateError, Code.FAILED_PRECONDITION),
+    (ConflictError, Code.ABORTED),
+    (UnauthenticatedError, Code.UNAUTHENTICATED),
+    (PermissionDeniedError, Code.PERMISSION_DENIED),
+    (StandbyError, Code.UNAVAILABLE),
+    (UnavailableError, Code.UNAVAILABLE),
+    (UserCodeError, Code.ABORTED),
+    (RunFailedError, Code.ABORTED),
+    (TimeoutError, Code.DEADLINE_EXCEEDED),
+)
+
+# What a code means that carries no name of ours (gRPC itself, a proxy, another implementation).
+_BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
+    Code.INVALID_ARGUMENT: InvalidInputError,
+    Code.OUT_OF_RANGE: OutOfRangeError,
+    Code.RESOURCE_EXHAUSTED: LimitError,
+    Code.DATA_LOSS: IntegrityError,
+    Code.NOT_FOUND: NotFoundError,
+    Code.ALREADY_EXISTS: AlreadyExistsError,
+    Code.FAILED_PRECONDITION: WrongStateError,
+    Code.ABORTED: ConflictError,
+    Code.UNAUTHENTICATED: UnauthenticatedError,
+    Code.PERMISSION_DENIED: PermissionDeniedError,
+    Code.UNAVAILABLE: UnavailableError,
+    Code.DEADLINE_EXCEEDED: UnavailableError,
+    Code.CANCELLED: UnavailableError,
+}
+_BY_NAME: Final = {each.__name__: each for each, _ in TABLE if issubclass(each, StratagemError)}
+
+_DOMAIN: Final = "stratagem"
+# All of a status must fit into 16 KiB of headers: the message stands there percent-coded, three
+# bytes for one, and once more in the details, which are coded four bytes for three.
+_MAX_MESSAGE_BYTES: Final = 1800
+_MAX_DETAIL_BYTES: Final = 6000
+_MAX_VIOLATION_BYTES: Final = 1000
+
+
+def code_of(error: Exception) -> grpc.StatusCode | None:
+    """The status code of an error; None for one that must not leave the process."""
+    return next((code for kind, code in TABLE if isinstance(error, kind)), None)
+
+
+def to_status(error: Exception) -> grpc.Status | None:
+    """The error as a status with details; None for one that must not leave the process."""
+    code = code_of(error)
+    if code is None:
+        return None
+    status = status_pb2.Status(code=code.value[0], message=shown(str(error)))
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
+    if isinstance(error, UserCodeError):
+        for key in ("type", "message", "worker_id", "activity"):
+            info.metadata[key] = shown(getattr(error, key), _MAX_VIOLATION_BYTES)
+    if isinstance(error, StandbyError):
+        info.metadata["leader"] = error.leader
+    status.details.add().Pack(info)
+    if isinstance(error, LimitError) and error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    if isinstance(error, InvalidInputError):
+        _add_violations(status, error)
+    made: grpc.Status = rpc_status.to_status(status)
+    return made
+
+
+def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
+    """Text of a caller as others may see it: not too long, and nothing that moves a cursor."""
+    text = printable(text[:max_bytes])
+    raw = text.encode(errors="replace")
+    if len(raw) <= max_bytes:
+        return raw.decode()
+    return f"{raw[: max_bytes - 3].decode(errors='ignore')}..."
+
+
+def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None:
+    request = error_details_pb2.BadRequest()
+    for each in error.violations:
+        violation = request.field_violations.add(
+            field=shown(each.field, _MAX_VIOLATION_BYTES),
+            description=shown(each.message, _MAX_VIOLATION_BYTES),
+        )
+        if status.ByteSize() + request.ByteSize() > _MAX_DETAIL_BYTES:
+            request.field_violations.remove(violation)
+            break
+    status.details.add().Pack(request)
+
+
+def from_rpc_error(error: grpc.RpcError) -> StratagemError:
+    """What the other side, or gRPC itself, wanted to say."""
+    code, message = error.code(), shown(error.details() or "") or error.code().name
+    found = _details(error)
+    kind = _BY_NAME.get(found.info.reason) if found.info.domain == _DOMAIN else None
+    if kind is UserCodeError:
+        told = {key: shown(value) for key, value in found.info.metadata.items()}
+        keys = ("type", "message", "worker_id", "activity")
+        kind_, said, worker_id, activity = (told.get(key, "") for key in keys)
+        return UserCodeError(kind_, said, "", worker_id, activity)
+    if kind is StandbyError:
+        return StandbyError(message, found.info.metadata["leader"])
+    if kind is None:
+        kind = _BY_CODE.get(code, StratagemError)
+    if issubclass(kind, InvalidInputError):
+        return kind(message, violations=found.violations)
+    if issubclass(kind, LimitError):
+        return kind(message, retry_after_s=found.retry_after_s)
+    return kind(message)
+
+
+def name_of(error: grpc.RpcError) -> str:
+    """Which error of ours the other side raised; "" when it was gRPC itself, or a proxy."""
+    info = _details(error).info
+    return str(info.reason) if info.domain == _DOMAIN else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    info: error_details_pb2.ErrorInfo
+    violations: tuple[Violation, ...] = ()
+    retry_after_s: float | None = None
+
+
+def _details(error: grpc.RpcError) -> _Details:
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry, retry_after_s = error_details_pb2.RetryInfo(), None
+    try:
+        status = rpc_status.from_call(error)
+        for detail in status.details if status else ():
+            if detail.Is(info.DESCRIPTOR):
+                detail.Unpack(info)
+            elif detail.Is(request.DESCRIPTOR):
+                detail.Unpack(request)
+            elif detail.Is(retry.DESCRIPTOR):
+                detail.Unpack(retry)
+                retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    except (ValueError, DecodeError):  # the sender's details contradict its code: go by the code
+        return _Details(error_details_pb2.ErrorInfo())
+    violations = tuple(Violation(each.field, each.description) for each in request.field_violations)
+    return _Details(info, violations, retry_after_s)

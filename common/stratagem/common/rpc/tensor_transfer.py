@@ -1,0 +1,404 @@
+"""Tensor streams over gRPC, both directions and both sides.
+
+Owns the order of messages, resuming after a cut, and the idle timeout: a peer that is silent for
+`idle_timeout_s` inside a stream counts as gone. Bytes pass through a piece at a time and are never
+gathered here. Must not know torch, sessions or where bytes are stored.
+
+    download  caller: request with offset  server: Manifest, Chunk…               pull, serve_get
+    upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
+from stratagem.common.observe.request_ids import bind_ids
+from stratagem.common.rpc.channel import write_message
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.tensors.chunks import (
+    CarriesChunk,
+    ChunkWriter,
+    Sink,
+    Source,
+    check_offset,
+    from_buffers,
+)
+from stratagem.common.tensors.frames import ChunkFrame, iter_frames
+from stratagem.common.tensors.manifest import (
+    DEFAULT_LIMITS,
+    Limits,
+    Manifest,
+    Purpose,
+    from_proto,
+    to_proto,
+)
+from stratagem.common.tensors.traffic import Flow, sent
+from stratagem.v1 import tensor_pb2
+
+IDLE_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a cut stream is taken up again without any progress, and after what pauses."""
+
+    max_attempts: int = 5
+    first_pause_s: float = 0.1
+    max_pause_s: float = 2.0
+
+
+class CarriesManifest(CarriesChunk, Protocol):
+    """A response with the fields `manifest` and `chunk`."""
+
+    @property
+    def manifest(self) -> tensor_pb2.Manifest: ...
+
+
+M = TypeVar("M", bound=CarriesManifest)
+R = TypeVar("R")
+
+KeepUp = Callable[[], Awaitable[None]]
+
+FrameSource = Callable[[int], Iterator[bytes]]
+"""Gives the range from an offset on as serialized messages, see `frames`."""
+
+Accept = Callable[[Manifest], Sink | memoryview]
+"""Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
+
+
+# ---- the side that serves ----
+
+
+async def serve_get(
+    make: Callable[[], M],
+    manifest: Manifest,
+    content: Source | Sequence[memoryview],
+    offset: int = 0,
+    check: Callable[[int, bytes], None] | None = None,
+) -> AsyncIterator[M]:
+    """The responses of a download: the manifest, then the content from `offset` on.
+
+    check: looks at each frame, with its offset, before it leaves.
+
+    The latter come serialized, which servers of `rpc.server` pass on as they are.
+    """
+    check_offset(offset, manifest.total_bytes)
+    first = make()
+    first.manifest.CopyFrom(to_proto(manifest))
+    yield first
+    source, flow = content if callable(content) else from_buffers(content), sent(manifest.purpose)
+    for piece in source(offset):
+        size = len(piece) if isinstance(piece, bytes | memoryview) else sum(map(len, piece))
+        (frame,) = iter_frames((piece,), offset)
+        if check is not None:
+            check(offset, frame)
+        flow.num_bytes += len(frame)
+        yield cast(M, frame)
+        offset += size
+
+
+async def receive_header(
+    requests: AsyncIterator[Any], idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> Any:
+    """The first request of an upload; its field `header` is set."""
+    request = await _next(requests, idle_timeout_s)
+    if request is None or _kind(request) != "header":
+        raise InvalidInputError.at("message", "the first one of a stream must be the header")
+    bind_ids(request.header)
+    return request
+
+
+async def receive_upload(
+    requests: AsyncIterator[Any],
+    make: Callable[..., R],
+    writer: ChunkWriter,
+    commit: Callable[[], Awaitable[None]],
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> AsyncIterator[R]:
+    """The responses of an upload whose header has been read and accepted.
+
+    `writer` stands where the sender shall go on; `commit` checks the digest and makes the content
+    visible. Whatever raises here leaves to the caller what becomes of the part that was received.
+    """
+    yield make(resume_offset=writer.received)
+    await receive_chunks(requests, writer, idle_timeout_s)
+    await commit()
+    yield make(committed=True)
+
+
+async def receive_chunks(
+    messages: AsyncIterator[Any],
+    writer: ChunkWriter,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    keep_up: KeepUp | None = None,
+) -> None:
+    """Write messages that carry chunks until the writer is complete; serves both directions.
+
+    keep_up is awaited after each chunk: a sink that works behind the stream holds it up there.
+    """
+    read = aiter(messages).__anext__
+    async with _Patience(idle_timeout_s) as patience:
+        while not writer.is_complete:
+            try:
+                message = await read()
+            except StopAsyncIteration:
+                writer.finish()
+                return
+            patience.heard()
+            if type(message) is not ChunkFrame and (kind := _kind(message)) != "chunk":
+                raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
+            writer.write(message.chunk)
+            if keep_up is not None:
+                with patience.paused():
+                    await keep_up()
+
+
+class _Patience:
+    """Raises TimeoutError inside its block when the peer was silent for `idle_timeout_s` there.
+
+    There is one timer for all messages of a stream, and it is moved only now and then; so it may
+    take an eighth longer.
+    """
+
+    __slots__ = ("_idle_timeout_s", "_loop", "_move_at_s", "_timeout")
+
+    def __init__(self, idle_timeout_s: float) -> None:
+        self._idle_timeout_s = idle_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._move_at_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self.heard()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(exc_type, exc_val, exc_tb)
+        except TimeoutError:
+            raise TimeoutError(f"the peer was silent for {self._idle_timeout_s:g} s") from None
+
+    def heard(self) -> None:
+        """Say that the peer has said something."""
+        now_s = self._loop.time()
+        if now_s >= self._move_at_s:
+            self._move_at_s = now_s + self._idle_timeout_s / 8
+            self._timeout.reschedule(self._move_at_s + self._idle_timeout_s)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which it is not the peer that is waited for."""
+        self._timeout.reschedule(None)
+        yield
+        self._move_at_s = 0.0
+        self.heard()
+
+
+async def _next(messages: AsyncIterator[R], idle_timeout_s: float) -> R | None:
+    async with _Patience(idle_timeout_s):
+        return await anext(messages, None)
+
+
+def _kind(message: Any) -> str:
+    return message.WhichOneof("message") or "nothing"
+
+
+# ---- the side that calls ----
+
+
+async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybody wants)
+    open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
+    accept: Accept,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    purpose: Purpose | None = None,
+    offset: int = 0,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+    keep_up: KeepUp | None = None,
+    codecs: Collection[str] = ("",),
+) -> Manifest:
+    """Download a tensor stream into what `accept` names; resumes where it was cut.
+
+    `open_call(offset)` starts the call; `offset` > 0 goes on with a download of an earlier process.
+    Raises an error of our tree; the sink then holds a part that nobody should use.
+    """
+    download = _Download(accept, limits, purpose, offset, codecs)
+
+    async def attempt() -> int:
+        call = open_call(download.received)
+        try:
+            await _receive(call, download, idle_timeout_s, keep_up)
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+        return download.received
+
+    await _persist(attempt, lambda: download.received, retry)
+    assert download.manifest is not None
+    return download.manifest
+
+
+class _Download:
+    """What has been received of one download, over all its calls."""
+
+    def __init__(
+        self,
+        accept: Accept,
+        limits: Limits,
+        purpose: Purpose | None,
+        offset: int,
+        codecs: Collection[str],
+    ) -> None:
+        self._accept, self._limits, self._purpose, self._offset = accept, limits, purpose, offset
+        self._codecs = codecs
+        self.manifest: Manifest | None = None
+        self.writer: ChunkWriter | None = None
+
+    @property
+    def received(self) -> int:
+        return self.writer.received if self.writer else self._offset
+
+    def begin(self, message: tensor_pb2.Manifest) -> ChunkWriter:
+        manifest = from_proto(message, self._limits, self._purpose, self._codecs)
+        if self.writer is None:
+            self.writer = ChunkWriter(
+                manifest.total_bytes, self._accept(manifest), self._offset, manifest.purpose
+            )
+            self.manifest = manifest
+        elif manifest != self.manifest:
+            raise ConflictError("the content of the stream changed while it was resumed")
+        return self.writer
+
+
+async def _receive(
+    call: Any, download: _Download, idle_timeout_s: float, keep_up: KeepUp | None
+) -> None:
+    messages = aiter(call)
+    first = await _next(messages, idle_timeout_s)
+    if first is None or _kind(first) != "manifest":
+        raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
+    writer = download.begin(first.manifest)
+    await receive_chunks(messages, writer, idle_timeout_s, keep_up)
+    if await _next(messages, idle_timeout_s) is not None:
+        raise InvalidInputError.at("message", "the stream goes on behind its announced end")
+
+
+async def push(
+    method: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+    header: Any,
+    manifest: Manifest,
+    content: Source | Sequence[memoryview],
+    *,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+) -> None:
+    """Upload a tensor stream through `method` (such as `stub.SetState`); returns once committed.
+
+    `header` is the first request. The receiver says from where it wants the bytes, so a stream that
+    was cut goes on there. Raises an error of our tree.
+    """
+    source = content if callable(content) else from_buffers(content)
+    await push_frames(
+        method,
+        header,
+        manifest,
+        lambda offset: iter_frames(source(offset), offset),
+        idle_timeout_s=idle_timeout_s,
+        retry=retry,
+    )
+
+
+async def push_frames(
+    method: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+    header: Any,
+    manifest: Manifest,
+    frames: FrameSource,
+    *,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    retry: Retry = Retry(),
+) -> None:
+    """As push, of chunks that are serialized already, which several receivers may share."""
+    agreed = 0  # the offset from which the receiver has wanted bytes last
+
+    async def attempt() -> None:
+        nonlocal agreed
+        call = method()
+        try:
+            agreed = await _handshake(call, header, manifest.total_bytes, idle_timeout_s)
+            await _send(call, frames(agreed), sent(manifest.purpose), idle_timeout_s)
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+
+    await _persist(attempt, lambda: agreed, retry)
+
+
+async def _handshake(call: Any, header: Any, total_bytes: int, idle_timeout_s: float) -> int:
+    async with asyncio.timeout(idle_timeout_s):
+        await call.wait_for_connection()
+        await write_message(call, header)
+        answer = await call.read()
+    if answer is grpc.aio.EOF:
+        raise ConflictError("the receiver ended the upload before it began")
+    check_offset(answer.resume_offset, total_bytes)
+    return int(answer.resume_offset)
+
+
+async def _send(call: Any, frames: Iterator[bytes], flow: Flow, idle_timeout_s: float) -> None:
+    async with _Patience(idle_timeout_s) as patience:
+        for frame in frames:
+            await write_message(call, frame)
+            flow.num_bytes += len(frame)
+            patience.heard()
+        await call.done_writing()
+        answer = await call.read()
+        if answer is grpc.aio.EOF or not answer.committed:
+            raise ConflictError("the receiver ended the upload without committing it")
+
+
+async def _persist(
+    attempt: Callable[[], Awaitable[Any]], progress: Callable[[], int], retry: Retry
+) -> None:
+    """Attempt until it succeeds, fails for good, or makes no progress for too long."""
+    failures, reached = 0, progress()
+    while True:
+        try:
+            await attempt()
+            return
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            failures = 0 if progress() > reached else failures + 1
+            reached = progress()
+            if not _is_cut(error) or failures >= retry.max_attempts:
+                raise _translated(error) from error
+        await asyncio.sleep(min(retry.first_pause_s * 2**failures, retry.max_pause_s))
+
+
+def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
+    """Whether the connection or the peer went away, rather than refused.
+
+    gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
+    peer's reason; the next attempt will be told it.
+    """
+    if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.UNAVAILABLE:
+        return True
+    return error.details() == "Internal error from Core"
+
+
+def _translated(error: grpc.aio.AioRpcError | TimeoutError) -> Exception:
+    if isinstance(error, TimeoutError):
+        return UnavailableError(str(error) or "the peer was silent for too long")
+    return from_rpc_error(error)

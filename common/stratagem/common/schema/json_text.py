@@ -1,0 +1,160 @@
+"""JSON as every document of ours is read and written.
+
+Owns the strictness that the standard library lacks: duplicate keys, NaN and infinities, lone
+surrogates and bottomless nesting are refused, on reading and on writing. Also owns the sentence
+that suggests a name for a misspelt one. Knows nothing of what a document means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final, TypeAlias
+
+from stratagem.common.base import limits
+from stratagem.common.base.errors import InvalidInputError, Violation
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 2**16
+"""In one text; a megabyte of brackets would else take its reader many seconds."""
+
+
+def load_json(text: str, field: str = "") -> JSON:
+    """Parse JSON text; `field` names the document in the error."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except InvalidInputError as error:
+        raise InvalidInputError(violations=under(field, error.violations)) from None
+    except ValueError as error:
+        raise InvalidInputError.at(field, f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidInputError.at(field, f"nested deeper than {MAX_DEPTH} levels") from None
+    _check_number_of_values(value, field)
+    return check_json(value, field)
+
+
+def dump_json(value: JSON) -> str:
+    """Compact JSON text, keys in the order of the value."""
+    return json.dumps(check_json(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
+    """The value itself if it can be written as JSON and read back equal; tuples become lists."""
+    if depth > MAX_DEPTH:
+        raise InvalidInputError.at(field, f"nested deeper than {MAX_DEPTH} levels")
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            if not math.isfinite(value):
+                raise InvalidInputError.at(field, f"{value} is not a finite number")
+            return value
+        case str():
+            return check_text(value, field)
+        case list() | tuple():
+            return [_inside(each, i, field, depth) for i, each in enumerate(value)]
+        case dict():
+            return {
+                check_key(key, field): _inside(each, key, field, depth)
+                for key, each in value.items()
+            }
+        case _:
+            raise InvalidInputError.at(
+                field, f"{value!r} ({type(value).__name__}) has no JSON form"
+            )
+
+
+def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
+    """A path is made only for a value that is wrong: there are many that are right."""
+    try:
+        return check_json(value, "", depth + 1)
+    except InvalidInputError as error:
+        path = join(field, f"[{place}]" if isinstance(place, int) else place)
+        raise InvalidInputError(violations=under(path, error.violations)) from None
+
+
+def _check_number_of_values(value: object, field: str) -> None:
+    num_values, open_values = 0, [value]
+    while open_values:
+        each = open_values.pop()
+        num_values += 1
+        if isinstance(each, dict | list):
+            open_values.extend(each.values() if isinstance(each, dict) else each)
+        if num_values + len(open_values) > MAX_VALUES and limits.are_checked():
+            raise InvalidInputError.at(field, f"has more than {MAX_VALUES} values")
+
+
+def check_key(key: object, field: str) -> str:
+    """The key of an object, which JSON wants to be text."""
+    if not isinstance(key, str):
+        raise InvalidInputError.at(field, f"the key {key!r} is not text")
+    return check_text(key, field)
+
+
+def check_text(value: str, field: str) -> str:
+    """The text, if it is valid Unicode: half a surrogate pair cannot be sent as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError.at(field, f"{value!a} is not valid Unicode text") from None
+    return value
+
+
+def sort_keys(value: JSON) -> JSON:
+    """The same value with the keys of every object in order."""
+    match value:
+        case dict():
+            return {key: sort_keys(value[key]) for key in sorted(value)}
+        case list():
+            return [sort_keys(each) for each in value]
+        case _:
+            return value
+
+
+def join(path: str, name: str) -> str:
+    """A dotted field path; list positions such as "[0]" are appended without a dot."""
+    if not path or not name:
+        return path or name
+    return f"{path}{name}" if name.startswith("[") else f"{path}.{name}"
+
+
+def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
+    """The violations of an inner value, as seen from the document that holds it at `path`."""
+    return tuple(Violation(join(path, each.field), each.message) for each in violations)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" if a known name is close to the word, else ""."""
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def not_one_of(value: object, known: Iterable[str]) -> str:
+    """The sentence for a value that is not among the known names."""
+    names = tuple(known)
+    hint = suggest(value, names) if isinstance(value, str) else ""
+    return f"{value!r} is not one of {', '.join(names)}{hint}"
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The sentence for a key that a strict document does not have."""
+    names = tuple(known)
+    return f"unknown key{suggest(key, names) or '; known: ' + (', '.join(names) or 'none')}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise InvalidInputError.at(key, "duplicate key")
+        result[key] = value
+    return result
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

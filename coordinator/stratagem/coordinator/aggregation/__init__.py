@@ -1,1 +1,0 @@
-"""How many updates become one state: exact, in a fixed order, window by window."""

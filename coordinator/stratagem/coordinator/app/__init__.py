@@ -1,0 +1,1 @@
+"""The coordinator that leads, put together: its storage, listeners and chores."""

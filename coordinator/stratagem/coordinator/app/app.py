@@ -1,0 +1,381 @@
+"""The coordinator process, put together: stores, loop, effects, leases, barriers.
+
+Owns the life of the process: take the lead, replay, serve, and end when the lead is lost. What
+follows from a batch of facts (events for watchers, links to drop, files to delete) is in _changed.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.observe.logs import identify
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.process.malloc import give_back
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.tensors.traffic import stream_bytes
+from stratagem.coordinator.app.housekeeping import House
+from stratagem.coordinator.app.listeners import tls_of
+from stratagem.coordinator.app.storage import Storage
+from stratagem.coordinator.core.commands import LoseWorker
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.facts import (
+    Evaluated,
+    Fact,
+    Member,
+    ModelBuilt,
+    RoundClosed,
+    RunCompleted,
+    RunDeleted,
+    RunResumed,
+    RunSubmitted,
+    SegmentCommitted,
+    SegmentFinished,
+    UpdateRejected,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending, pending_of
+from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.perform import perform
+from stratagem.coordinator.observe.event_feed import Event, Feed
+from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.run_logs import Line, RunLogs
+from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
+from stratagem.coordinator.runtime.chores import Chores
+from stratagem.coordinator.runtime.effect_supervisor import Supervisor
+from stratagem.coordinator.runtime.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leader_gate import Entrance
+from stratagem.coordinator.runtime.loop import Loop
+from stratagem.coordinator.runtime.malloc_trim import rest
+from stratagem.coordinator.runtime.plugins import installed
+from stratagem.coordinator.runtime.rendezvous import Barriers
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.runtime.throttle import Paced
+from stratagem.coordinator.runtime.worker_links import Links
+from stratagem.coordinator.store.journal import Holder, Journal, Lead
+from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.updates.spool import SpoolKey, SpoolRun
+
+BLOB_GRACE_S = 600.0
+"""A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
+
+COLLECT_PAUSE_S = 5.0
+"""Collecting looks at every blob there is, however many runs commit meanwhile."""
+
+KEEP_ROOM_S = 5.0
+"""Less than a full disk is waited for before the coordinator ends."""
+
+log = structlog.get_logger()
+
+
+class App:
+    def __init__(
+        self, settings: Settings, loop: Loop, storage: Storage, entrance: Entrance
+    ) -> None:
+        data = settings.data_dir
+        self.entrance = entrance
+        self.settings = settings
+        self.loop = loop
+        self.feed = Feed(self._history)
+        self.logs = RunLogs(data / "logs")
+        self.profiles = Profiles(data / "profiles")
+        self.blobs = storage.blobs(loop.term)
+        self.spool = storage.spool(loop.term, self.blobs.make_room)
+        self.links = Links(loop.term, Proof(tls_of(settings)))
+        self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
+        self.barriers = Barriers(self._membership)
+        self.supervisor = Supervisor(
+            lambda effect: perform(self.env, effect),
+            lambda effect, reason: say_what_fails(self.feed, effect, reason),
+        )
+        self._chores = Chores()
+        self.env = Env(
+            loop=loop,
+            links=self.links,
+            blobs=self.blobs,
+            spool=self.spool,
+            feed=self.feed,
+            logs=self.logs,
+            profiles=self.profiles,
+            settings=settings,
+            chores=self._chores,
+            yield_slots=self.supervisor.yield_slots,
+        )
+        self._house = House(loop, settings, self.logs, self.profiles)
+        self._named: list[Digest] = []
+        """Blobs that facts have named since the last collection."""
+        self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
+
+    @classmethod
+    async def lead(cls, settings: Settings, entrance: Entrance) -> "App":
+        """Take the lead of the journal, wait for it if need be, and rebuild the state."""
+        await asyncio.to_thread(_private_folder, settings.data_dir)
+        storage = await asyncio.to_thread(Storage.open, settings)
+        strategies = await asyncio.to_thread(installed)
+        journal, lead = await asyncio.to_thread(_take_lead, settings, entrance)
+        entrance.say("has the lead and reads its journal")
+        try:
+            identity = await asyncio.to_thread(journal.identity, lead.term)
+            await asyncio.to_thread(storage.claim, identity)
+        except StratagemError:
+            await asyncio.to_thread(journal.release, lead.term)
+            raise
+        loop = Loop(journal, lead, strategies)
+        app = cls(settings, loop, storage, entrance)
+        await loop.renew()  # its stores were opened by who leads, and by nobody later
+        await loop.replay(app._show, renew_every_s=settings.lease_ttl_s / 3)
+        app._forget_resting(loop.state.ended)
+        failpoint("coordinator.replay.done")
+        return app
+
+    async def run(self) -> None:
+        """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
+        workers = self.loop.state.workers.values()
+        self.leases.grant(worker.member for worker in workers if worker.is_alive)
+        self.supervisor.reconcile(pending(self.loop.state))
+        self._collect()
+        self._do_in_thread(self._clean_spool, "clean the spool")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.loop.clock.run())
+                group.create_task(self.loop.run(self._changed))
+                group.create_task(self._keep_lead())
+                group.create_task(self.leases.expire())
+                group.create_task(self._house.keep())
+                group.create_task(self._keep_room())
+                group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
+        finally:
+            self.barriers.close()
+            await self.supervisor.close()
+            await self._chores.close()
+            await self.links.close()
+            self.logs.close()
+
+    def path_of(self, digest: Digest) -> str:
+        """Where a blob lies, for people."""
+        return self.blobs.location(digest)
+
+    def is_over(self, run_id: RunId) -> bool:
+        """True when the run has ended or is unknown."""
+        run = self.loop.state.runs.get(run_id)
+        return run is None or run.ended is not None
+
+    # ---- what follows from facts ----
+
+    def _changed(self, facts: list[Committed]) -> None:
+        """Told by the loop of every batch: all of it is durable and applied."""
+        self._show(facts)
+        changed = {item.entry.run_id for item in facts}
+        say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
+        for item in facts:
+            self._follow(item.entry.run_id, item.entry.fact)
+        self.barriers.drop_stale()
+        changed = {item.entry.run_id for item in facts}
+        if CLUSTER in changed:
+            for link in self.links.drop_lost(self.loop.state):
+                self._chores.do(link.close(), f"close the link to {link.member.worker_id}")
+        runs = self.loop.state.runs
+        self._forget_resting(changed & self.loop.state.ended.keys())
+        due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
+        self.supervisor.reconcile(frozenset[Effect]().union(*due), changed)
+
+    def _show(self, facts: list[Committed]) -> None:
+        """Give watchers the events; only the newest one of a run carries its present phase."""
+        for item in facts:
+            run_id = item.entry.run_id
+            run = self.loop.state.find(run_id)
+            if run is None:
+                self.feed.forget(run_id)
+                continue
+            is_newest = item.index == run.num_facts - 1
+            fact = item.entry.fact
+            phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
+            event = Event(item.index, item.wall_s, fact, phase)
+            self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
+
+    def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
+        """What is asked of these runs is read from the journal."""
+        for run_id in run_ids:
+            self.feed.forget(run_id)
+
+    async def _history(self, run_id: RunId, from_index: int) -> list[Event]:
+        """Events that are no longer in memory."""
+        facts = await self.loop.recorded.read(run_id, from_index)
+        run = self.loop.state.find(run_id)
+        if run is None:
+            return []
+        now = phase_of(self.loop.world, run)
+        return [
+            Event(
+                item.index,
+                item.wall_s,
+                item.entry.fact,
+                now if item.index == run.num_facts - 1 else phase_then(item.entry.fact),
+            )
+            for item in facts
+            if item.index < run.num_facts
+        ]
+
+    def _follow(self, run_id: RunId, fact: Fact) -> None:
+        if isinstance(fact, RunSubmitted):
+            self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
+        if run_id != CLUSTER and not isinstance(fact, RunDeleted):
+            self.logs.add(run_id, Line(time.time(), "", "INFO", sentence(fact)))
+        self._named += _written_for(fact)
+        match fact:
+            case WorkerRegistered():
+                self.leases.grant([fact.member])
+            case WorkerLost() | WorkerLeft():
+                self.leases.drop(fact.member)
+                self.env.forget_member(fact.member)
+            case SegmentFinished() | RoundClosed():
+                self.feed.set_progress(run_id, None)
+            case SegmentCommitted():
+                self._empty_spool(run_id, fact)
+                self._collect()
+            case UpdateRejected():
+                self.env.refused[fact.cause] += 1
+            case RunCompleted():
+                self._delete_updates(self._spool_run(run_id))
+            case RunResumed(from_segment=int()):
+                of_run = self._spool_run(run_id)
+                self._do_in_thread(
+                    lambda: self.spool.delete_returned(of_run), f"go back in run {run_id}"
+                )
+                self._collect()
+            case RunDeleted():
+                self.feed.forget(run_id)
+                self._forget_lines(run_id)
+                self._delete_updates(SpoolRun(run_id, fact.submission))
+                self._collect()
+        if run_id != CLUSTER and self.is_over(run_id):
+            self.logs.close_run(run_id)
+
+    def _forget_lines(self, run_id: RunId) -> None:
+        self.logs.delete(run_id)
+        self.profiles.delete(run_id)
+
+    def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
+        """Drop the updates that made a round, and rounds that no late update can come for."""
+        party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
+        of_run = self._spool_run(run_id)
+        what = f"delete the updates of a round of run {run_id}"
+        self._do_in_thread(lambda: self.spool.delete_round(of_run, party, oldest), what)
+        if not fact.max_staleness:
+            return
+        # The committed state no longer says what made it; the newest closing of the round does.
+        closed = self.feed.newest(
+            run_id,
+            lambda each: (
+                isinstance(each, RoundClosed) and (each.party, each.round_num) == (party, number)
+            ),
+        )
+        accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
+        folded = [SpoolKey(of_run, party, number - a.staleness, a.client) for a in accepted]
+        self._do_in_thread(lambda: self.spool.delete_updates(folded), what)
+
+    def _delete_updates(self, of_run: SpoolRun) -> None:
+        what = f"delete the updates of run {of_run.run_id}"
+        self._do_in_thread(lambda: self.spool.delete_run(of_run), what)
+
+    def _spool_run(self, run_id: RunId) -> SpoolRun:
+        run = self.loop.state.find(run_id)
+        return SpoolRun(run_id) if run is None else SpoolRun.of(run)
+
+    async def _collect_blobs(self) -> None:
+        # Together: what is named from now on is not in `live`, and must not be settled yet.
+        live, named, self._named = live_blobs(self.loop.state), self._named, []
+
+        def collect() -> None:
+            for digest in named:
+                self.blobs.settle(digest)
+            self.blobs.collect(live, BLOB_GRACE_S)
+
+        await asyncio.to_thread(collect)
+
+    async def _keep_room(self) -> None:
+        """Others fill the disk, too, and the journal, which waits then, cannot ask for room."""
+        while True:
+            await asyncio.sleep(KEEP_ROOM_S)
+            await asyncio.to_thread(self.blobs.keep_room)
+
+    def _clean_spool(self) -> None:
+        """What a crash between a run's end and the deletion of its updates has left."""
+        runs = self.loop.state.all_runs()
+        self.spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
+
+    def _do_in_thread(self, call: Callable[[], None], what: str) -> None:
+        self._chores.do(asyncio.to_thread(call), what)
+
+    def _collect(self) -> None:
+        self._chores.do(self._collecting.ask(), "collect blobs")
+
+    # ---- what others ask ----
+
+    async def _lose(self, member: Member, reason: str) -> None:
+        await self.loop.submit(LoseWorker(member, reason))
+
+    def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
+        run = self.loop.state.runs.get(run_id)
+        if run is None:
+            return None
+        found = parties_of(run).get(party)
+        return None if found is None else (found.membership, len(found.members))
+
+    async def _keep_lead(self) -> None:
+        """Renew the lease; a leader that was frozen past it finds itself fenced here.
+
+        One that cannot reach its journal may have been replaced, so it answers nobody meanwhile.
+        """
+        third_s = self.settings.lease_ttl_s / 3
+        while True:
+            await asyncio.sleep(third_s)
+            renewing = asyncio.create_task(self.loop.renew())
+            try:
+                async with asyncio.timeout(third_s):
+                    await asyncio.shield(renewing)
+            except TimeoutError:
+                self.leases.suspend()
+                await self.entrance.shut("cannot reach its journal and may no longer lead")
+                await renewing
+                await self.entrance.open()
+                self.leases.resume()
+
+
+def _written_for(fact: Fact) -> tuple[Digest, ...]:
+    """Blobs that were written to be named by this fact."""
+    match fact:
+        case ModelBuilt():
+            return (fact.digest,)
+        case SegmentCommitted():
+            return (fact.digest, *fact.server_state)
+        case Evaluated():
+            return (fact.predictions,) if fact.predictions else ()
+        case _:
+            return ()
+
+
+def _private_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _take_lead(settings: Settings, entrance: Entrance) -> tuple[Journal, Lead]:
+    place = settings.journal or settings.data_dir / "journal.sqlite"
+    journal = Journal.open(place, password_file=settings.journal_password_file)
+    holder = Holder.of_this_process(settings.name, entrance.address)
+    lead = journal.take_lead(holder, ttl_s=settings.lease_ttl_s, on_wait=entrance.note_leader)
+    identify(term=lead.term)
+    log.info("taken the lead", pid=os.getpid())
+    return journal, lead

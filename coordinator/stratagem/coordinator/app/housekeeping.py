@@ -1,0 +1,76 @@
+"""Forgets what is over: a chore of the leader that nothing waits for.
+
+Owns when it is done; what may be forgotten of workers and runs is decided by the core.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers
+from stratagem.coordinator.core.state import EndedRun
+from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.run_logs import RunLogs
+from stratagem.coordinator.runtime.loop import Loop
+from stratagem.coordinator.runtime.settings import Settings
+
+log = structlog.get_logger()
+
+LONGEST_PAUSE_S: Final = 60.0
+RUNS_AT_ONCE: Final = 20
+"""Whose facts are deleted while other commands wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    loop: Loop
+    settings: Settings
+    logs: RunLogs
+    profiles: Profiles
+
+    async def keep(self) -> None:
+        """Forget, now and again, until cancelled."""
+        told = self.settings
+        spans_s = (told.forget_workers_after, told.keep_runs_for, told.keep_logs_for)
+        pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
+        while True:
+            await self.forget_workers()
+            await self.expire_runs()
+            await self.delete_logs()
+            await asyncio.sleep(pause_s)
+
+    async def forget_workers(self) -> None:
+        """Those that were lost long ago."""
+        lost_before_s = self._before(self.settings.forget_workers_after)
+        await self.loop.submit(ForgetWorkers(lost_before_s, self.settings.max_workers))
+
+    async def expire_runs(self) -> None:
+        """Those that ended long ago, and the oldest of too many."""
+        num_kept, kept_for = self.settings.keep_runs, self.settings.keep_runs_for
+        reason = f"kept are {num_kept} ended runs, for {kept_for / 86400:g} days"
+        while True:
+            before_s = self._before(kept_for)
+            if not await self.loop.submit(ExpireRuns(before_s, num_kept, RUNS_AT_ONCE, reason)):
+                return
+
+    async def delete_logs(self) -> None:
+        """Logs and profiles of runs that ended long ago, and what a crash has left of others."""
+        before_s = self._before(self.settings.keep_logs_for)
+        for place in (self.logs, self.profiles):
+            for run_id in await asyncio.to_thread(place.run_ids):
+                if self._is_over(run_id, before_s):
+                    try:
+                        place.delete(run_id)
+                    except OSError as error:  # nothing waits for it, and it is tried again
+                        reason = error.strerror
+                        log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
+
+    def _is_over(self, run_id: RunId, before_s: float) -> bool:
+        run = self.loop.state.find(run_id)
+        return run is None or (isinstance(run, EndedRun) and run.ended_s < before_s)
+
+    def _before(self, span_s: float) -> float:
+        return self.loop.clock.now() - span_s

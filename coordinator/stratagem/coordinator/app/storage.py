@@ -1,0 +1,85 @@
+"""Where a coordinator keeps blobs and updates: folders of its own, or an object store.
+
+Opened before the lead is taken: wrong keys are to be found when a standby starts, not when it has
+to take over. What the stores then do is bound to the term of the lead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs, SharedBlobs
+from stratagem.coordinator.store.blobs.blob_cache import BlobCache, default_limit_bytes
+from stratagem.coordinator.store.blobs.durable_file import MakeRoom, no_room
+from stratagem.coordinator.store.blobs.object_store import Objects
+from stratagem.coordinator.store.blobs.s3 import SETTING, open_s3
+from stratagem.coordinator.updates.shared_spool import SharedSpool
+from stratagem.coordinator.updates.spool import Spool
+
+_OWNER: Final = "journal"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """objects: None where everything lies below data_dir."""
+
+    data_dir: Path
+    objects: Objects | None
+    cache_bytes: int | None
+    """None: by the size of the disk."""
+    spool_bytes: int
+
+    @classmethod
+    def open(cls, settings: Settings) -> Self:
+        """Raises InvalidInputError for an object store that cannot be used, with what to do."""
+        objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
+        if objects is not None:
+            _log.info("blobs and updates lie in an object store", url=objects.url)
+        data_dir = settings.data_dir
+        return cls(data_dir, objects, settings.blob_cache_bytes, settings.max_spool_bytes)
+
+    def claim(self, journal: str) -> None:
+        """Mark the object store as that of a journal.
+
+        Raises InvalidInputError where it is another one's: what that names is garbage to this one.
+        """
+        if self.objects is None:
+            return
+        mine = f"{_OWNER}/{journal}"
+        names = {each.name for each in self.objects.list(_OWNER)}
+        if others := sorted(names - {mine}):
+            raise InvalidInputError.at(
+                SETTING,
+                f"{self.objects.url} holds the states of another journal ({others[0]}); name "
+                "another prefix. If that journal is gone for good, delete all below this prefix",
+            )
+        if mine not in names:
+            self.objects.put(mine, [b""], 0)
+
+    def blobs(self, term: int) -> BlobStore:
+        """The blobs, for the leader of a term."""
+        if self.objects is None:
+            return DirectoryBlobs(self.data_dir / "blobs")
+        limit_bytes = self.cache_bytes or default_limit_bytes(self.data_dir)
+        cache = BlobCache(self.data_dir / "blob-cache", limit_bytes)
+        return SharedBlobs(self.objects, cache, term)
+
+    def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
+        """The updates of open rounds, for the leader of a term; make_room: of its blobs, on the
+        same disk."""
+        shared = SharedSpool(self.objects, term) if self.objects is not None else None
+        return Spool(
+            self.data_dir / "spool",
+            quota_bytes=self.spool_bytes,
+            shared=shared,
+            make_room=make_room,
+        )

@@ -1,0 +1,153 @@
+"""Says a fact as a sentence; log, CLI, SDK and status show the same one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stratagem.common.base.wording import counted, values_text
+from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.crash_loops import how
+
+
+def sentence(fact: f.Fact) -> str:
+    """What happened, for people; in a party below the root, with its path."""
+    kind = type(fact).__name__
+    text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
+    party = getattr(fact, "party", f.ROOT)
+    return f"{party}: {text}" if party else text
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """ "test.accuracy 0.97, test.loss 0.11", sorted by name."""
+    return ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
+
+
+def _names(members: Sequence[f.Member]) -> str:
+    return ", ".join(str(member.worker_id) for member in members) or "nobody"
+
+
+def _few(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
+    return f"{text} by {fact.by}" if fact.by else text
+
+
+def _resumed(fact: f.RunResumed) -> str:
+    if fact.from_segment is None:
+        return "resumed from the last commit"
+    anew = "; what else its strategy keeps begins anew" if fact.by_policy else ""
+    return f"resumed from commit {fact.from_segment} at step {fact.step}{anew}"
+
+
+def _finished(fact: f.SegmentFinished) -> str:
+    more = metrics_text(fact.metrics)
+    if not fact.step:  # of a job that trains nothing
+        return f"segment {fact.segment} evaluated: {more}"
+    text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
+    redone = (
+        f" ({counted(fact.num_redone_steps, 'step')} done again)" if fact.num_redone_steps else ""
+    )
+    return f"{text}{', ' + more if more else ''}{redone}"
+
+
+def _assigned(fact: f.ClientsAssigned) -> str:
+    by_worker: dict[str, list[str]] = {}
+    for assignment in fact.assignments:
+        name = assignment.member.worker_id if assignment.member else "nobody"
+        by_worker.setdefault(name, []).append(str(assignment.client))
+    parts = [f"{name} trains {', '.join(clients)}" for name, clients in sorted(by_worker.items())]
+    return f"round {fact.round_num}: clients assigned: {'; '.join(parts)}"
+
+
+def _closed(fact: f.RoundClosed) -> str:
+    text = f"round {fact.round_num} closed: {fact.reason}"
+    return f"{text}: {metrics_text(fact.metrics)}" if fact.metrics else text
+
+
+def _waits(fact: f.RoundWaits) -> str:
+    again = f"; asked again: {', '.join(map(str, fact.asked_again))}" if fact.asked_again else ""
+    return f"{fact.reason}; the round waits{again}"
+
+
+def _score(score: float | None) -> str:
+    return "invalid" if score is None else f"{score:.6g}"
+
+
+def _copied(copied: f.Copied) -> str:
+    return f"member {copied.member} copies member {copied.donor}"
+
+
+def _evolved(fact: f.MemberEvolved) -> str:
+    text = f"generation {fact.generation}: member {fact.member} scores {_score(fact.score)}"
+    return f"{text}; {_copied(fact.copied)}" if fact.copied else text
+
+
+def _built(fact: f.ModelBuilt) -> str:
+    text = f"model built: {fact.num_parameters:,} parameters"
+    if fact.structural:
+        text += f"; what it is made of depends on {', '.join(fact.structural)}"
+    return f"{text}; warning: {fact.warning}" if fact.warning else text
+
+
+def _generation(fact: f.GenerationClosed) -> str:
+    scores = ", ".join(_score(score) for score in fact.scores)
+    text = f"generation {fact.generation}: scores {scores}; member {fact.best} is best"
+    if fact.params:
+        text += f" with {values_text(fact.params)}"
+    return "; ".join([text, *(_copied(each) for each in fact.copied)])
+
+
+_SENTENCES: Mapping[str, Callable[[Any], str]] = {
+    "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
+    "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
+    "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
+    "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",
+    "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
+    "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
+    "RunSubmitted": lambda e: _by("submitted", e),
+    "RunCancelled": lambda e: e.reason,
+    "RunResumed": lambda e: _by(_resumed(e), e),
+    "RunFailed": lambda e: f"failed: {e.reason}",
+    "RunCompleted": lambda e: f"completed: {e.reason}",
+    "RunReleased": lambda e: "its workers are free again",
+    "RunDeleted": lambda e: _by("deleted", e),
+    "RunExpired": lambda e: f"deleted: {e.reason}",
+    "PartyFailed": lambda e: f"failed: {e.reason}",
+    "MembersFormed": lambda e: f"members are {_names(e.members)} ({e.reason})",
+    "ProcessDied": lambda e: (
+        f"the process of worker {e.member.worker_id} ended during segment {e.segment}"
+        f"{how(e.status)}"
+    ),
+    "ModelBuilt": _built,
+    "BuildFailed": lambda e: f"{e.member.worker_id} cannot build the model: {e.reason}",
+    "SegmentFinished": _finished,
+    "SegmentCommitted": lambda e: (
+        f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
+    ),
+    "Evaluated": lambda e: f"segment {e.segment} evaluated: {metrics_text(e.metrics)}",
+    "ClientEvaluated": lambda e: (
+        f"segment {e.segment}: client {e.client} could not evaluate it: {e.reason}"
+        if e.reason
+        else f"segment {e.segment}: evaluated by client {e.client}"
+    ),
+    "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
+    "ClientsSelected": lambda e: (
+        f"round {e.round_num}: {counted(len(e.clients), 'client')} selected"
+    ),
+    "ClientsAssigned": _assigned,
+    "UpdateReceived": lambda e: (
+        f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "
+        f"{metrics_text({'loss': e.loss, **e.metrics})}"
+    ),
+    "UpdateRejected": lambda e: (
+        f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
+    ),
+    "RoundWaits": _waits,
+    "Noted": lambda e: f"{e.kind}: {e.reason}" if e.reason else e.kind,
+    "PopulationFormed": lambda e: f"population of {counted(len(e.params), 'member')} formed",
+    "MemberEvolved": _evolved,
+    "GenerationClosed": _generation,
+    "RoundClosed": _closed,
+}

@@ -1,0 +1,67 @@
+"""What facts are made of."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.schema.frozen import frozen
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Metrics = Mapping[str, Number]
+"""By name. An evaluation may give NaN or infinity; null, which earlier journals hold for both, is
+read as NaN."""
+PlainValues = Annotated[Mapping[str, Any], AfterValidator(frozen)]
+"""JSON by name, which nobody can change: the run values of strategies share it with the fact."""
+
+
+class Value(BaseModel):
+    """A frozen, strict record; hashable when its fields are. JSON has no NaN and no infinity: they
+    are written as text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Member(Value):
+    """One start of one worker process."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+class Capability(Value):
+    """What a worker is and offers; see stratagem.v1.Capability."""
+
+    device: str = "cpu"
+    device_name: str = ""
+    memory_bytes: int = 0
+    num_threads: int = 1
+    numerics_fingerprint: str = ""
+    numerics_description: str = ""
+    local_data: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    data_plane: str = ""
+
+
+class Setting(Value):
+    """Hyperparameters that a member of a population trains with from a step on."""
+
+    from_step: int
+    values: PlainValues
+
+
+SKIPPED_STEPS = "train.skipped_steps"
+"""Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
+the run began, each step of its history once, however often it was trained."""
+
+
+class ErrorRecord(Value):
+    """An exception of the user's code."""
+
+    type: str
+    message: str
+    traceback: str
+    worker_id: str
+    activity: str

@@ -1,0 +1,117 @@
+"""Which runs have to be asked what follows from the state, for a coordinator that has many.
+
+A strategy decides by its run, the workers with their load, and the time, of which it says
+beforehand when it matters. So a run that had nothing to add has nothing to add until a fact has
+changed it, the workers or their load are others, or its deadline has passed: only then is it asked
+again. `decide.settle` is the same without a memory; the tests of the core compare the two at every
+command. So following a fact costs the same however many runs there are.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from stratagem.common.base.ids import RunId, WorkerId
+from stratagem.coordinator.core.commands import Entry
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
+from stratagem.coordinator.core.state_machine.decide import key_of, limited
+from stratagem.coordinator.core.state_machine.strategy_boundary import ask, deadline_of
+
+
+class Agenda:
+    """Follows the state fact by fact; every fact that is applied must be noted."""
+
+    def __init__(self, state: CoordinatorState) -> None:
+        self.world = World(state.workers, {})
+        """As `decide.world_of` would have it."""
+        self._load = Counter[WorkerId]()
+        self._burdened: dict[RunId, frozenset[WorkerId]] = {}
+        """By active run."""
+        self._deadlines: dict[RunId, float] = {}
+        self._limited: set[RunId] = set()
+        """Active runs that wait for workers only so long, which depends on the workers."""
+        self._numbers: dict[RunId, int] = {}
+        """In the order of the state, which is that of their submission."""
+        self._num_seen = 0
+        self._due: set[RunId] = set()
+        for run_id in state.runs:
+            self.note(state, run_id)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Leader-clock time at which a Tick is due."""
+        return min(self._deadlines.values(), default=None)
+
+    def note(self, state: CoordinatorState, run_id: RunId) -> None:
+        """A fact of this run, or of the cluster, has been applied."""
+        if run_id == CLUSTER:
+            for each in list(self._burdened):
+                self._carry(state, each, state.runs[each])
+            self._change_world(state)
+            return
+        run = state.runs.get(run_id)
+        if self._carry(state, run_id, run):
+            self._change_world(state)
+        self._deadlines.pop(run_id, None)
+        self._limited.discard(run_id)
+        if run is None:
+            self._numbers.pop(run_id, None)
+        elif run_id not in self._numbers:
+            self._num_seen += 1
+            self._numbers[run_id] = self._num_seen
+        if run is None or run.ended is not None:
+            self._due.discard(run_id)
+            return
+        self._due.add(run_id)
+        if run.job.placement_timeout_s is not None:
+            self._limited.add(run_id)
+        self._set_deadline(run)
+
+    def settle(
+        self, state: CoordinatorState, now_s: float, add: Callable[[Entry], CoordinatorState]
+    ) -> None:
+        """Have every run that is due say what follows; `add` applies and notes one fact."""
+        self._due |= {each for each, deadline_s in self._deadlines.items() if deadline_s <= now_s}
+        counts = Counter[RunId]()
+        while (entry := self._next(state, now_s)) is not None:
+            counts[entry.run_id] += 1
+            state = add(limited(entry, counts[entry.run_id]))
+
+    def _next(self, state: CoordinatorState, now_s: float) -> Entry | None:
+        for run_id in sorted(self._due, key=self._numbers.__getitem__):
+            fact = ask(state.runs[run_id], self.world, now_s)
+            if fact is not None:
+                return Entry(run_id, fact, key_of(fact, state.runs[run_id].num_returns))
+            self._due.discard(run_id)
+        return None
+
+    def _carry(self, state: CoordinatorState, run_id: RunId, run: RunRecord | None) -> bool:
+        """Account for the workers that an active run burdens; True when they are others."""
+        before = self._burdened.pop(run_id, frozenset())
+        after = frozenset[WorkerId]()
+        if run is not None and run.ended is None:
+            after = frozenset(
+                member.worker_id
+                for member in run.touched
+                if member.worker_id in state.workers
+                and state.workers[member.worker_id].member == member
+            )
+            self._burdened[run_id] = after
+        if before == after:
+            return False
+        self._load.subtract(before)
+        self._load.update(after)
+        return True
+
+    def _change_world(self, state: CoordinatorState) -> None:
+        self.world = World(state.workers, +self._load)
+        self._due.update(self._burdened)
+        for run_id in self._limited & state.runs.keys():
+            self._set_deadline(state.runs[run_id])
+
+    def _set_deadline(self, run: RunRecord) -> None:
+        deadline_s = deadline_of(run, self.world)
+        if deadline_s is None:
+            self._deadlines.pop(run.run_id, None)
+        else:
+            self._deadlines[run.run_id] = deadline_s

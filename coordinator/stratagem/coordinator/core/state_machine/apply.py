@@ -1,0 +1,275 @@
+"""Folds facts into the state. The only code that makes a new CoordinatorState."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from stratagem.common.base.ids import Digest, RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DIRECT_ALL_REDUCE, all_reduce_of
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    DataUploaded,
+    Evaluated,
+    Fact,
+    GenerationClosed,
+    Member,
+    ModelBuilt,
+    Noted,
+    RoundClosed,
+    RoundWaits,
+    RunCancelled,
+    RunCompleted,
+    RunDeleted,
+    RunFailed,
+    RunReleased,
+    RunResumed,
+    RunSubmitted,
+    SegmentCommitted,
+    SegmentFinished,
+    UpdateReceived,
+    UpdateRejected,
+    WorkerDraining,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+    WorkersForgotten,
+)
+from stratagem.coordinator.core.state import (
+    Commit,
+    CoordinatorState,
+    RunPhase,
+    RunRecord,
+    WorkerRecord,
+    best_commit,
+)
+from stratagem.coordinator.core.state_machine.rollback import returned
+from stratagem.coordinator.core.state_machine.strategy_boundary import Raised
+from stratagem.coordinator.core.strategy_table import Strategies
+
+CLUSTER = RunId("")
+K = TypeVar("K")
+T = TypeVar("T")
+
+MAX_UPLOADS = 256
+"""Remembered of each owner, beside what runs name: an upload waits for its job, and not long."""
+
+MIN_COMMITS = 64
+"""Remembered of a run: what is evaluated late may yet turn out to be the best."""
+
+
+def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
+    """The state after a fact that was journaled at time_s (leader clock)."""
+    if isinstance(fact, DataUploaded):
+        return replace(state, uploads=_uploads_after(state.uploads, fact))
+    if run_id == CLUSTER:
+        return replace(state, workers=_workers_after(state.workers, fact, time_s))
+    if isinstance(fact, RunDeleted):
+        return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
+    if isinstance(fact, RunSubmitted):
+        record = _submitted(state.strategies, run_id, fact)
+    else:
+        record = _apply_to_run(state.runs[run_id], fact, time_s)
+    record = replace(record, num_facts=record.num_facts + 1, changed_s=time_s)
+    return replace(state, runs={**state.runs, run_id: record})
+
+
+def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
+    """All but one; the same mapping where it is not among them."""
+    if left_out not in values:
+        return values
+    return {key: value for key, value in values.items() if key != left_out}
+
+
+def _uploads_after(
+    uploads: Mapping[str, tuple[Digest, ...]], fact: DataUploaded
+) -> Mapping[str, tuple[Digest, ...]]:
+    before = uploads.get(fact.owner, ())
+    return {**uploads, fact.owner: (*before, fact.digest)[-MAX_UPLOADS:]}
+
+
+def _workers_after(
+    workers: Mapping[WorkerId, WorkerRecord], fact: Fact, time_s: float
+) -> Mapping[WorkerId, WorkerRecord]:
+    match fact:
+        case WorkerRegistered():
+            record = WorkerRecord(fact.member, fact.address, fact.capability)
+        case WorkerLost():
+            record = replace(
+                workers[fact.member.worker_id],
+                is_alive=False,
+                reason=fact.reason,
+                is_blameless=fact.is_blameless,
+                lost_s=time_s,
+            )
+        case WorkerDraining():
+            old = workers[fact.member.worker_id]
+            record = replace(old, is_draining=True, reason="draining")
+        case WorkerLeft():
+            return without(workers, fact.member.worker_id)
+        case WorkersForgotten():
+            return {name: each for name, each in workers.items() if name not in fact.names}
+        case _:
+            raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
+    return {**workers, record.member.worker_id: record}
+
+
+def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> RunRecord:
+    job = JobSpec.from_json(fact.job_json)
+    record = RunRecord(
+        run_id=run_id,
+        job=job,
+        strategy=strategies.of(job),
+        value=None,
+        submitted_wall_s=fact.wall_s,
+        submitted_by=fact.by,
+        owner=fact.owner or fact.by,
+        submission=fact.submission,
+        traceparent=fact.traceparent,
+        numerics=fact.numerics,
+    )
+    try:
+        return replace(record, value=record.strategy.init(job, ROOT, strategies))
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        return _raised(record, error)
+
+
+def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
+    record = _with_end(record, fact)
+    record = _with_results(record, fact)
+    if _needs_its_journal(fact):
+        record = replace(record, is_reproducible=False)
+    try:
+        record, used = _transition(record, fact, time_s)
+    except Exception as error:  # the border to plug-ins; replay meets the same error
+        return _raised(record, error)
+    if record.ended is not None:
+        return record
+    if not used <= record.touched:
+        touched = record.touched | used
+        record = replace(record, touched=touched, is_released=False)
+    return record
+
+
+def _raised(record: RunRecord, error: Exception) -> RunRecord:
+    reason = Raised.by(error)
+    return replace(record, ended=RunPhase.FAILED, reason=reason, has_raised=True)
+
+
+def _transition(
+    record: RunRecord, fact: Fact, time_s: float
+) -> tuple[RunRecord, frozenset[Member]]:
+    """The run with the fact folded in, and the workers that what is now due would use."""
+    if isinstance(fact, RunResumed) and fact.from_segment is not None:
+        record = returned(record, fact)
+    strategy = record.strategy
+    value = strategy.transition(record.job, record.value, fact, time_s)
+    due = strategy.pending(record.run_id, record.job, value)
+    used = frozenset[Member]().union(*(slots(effect) for effect in due))
+    return replace(record, value=value), used
+
+
+def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
+    match fact:
+        case RunCompleted():
+            ended = RunPhase.COMPLETED
+        case RunFailed():
+            record = replace(record, error=fact.error)
+            ended = RunPhase.FAILED
+        case RunCancelled():
+            ended = RunPhase.CANCELLED
+        case RunResumed():
+            return replace(record, ended=None, reason="", error=None)
+        case RunReleased():
+            return replace(record, is_released=True, touched=frozenset())
+        case _:
+            return record
+    return replace(record, ended=ended, reason=fact.reason)
+
+
+def _needs_its_journal(fact: Fact) -> bool:
+    """Whether time or machines have decided something, in whatever party: the result cannot be made
+    again from the job alone."""
+    match fact:
+        case RoundClosed() | Noted() | GenerationClosed():
+            return fact.by_policy
+        case UpdateRejected():
+            return not fact.cause.is_of_the_job
+        case _:
+            return isinstance(fact, RoundWaits)
+
+
+def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
+    """The run's own commits and metrics; those of a party below are its strategy's business."""
+    if getattr(fact, "party", ROOT) != ROOT:
+        return _with_engine(record, fact)
+    match fact:
+        case ModelBuilt():
+            return _with_commit(record, Commit(0, 0, fact.digest))
+        case SegmentCommitted():
+            commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
+        case SegmentFinished():
+            trained = {"train.loss": fact.loss} if fact.step else {}
+            record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
+            return _with_engine(record, fact)
+        case UpdateReceived(num_steps=0):  # of a version that took the newest update for all
+            metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
+            if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
+                metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
+            return _with_metrics(record, metrics)
+        case Evaluated():
+            commits = tuple(
+                replace(c, metrics={**c.metrics, **fact.metrics})
+                if c.segment == fact.segment
+                else c
+                for c in record.commits
+            )
+            predictions = fact.predictions or record.predictions
+            record = replace(record, commits=commits, predictions=predictions)
+            return _with_metrics(record, fact.metrics)
+        case Noted():
+            if fact.digest:
+                commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+                record = _with_commit(_with_metrics(record, fact.metrics), commit)
+            return record
+        case GenerationClosed():
+            commit = Commit(fact.generation, fact.step, fact.digest, fact.metrics)
+            return _with_commit(_with_metrics(record, fact.metrics), commit)
+        case RoundClosed():
+            return _with_metrics(record, fact.metrics)
+        case _:
+            return record
+
+
+def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
+    """How many bytes were sent depends on who was there, so it belongs to no commit."""
+    return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
+
+
+def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
+    if not isinstance(fact, SegmentFinished):
+        return record
+    in_fixed_order = all_reduce_of(record.job.strategy) == DIRECT_ALL_REDUCE
+    is_reproducible = record.is_reproducible and in_fixed_order
+    return replace(record, engine=fact.engine, is_reproducible=is_reproducible)
+
+
+def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:
+    return _trimmed(replace(record, commits=(*record.commits, commit)))
+
+
+def _trimmed(record: RunRecord) -> RunRecord:
+    """Without commits that are long past being retained, so that a long run stays small."""
+    num_kept = max(record.job.retention, MIN_COMMITS)
+    newest = record.commits[-num_kept:]
+    if len(record.commits) <= 2 * num_kept:
+        return record
+    best = best_commit(record)
+    return replace(record, commits=newest if best is None or best in newest else (best, *newest))
+
+
+def _with_metrics(record: RunRecord, metrics: Mapping[str, float]) -> RunRecord:
+    return replace(record, metrics={**record.metrics, **metrics})

@@ -1,0 +1,336 @@
+"""Command in, facts or a refusal out.
+
+decide answers the command itself; settle then asks every active run's strategy what follows from
+how things stand now, one fact at a time, until nobody has anything to add. Both only read.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import RunId, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics import numerics_rules
+from stratagem.coordinator.core.commands import (
+    AboutWorkers,
+    CancelRun,
+    ClaimData,
+    Command,
+    DeleteRun,
+    DrainWorker,
+    Entry,
+    ExpireRuns,
+    ForgetWorkers,
+    LeaveWorker,
+    LoseWorker,
+    Refusal,
+    RefusalKind,
+    RegisterWorker,
+    Report,
+    ReportTrouble,
+    ResumeRun,
+    SubmitRun,
+    Tick,
+)
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    DataUploaded,
+    Fact,
+    Member,
+    MembersFormed,
+    PartyFailed,
+    RunCancelled,
+    RunDeleted,
+    RunFailed,
+    RunReleased,
+    RunResumed,
+    RunSubmitted,
+    UpdateReceived,
+    WorkerDraining,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    EndedRun,
+    RunPhase,
+    RunRecord,
+    World,
+)
+from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
+from stratagem.coordinator.core.state_machine.crash_attribution import deaths_at_work
+from stratagem.coordinator.core.state_machine.retention import expire_runs, forget_workers
+from stratagem.coordinator.core.state_machine.rollback import resumed_from
+from stratagem.coordinator.core.state_machine.strategy_boundary import (
+    Raised,
+    ask,
+    objections_to,
+    parties_of,
+    reform_of,
+    why_unwelcome,
+)
+
+MAX_DECISIONS = 10_000
+"""A strategy that has more than this to add to one command decides in a circle."""
+
+
+def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Refusal:
+    """The facts that a command leads to by itself, or why it changes nothing.
+
+    What it needs of a run at rest has been recalled (`resting.num_to_recall`).
+    """
+    match command:
+        case SubmitRun():
+            return _submit(state, command)
+        case ClaimData():
+            return _claim(state, command)
+        case CancelRun():
+            return _cancel(state, command)
+        case ResumeRun():
+            return _resume(state, command)
+        case DeleteRun():
+            return _delete(state, command)
+        case ExpireRuns():
+            return expire_runs(state, command)
+        case Report():
+            return _report(state, command)
+        case ReportTrouble():
+            return _trouble(state, command)
+        case Tick():
+            return ()
+        case _:
+            return _decide_about_workers(state, command)
+
+
+def _decide_about_workers(state: CoordinatorState, command: AboutWorkers) -> tuple[Entry, ...]:
+    match command:
+        case RegisterWorker():
+            return _register(state, command)
+        case LoseWorker():
+            return _lose(state, command)
+        case DrainWorker():
+            return _drain(state, command)
+        case LeaveWorker():
+            return _leave(state, command.member, command.reason)
+        case ForgetWorkers():
+            return forget_workers(state, command)
+
+
+def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+    """Facts that follow from the state; each is applied before the next is asked for."""
+    counts = Counter[RunId]()
+    while (entry := next(_decisions(state, now_s), None)) is not None:
+        counts[entry.run_id] += 1
+        entry = limited(entry, counts[entry.run_id])
+        yield entry
+        state = apply(state, entry.run_id, entry.fact, now_s)
+
+
+def limited(entry: Entry, number: int) -> Entry:
+    """The number-th decision of a run after one command; too many of them fail it."""
+    if number <= MAX_DECISIONS:
+        return entry
+    what = type(entry.fact).__name__
+    reason = f"the strategy decides in a circle: {MAX_DECISIONS} facts, the next one {what}"
+    return Entry(entry.run_id, RunFailed(reason=reason))
+
+
+def world_of(state: CoordinatorState) -> World:
+    """What strategies may look at."""
+    load = Counter[WorkerId]()
+    now = {record.member for record in state.workers.values()}
+    for run in state.runs.values():
+        if run.ended is None:
+            # Earlier starts of a worker burden nobody.
+            load.update({member.worker_id for member in run.touched & now})
+    return World(state.workers, load)
+
+
+def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+    world = world_of(state)
+    for run_id, run in state.runs.items():
+        if run.ended is not None:
+            continue
+        fact = ask(run, world, now_s)
+        if fact is not None:
+            yield Entry(run_id, fact, key_of(fact, run.num_returns))
+
+
+def key_of(fact: Fact, num_returns: int = 0) -> str | None:
+    """Idempotency keys of facts that must not happen twice, unless the run goes back between."""
+    match fact:
+        case MembersFormed():
+            return f"members/{fact.party}/{fact.membership}"
+        case UpdateReceived():
+            # No rejection stands in its way: a client that has failed may be asked again.
+            again = f"/{num_returns}" if num_returns else ""
+            return f"received/{fact.party}/{fact.round_num}/{fact.client}{again}"
+        case RunSubmitted():
+            return "submitted"
+        case _:
+            return None
+
+
+def _refuse(kind: RefusalKind, reason: str) -> Refusal:
+    return Refusal(kind, reason)
+
+
+def _unknown(run_id: RunId) -> Refusal:
+    return _refuse(RefusalKind.NOT_FOUND, f"run {run_id!r} is not known")
+
+
+def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | Refusal:
+    job = JobSpec.from_json(command.job_json)
+    known = state.find(command.run_id)
+    assert not isinstance(known, EndedRun), "its job has to be recalled first"
+    if known is not None:
+        if known.job == job:
+            return ()
+        return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
+    violations = objections_to(job, state.strategies)
+    if violations:
+        raise InvalidInputError(violations=violations)
+    fact = RunSubmitted(
+        job_json=command.job_json,
+        wall_s=command.wall_s,
+        by=command.by,
+        owner=command.owner,
+        submission=command.submission,
+        traceparent=command.traceparent,
+        numerics=numerics_rules.CURRENT,
+    )
+    return (Entry(command.run_id, fact, key_of(fact)),)
+
+
+def _claim(state: CoordinatorState, command: ClaimData) -> tuple[Entry, ...]:
+    if command.digest in state.uploads.get(command.owner, ()):
+        return ()
+    return (Entry(CLUSTER, DataUploaded(owner=command.owner, digest=command.digest)),)
+
+
+def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
+    run = state.find(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if isinstance(run, EndedRun) or run.ended is not None:
+        return ()
+    kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
+    fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
+    return (Entry(command.run_id, fact),)
+
+
+def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | Refusal:
+    run = state.find(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if run.ended not in (RunPhase.CANCELLED, RunPhase.FAILED):
+        what = "is active" if run.ended is None else "is completed"
+        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} {what}")
+    if not run.is_released:
+        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
+        return _refuse(RefusalKind.NOT_YET, reason)
+    if command.from_segment is None:
+        return (Entry(command.run_id, RunResumed(by=command.by)),)
+    assert isinstance(run, RunRecord), "its facts have to be recalled first"
+    fact = resumed_from(run, command.from_segment, command.by)
+    return (
+        _refuse(RefusalKind.PRECONDITION, fact)
+        if isinstance(fact, str)
+        else (Entry(command.run_id, fact),)
+    )
+
+
+def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
+    run = state.find(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if run.ended is None:
+        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} is active; stop it first")
+    if not run.is_released:
+        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
+        return _refuse(RefusalKind.NOT_YET, reason)
+    return (Entry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
+
+
+def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    fact = WorkerRegistered(
+        member=command.member, address=command.address, capability=command.capability
+    )
+    if known is None:
+        return (Entry(CLUSTER, fact),)
+    same = (known.member, known.address, known.capability) == (
+        command.member,
+        command.address,
+        command.capability,
+    )
+    if same and known.is_usable:
+        return ()
+    is_new = known.member != command.member
+    has_ended = is_new and not known.is_draining and not known.is_blameless
+    deaths = deaths_at_work(state, known.member, command.ending) if has_ended else ()
+    return (*deaths, Entry(CLUSTER, fact))
+
+
+def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    if known is None or known.member != command.member or not known.is_alive:
+        return ()
+    if known.is_draining:  # it was told to end, so its silence is no loss
+        return _leave(state, command.member, command.reason)
+    fact = WorkerLost(
+        member=command.member, reason=command.reason, is_blameless=command.is_blameless
+    )
+    return (Entry(CLUSTER, fact),)
+
+
+def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:
+    known = state.workers.get(command.member.worker_id)
+    if known is None or known.member != command.member or known.is_draining:
+        return ()
+    return (Entry(CLUSTER, WorkerDraining(member=command.member)),)
+
+
+def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[Entry, ...]:
+    known = state.workers.get(member.worker_id)
+    if known is None or known.member != member:
+        return ()
+    return (Entry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
+
+
+def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Refusal:
+    run = state.find(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    if isinstance(command.fact, RunReleased):
+        return () if run.is_released else (Entry(command.run_id, command.fact),)
+    if isinstance(run, EndedRun) or run.ended is not None:
+        return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
+    if isinstance(command.fact, RunFailed):
+        return (Entry(command.run_id, command.fact),)
+    if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
+        failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
+        return (Entry(command.run_id, failed),)
+    reason = why_unwelcome(run, command.fact)
+    if isinstance(reason, Raised):
+        return (Entry(command.run_id, RunFailed(reason=reason)),)
+    if reason:
+        return _refuse(RefusalKind.STALE, reason)
+    return (Entry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
+
+
+def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:
+    run = state.find(command.run_id)
+    if run is None:
+        return _unknown(command.run_id)
+    found = None if isinstance(run, EndedRun) else parties_of(run).get(command.party)
+    if (
+        isinstance(run, EndedRun)
+        or found is None
+        or found.membership != command.membership
+        or not found.members
+    ):
+        return ()
+    fact = reform_of(run, command.party, command.reason)
+    return () if fact is None else (Entry(command.run_id, fact, key_of(fact)),)

@@ -1,0 +1,51 @@
+"""What now needs done, and which blobs are still needed; both read off the state."""
+
+from itertools import chain
+
+from stratagem.common.base.ids import Digest
+from stratagem.coordinator.core.effects import Effect, Release
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import deadline_of
+
+
+def pending(state: CoordinatorState) -> frozenset[Effect]:
+    """All effects that are due."""
+    return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
+
+
+def pending_of(run: RunRecord) -> frozenset[Effect]:
+    """The effects of one run."""
+    if run.ended is None:
+        return run.strategy.pending(run.run_id, run.job, run.value)
+    if run.is_released:
+        return frozenset()
+    return frozenset({Release(run.run_id, run.touched)})
+
+
+def next_deadline(state: CoordinatorState) -> float | None:
+    """Leader-clock time at which a Tick is due."""
+    world = world_of(state)
+    deadlines = [deadline_of(run, world) for run in state.runs.values() if run.ended is None]
+    return min((d for d in deadlines if d is not None), default=None)
+
+
+def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
+    """Blobs that must stay."""
+    active = (blobs_of(run) for run in state.runs.values())
+    return frozenset(chain(*active, *(run.blobs for run in state.ended.values())))
+
+
+def blobs_of(run: RunRecord) -> frozenset[Digest]:
+    """Blobs of a run that must stay: retained commits, bases of what is due, inline data, given
+    states, predictions."""
+    live = {commit.digest for commit in retained(run)}
+    live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
+    live |= run.strategy.blobs(run.value)
+    if run.job.data.inline is not None:
+        live.add(Digest(run.job.data.inline))
+    if run.job.initial is not None and run.job.initial.digest is not None:
+        live.add(run.job.initial.digest)
+    if run.predictions:
+        live.add(run.predictions)
+    return frozenset(live)

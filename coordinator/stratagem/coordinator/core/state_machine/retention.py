@@ -1,0 +1,86 @@
+"""What may be forgotten: workers that were lost and runs that ended long ago, or too many of them,
+and that no run needs."""
+
+from itertools import chain
+
+from stratagem.common.base.ids import Digest, WorkerId
+from stratagem.coordinator.core.commands import Entry, ExpireRuns, ForgetWorkers
+from stratagem.coordinator.core.effects import slots
+from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    EndedRun,
+    RunRecord,
+    WorkerRecord,
+    initial_of,
+)
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+
+
+def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Entry, ...]:
+    """The fact that forgets them, if there are any."""
+    lost = sorted(
+        (each for each in state.workers.values() if not each.is_alive),
+        key=lambda each: (each.lost_s, each.member.worker_id),
+    )
+    num_too_many = max(0, len(lost) - command.num_kept)
+    old = [
+        each
+        for number, each in enumerate(lost)
+        if number < num_too_many or each.lost_s < command.lost_before_s
+    ]
+    if not old:
+        return ()
+    active = [run for run in state.runs.values() if run.ended is None]
+    named = _named(active)
+    names = tuple(
+        each.member.worker_id
+        for each in old
+        if each.member.worker_id not in named and not _hosts_data_of(each, active)
+    )
+    return (Entry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
+
+
+def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
+    """Workers that these runs have work for, or have as members."""
+    due = chain.from_iterable(run.strategy.pending(run.run_id, run.job, run.value) for run in runs)
+    parties = chain.from_iterable(parties_of(run).values() for run in runs)
+    members = chain(
+        chain.from_iterable(map(slots, due)),
+        chain.from_iterable(party.members for party in parties),
+    )
+    return frozenset(member.worker_id for member in members)
+
+
+def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
+    """Whether it has data of its own that one of these runs trains on, and waits for."""
+    names = worker.capability.local_data
+    return any(run.job.data.worker_local in names for run in runs)
+
+
+def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[Entry, ...]:
+    """The facts that delete them. A run that has not come to rest stays, and so does one that
+    another run has begun from."""
+    ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
+    num_too_many = max(0, len(ended) - command.num_kept)
+    old = [
+        run
+        for number, run in enumerate(ended)
+        if number < num_too_many or run.ended_s < command.ended_before_s
+    ]
+    if not old:
+        return ()
+    named = {run.initial for run in state.ended.values()} | set(
+        map(initial_of, state.runs.values())
+    )
+    free = [run for run in old if not _own_blobs(run) & named]
+    return tuple(
+        Entry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
+        for run in free[: command.limit]
+    )
+
+
+def _own_blobs(run: EndedRun) -> frozenset[Digest | None]:
+    """Without the state of another run that it began from itself."""
+    return frozenset(run.blobs) - {run.initial}

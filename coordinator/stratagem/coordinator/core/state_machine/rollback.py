@@ -1,0 +1,57 @@
+"""Going back: a run that ended goes on from an earlier one of the commits that are kept.
+
+It is the same run: what followed the commit has not happened, and happens anew. Its facts stay in
+the journal.
+"""
+
+from dataclasses import replace
+
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import RunResumed
+from stratagem.coordinator.core.state import RunRecord, retained
+from stratagem.coordinator.core.strategy_contract import Nestable, Returning
+
+
+def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
+    """The fact, or why it cannot be."""
+    kept = {commit.segment: commit for commit in retained(run)}
+    if segment not in kept:
+        known = ", ".join(map(str, sorted(kept))) or "none"
+        return f"from_segment: {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
+    commit = kept[segment]
+    last = run.commits[-1].segment
+    strategy = run.strategy
+    if not isinstance(strategy, Nestable):
+        return (
+            f"from_segment: under this strategy run {run.run_id!r} goes on from its last commit "
+            f"({last}) alone: its others hold only a part of what it needs"
+        )
+    return RunResumed(
+        by=by,
+        from_segment=segment,
+        step=commit.step,
+        digest=commit.digest,
+        by_policy=strategy.standing(run.value).keeps_more,
+    )
+
+
+def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
+    """The run with only what had happened up to the commit."""
+    strategy = run.strategy
+    assert isinstance(strategy, Nestable)
+    assert fact.from_segment is not None
+    base = Base(fact.from_segment, fact.step, fact.digest)
+    commits = tuple(each for each in run.commits if each.segment <= base.segment)
+    if isinstance(strategy, Returning):
+        value = strategy.returned(run.job, run.value, base, commits[-1].metrics)
+    else:
+        num_rows = strategy.standing(run.value).num_rows
+        value = strategy.rebase(run.job, run.value, base, num_rows)
+    return replace(
+        run,
+        value=value,
+        commits=commits,
+        metrics=commits[-1].metrics,
+        num_returns=run.num_returns + 1,
+        is_reproducible=run.is_reproducible and not fact.by_policy,
+    )

@@ -1,0 +1,145 @@
+"""How a run is shown to people, as a value: of an active one read off the state, of an ended one
+written down when it comes to rest."""
+
+from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.strategy import describe
+from stratagem.coordinator.core.facts import (
+    ErrorRecord,
+    Fact,
+    Metrics,
+    RunCancelled,
+    RunCompleted,
+    RunFailed,
+    Setting,
+    Value,
+)
+from stratagem.coordinator.core.state import (
+    Commit,
+    EndedRun,
+    RunPhase,
+    RunRecord,
+    World,
+    best_commit,
+    retained,
+)
+from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of
+from stratagem.coordinator.core.strategy_contract import Outlook
+
+
+class CommitView(Value):
+    """A state that is kept."""
+
+    segment: int
+    step: int
+    digest: Digest
+    is_best: bool
+    is_final: bool
+    metrics: Metrics
+    member: int | None = None
+    """Of a population: whose state it is."""
+    schedule: tuple[Setting, ...] = ()
+    """Of a population: what the state was trained with; see Origin."""
+
+
+class RunView(Value):
+    """See stratagem.v1.RunInfo."""
+
+    run_id: RunId
+    name: str
+    phase: RunPhase
+    reason: str
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float
+    commits: tuple[CommitView, ...]
+    metrics: Metrics
+    predictions: Digest | None
+    worker_ids: tuple[str, ...]
+    error: ErrorRecord | None
+    job_json: str
+    num_facts: int
+    engine: str
+    is_reproducible: bool
+    data_plane: str
+    submitted_by: str
+
+
+def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
+    """One run; last_wall_s is when its newest event happened."""
+    outlook = outlook_of(run, world)
+    return RunView(
+        run_id=run.run_id,
+        name=run.job.name,
+        phase=run.ended or outlook.phase,
+        reason=run.reason if run.ended else outlook.reason,
+        strategy_phase="" if run.ended else outlook.strategy_phase,
+        strategy=describe(run.job.strategy),
+        step=outlook.step,
+        num_steps=outlook.num_steps,
+        segment=outlook.segment,
+        num_segments=outlook.num_segments,
+        submitted_at_s=run.submitted_wall_s,
+        ended_at_s=last_wall_s if run.ended else 0.0,
+        commits=_commits(run, outlook),
+        metrics=run.metrics,
+        predictions=run.predictions,
+        worker_ids=() if run.ended else tuple(each.worker_id for each in outlook.members),
+        error=run.error,
+        job_json=run.job.canonical_json(),
+        num_facts=run.num_facts,
+        engine=run.engine,
+        is_reproducible=run.is_reproducible,
+        data_plane=_data_plane(world, outlook),
+        submitted_by=run.submitted_by,
+    )
+
+
+def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
+    """The phase of a run: how it ended, else what its strategy says."""
+    if isinstance(run, EndedRun):
+        return run.ended
+    return run.ended or outlook_of(run, world).phase
+
+
+def phase_then(fact: Fact) -> RunPhase:
+    """The phase of a run after an old fact of it, as far as the fact itself tells."""
+    match fact:
+        case RunCompleted():
+            return RunPhase.COMPLETED
+        case RunFailed():
+            return RunPhase.FAILED
+        case RunCancelled():
+            return RunPhase.CANCELLED
+        case _:
+            return RunPhase.RUNNING
+
+
+def _commits(run: RunRecord, outlook: Outlook) -> tuple[CommitView, ...]:
+    best, origins = best_commit(run), outlook.origins
+
+    def shown(commit: Commit) -> CommitView:
+        origin = origins.get(commit.segment)
+        return CommitView(
+            segment=commit.segment,
+            step=commit.step,
+            digest=commit.digest,
+            is_best=commit == best,
+            is_final=run.ended is RunPhase.COMPLETED and commit == run.commits[-1],
+            metrics=commit.metrics,
+            member=None if origin is None else origin.member,
+            schedule=() if origin is None else origin.schedule,
+        )
+
+    return tuple(map(shown, retained(run)))
+
+
+def _data_plane(world: World, outlook: Outlook) -> str:
+    """Of the workers that a run has now: tls only if all of them say so."""
+    workers = [world.workers.get(member.worker_id) for member in outlook.members]
+    said = {"" if worker is None else worker.capability.data_plane for worker in workers}
+    return said.pop() if len(said) == 1 else "trusted" if said else ""

@@ -1,0 +1,122 @@
+"""What is asked of the strategy of a run, at the border to plug-ins.
+
+A strategy that raises fails its own run, with the reason; the coordinator and all other runs go on,
+and a replay meets the same error. What only looks at a run has an answer then, too. Two more such
+places fold facts: `init`, `transition` and `pending` are called by apply.py.
+"""
+
+import math
+from collections.abc import Mapping
+
+from stratagem.common.base.errors import StratagemError, Violation
+from stratagem.common.base.exception_text import told
+from stratagem.common.base.ids import Party
+from stratagem.common.job import JobSpec, check_optimizer
+from stratagem.coordinator.core.facts import Fact, Member, RunFailed
+from stratagem.coordinator.core.state import RunPhase, RunRecord, World
+from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_table import Strategies
+
+
+class Raised(str):
+    """The sentence about an exception that a strategy has raised."""
+
+    __slots__ = ()
+
+    @classmethod
+    def by(cls, error: Exception) -> "Raised":
+        return cls(f"the strategy raised {told(error)}")
+
+
+def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """What is wrong with a job. Raises InvalidInputError when its strategy is not installed."""
+    strategy = strategies.require(job)
+    if job.optimizer is not None and job.search_space is None:  # a population has its members'
+        violations = list(check_optimizer(job.optimizer))
+        if violations:
+            return violations
+    try:
+        return strategy.check(job, strategies)
+    except StratagemError:
+        raise
+    except Exception as error:
+        return [Violation("strategy", Raised.by(error))]
+
+
+def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
+    """What follows for a run."""
+    try:
+        fact = run.strategy.decide(run.job, run.value, world, now_s)
+    except Exception as error:
+        return RunFailed(reason=Raised.by(error))
+    return fact or _given_up(run, world, now_s)
+
+
+def deadline_of(run: RunRecord, world: World) -> float | None:
+    """Leader-clock time at which an active run has to be asked again."""
+    try:
+        deadline_s = run.strategy.next_deadline(run.value)
+    except Exception:  # what it decides next fails the run
+        return None
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or not why_waiting(run, world):
+        return deadline_s
+    return min(run.changed_s + limit_s, math.inf if deadline_s is None else deadline_s)
+
+
+def outlook_of(run: RunRecord, world: World) -> Outlook:
+    """How a run stands, for people; the exception where the strategy cannot say."""
+    try:
+        return run.strategy.outlook(run.job, run.value, world)
+    except Exception as error:
+        return Outlook(run.ended or RunPhase.RUNNING, "", Raised.by(error))
+
+
+def why_waiting(run: RunRecord, world: World) -> str:
+    """What a run without any worker waits for, as a sentence; "" for one that has some."""
+    outlook = outlook_of(run, world)
+    is_waiting = outlook.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not outlook.members
+    return outlook.reason if is_waiting else ""
+
+
+def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
+    """The parties of a run whose members exchange tensors among themselves."""
+    if run.ended is not None:
+        return {}
+    try:
+        return run.strategy.parties(run.value)
+    except Exception:  # nobody meets; their segments come to their deadlines
+        return {}
+
+
+def why_unwelcome(run: RunRecord, fact: Fact) -> str | Raised:
+    """Why a reported fact is stale; "" when it is welcome."""
+    try:
+        return run.strategy.is_welcome(run.job, run.value, fact)
+    except Exception as error:
+        return Raised.by(error)
+
+
+def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
+    """The process of a member has ended unasked: what it was working on."""
+    try:
+        return tuple(run.strategy.deaths(run.value, member))
+    except Exception as error:
+        return (RunFailed(reason=Raised.by(error)),)
+
+
+def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
+    """A new membership for a party whose exchange has failed though all its members live."""
+    try:
+        return run.strategy.reform(run.value, party, reason)
+    except Exception as error:
+        return RunFailed(reason=Raised.by(error))
+
+
+def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
+    """Nothing happens to a run that waits, so it has waited since its newest fact."""
+    limit_s = run.job.placement_timeout_s
+    if limit_s is None or now_s < run.changed_s + limit_s:
+        return None
+    reason = why_waiting(run, world)
+    return RunFailed(reason=f"without workers for {limit_s:g} s: {reason}") if reason else None

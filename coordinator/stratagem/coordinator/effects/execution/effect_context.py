@@ -1,0 +1,233 @@
+"""What effects act through: the loop for facts, links to workers, stores, and what watchers see."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+
+from stratagem.common.base.errors import StaleError
+from stratagem.common.base.exception_text import told
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.tensor_transfer import push_frames
+from stratagem.common.tensors.manifest import Manifest, to_proto
+from stratagem.common.tensors.safetensors_file import header_of
+from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
+from stratagem.coordinator.core.effects import Effect, TrainClient
+from stratagem.coordinator.core.facts import Fact, Member, UpdateReceived
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.state_machine.pending_effects import pending_of
+from stratagem.coordinator.core.state_machine.speculative_effects import foreseen
+from stratagem.coordinator.effects.execution.reported_errors import Told
+from stratagem.coordinator.effects.execution.speculative_fold import FoldsAhead
+from stratagem.coordinator.observe.event_feed import Feed
+from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.run_logs import RunLogs
+from stratagem.coordinator.runtime.broadcast import SharedFrames
+from stratagem.coordinator.runtime.chores import Chores
+from stratagem.coordinator.runtime.loop import Loop
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.runtime.worker_links import Links
+from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.v1 import worker_pb2
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+MAX_PULLS = 2
+"""Model-sized streams that come in at once: more would not be faster, and each takes buffers."""
+
+MAX_HEADERS = 64
+
+PushKey = tuple[Member, RunId, Digest]
+
+
+@dataclass(slots=True)
+class Env:
+    loop: Loop
+    links: Links
+    blobs: BlobStore
+    spool: Spool
+    feed: Feed
+    logs: RunLogs
+    profiles: Profiles
+    settings: Settings
+    chores: Chores
+    yield_slots: Callable[[Effect], None]
+    pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
+    brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
+    """The newest state that each member has of each run, as far as is known here."""
+    frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
+    job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
+    headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
+    refused: Counter[Cause] = field(default_factory=Counter)
+    """Updates of federated clients that do not count, since the start."""
+    pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    told: Told = field(default_factory=Told)
+    folds: FoldsAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folds = FoldsAhead(self._foresee)
+
+    @property
+    def state(self) -> CoordinatorState:
+        """The newest durable state."""
+        return self.loop.state
+
+    def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
+        run = self.state.runs.get(run_id)
+        clients = {(fact.party, fact.client) for fact in received}
+        if run is None or any(
+            isinstance(effect, TrainClient) and (effect.party, effect.client) not in clients
+            for effect in pending_of(run)
+        ):
+            return frozenset()  # more updates are to come
+        loop = self.loop
+        return foreseen(loop.state, loop.world, run_id, received, loop.clock.now())
+
+    def is_due(self, effect: Effect) -> bool:
+        """Whether the newest state still asks for the effect."""
+        run = self.state.runs.get(effect.run_id)
+        return run is not None and effect in pending_of(run)
+
+    def job_of(self, run_id: RunId, party: Party) -> JobSpec:
+        """What a party of a run trains: the run's job, but for what its strategies change."""
+        run = self.state.runs[run_id]
+        return run.strategy.job_of(run.job, run.value, party)
+
+    def job_json(self, run_id: RunId, party: Party) -> str:
+        """The same as text; a federated run asks for it once per client."""
+        job = self.job_of(run_id, party)
+        known = self.job_texts.get((run_id, party))
+        if known is None or known[0] is not job:
+            known = self.job_texts[run_id, party] = (job, job.canonical_json())
+        return known[1]
+
+    def numerics_of(self, run_id: RunId) -> int:
+        """Which rules decide the bits of a run; see common/numerics/numerics_rules.py."""
+        return self.state.runs[run_id].numerics
+
+    def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
+        """Under which the update of a client lies in the spool."""
+        run = self.state.runs.get(run_id)
+        of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
+        return SpoolKey(of_run, party, round_num, client)
+
+    def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
+        """The metrics that the party's job asks for."""
+        evaluation = self.job_of(run_id, party).evaluation
+        return list(evaluation.metrics) if evaluation else []
+
+    async def report(self, run_id: RunId, fact: Fact) -> bool:
+        """Tell the loop what was done; a fact that came too late is dropped with its reason.
+
+        Answers whether it came in time.
+        """
+        try:
+            await self.loop.submit(Report(run_id, fact))
+        except StaleError as error:
+            log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
+            return False
+        return True
+
+    async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
+        """Nobody answers at the member's address; had_begun: what it was last asked to do."""
+        await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
+
+    async def end_early(
+        self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
+    ) -> None:
+        """A plan ended without result or error: its worker drains, or somebody aborted it."""
+        reason = result.interrupted.reason
+        log.info("plan interrupted", run_id=run_id, worker_id=member.worker_id, reason=reason)
+        if reason == "drained":
+            await self.loop.submit(DrainWorker(member))
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run a blocking call on disk or numbers off the event loop."""
+        return await asyncio.to_thread(call)
+
+    async def header(self, digest: Digest) -> tuple[Manifest, int]:
+        """The manifest of a blob, which is checked against its digest, and where its data start."""
+        if digest not in self.headers:
+            header = await asyncio.to_thread(self._read_header, digest)
+            self.keep_header(digest, header)
+        return self.headers[digest]
+
+    def keep_header(self, digest: Digest, header: tuple[Manifest, int]) -> None:
+        """What `header` will give, of a blob that was just read or written."""
+        while len(self.headers) >= MAX_HEADERS:
+            self.headers.pop(next(iter(self.headers)))
+        self.headers[digest] = header
+
+    async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a state to a worker before it asks, unless it was brought already."""
+        if self.brought.get((member, run_id)) != digest:
+            await self.push(member, run_id, digest)
+
+    def forget(self, run_id: RunId) -> None:
+        """The run has ended: stop what is on its way to workers, which forget it now."""
+        self.folds.forget(run_id)
+        self.told.forget(run_id)
+        for key in [key for key in self.pushes if key[1] == run_id]:
+            self.pushes[key].cancel()
+        for run_party in [each for each in self.job_texts if each[0] == run_id]:
+            del self.job_texts[run_party]
+        for member_run in [each for each in self.brought if each[1] == run_id]:
+            del self.brought[member_run]
+
+    def forget_member(self, member: Member) -> None:
+        """This start of a worker is gone, with all that was brought to it."""
+        for member_run in [each for each in self.brought if each[0] == member]:
+            del self.brought[member_run]
+
+    async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        """Bring a blob to a worker; asks for the same one share one transfer."""
+        # One asker that goes away must not take the blob from the others.
+        await asyncio.shield(self.start_push(member, run_id, digest))
+
+    def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
+        """The transfer of a blob to a worker, begun now unless it is under way."""
+        key = (member, run_id, digest)
+        task = self.pushes.get(key)
+        if task is None or task.cancelling():  # one that `forget` has stopped brings nothing
+            task = self.pushes[key] = asyncio.create_task(self._push(*key))
+            task.add_done_callback(lambda done: self._pushed(key, done))
+        return task
+
+    def _pushed(self, key: PushKey, task: asyncio.Task[None]) -> None:
+        if self.pushes.get(key) is task:
+            del self.pushes[key]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # nobody may be left to see it
+            log.info("blob not brought", worker_id=key[0].worker_id, reason=told(error))
+
+    async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        link = self.links.to(member, self.state)
+        manifest, _ = await self.header(digest)
+        manifest = replace(manifest, digest=digest)
+        header = worker_pb2.SetStateRequest(
+            header=worker_pb2.SetStateHeader(
+                fence=link.fence(0), run_id=run_id, digest=digest, manifest=to_proto(manifest)
+            )
+        )
+        failpoint("coordinator.push.begun")
+        shared = self.frames.get(digest)
+        if shared is None:
+            file = await asyncio.to_thread(self.blobs.open, digest)
+            with file:
+                made = SharedFrames(file.source(), manifest.total_bytes, file.check)
+            shared = self.frames.setdefault(digest, made)
+        await push_frames(link.stub.SetState, header, manifest, shared)
+        self.brought[member, run_id] = digest
+
+    def _read_header(self, digest: Digest) -> tuple[Manifest, int]:
+        with self.blobs.open(digest) as file:
+            return header_of(file, digest)

@@ -1,0 +1,224 @@
+"""Executes a plan on a worker and stays with it until its result.
+
+A broken stream is followed by re-attaching; when nobody answers at the worker's address any more,
+the worker is lost. What comes between Accepted and the result (a wish for a blob, progress, log
+lines) is passed on.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import structlog
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from stratagem.common.base.exception_text import leaves, told
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.rpc.status_codes import shown
+from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.report_intake import let_in
+from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.runtime.task_group import stop_if_cancelled, task_group
+from stratagem.coordinator.runtime.worker_links import WorkerLink
+from stratagem.v1 import types_pb2, worker_pb2
+
+log = structlog.get_logger()
+
+MAX_PROFILES: Final = 4
+"""Of one plan; our workers record its steps once, and its evaluation."""
+
+OnProgress = Callable[[worker_pb2.Progress], None]
+
+
+async def attend(
+    env: Env,
+    member: Member,
+    request: worker_pb2.ExecuteRequest,
+    on_progress: OnProgress | None = None,
+    *,
+    base: Digest | None = None,
+) -> worker_pb2.ExecuteResult:
+    """The result of the plan; raises UnavailableError once the worker is lost.
+
+    A worker that refuses the plan for what it says would refuse it again: that is a result, too.
+    base: a state that the plan is certain to need, brought without waiting for the wish.
+    """
+    had_begun = False
+    plan = _Plan(request)
+    while True:
+        link = env.links.to(member, env.state)
+        attended = _Attended(env, member, plan, on_progress, base)
+        refusal: BaseException | None = None
+        try:
+            return await attended.to_the_end(link)
+        except* UnavailableError as group:
+            reason = told(group)
+        except* InvalidInputError as group:
+            if attended.is_accepted:
+                raise
+            refusal = leaves(group)[0]
+        stop_if_cancelled()
+        if refusal is not None:
+            return _refused(member, refusal)
+        had_begun |= attended.is_accepted
+        if not await link.answers():
+            await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
+            raise UnavailableError(reason)
+        log.info("stream broke, attaching again", worker_id=member.worker_id)
+
+
+@dataclass
+class _Plan:
+    """What was asked of the worker, over all streams; its job is read when a wish depends on it."""
+
+    request: worker_pb2.ExecuteRequest
+    num_profiles: int = 0
+    """Taken so far."""
+
+    @cached_property
+    def blobs(self) -> frozenset[str]:
+        """Those that the worker may have."""
+        return blobs_named(self.request, self._job)
+
+    @property
+    def wants_profile(self) -> bool:
+        """A recording is wanted where the job asks for some, unless it is one too many."""
+        if self.num_profiles >= MAX_PROFILES:
+            return False
+        return bool((self._job.get("execution") or {}).get("profiling"))
+
+    @cached_property
+    def _job(self) -> dict[str, Any]:
+        job: dict[str, Any] = json.loads(self.request.job_json)
+        return job
+
+
+@dataclass(slots=True)
+class _Attended:
+    """One stream of one plan."""
+
+    env: Env
+    member: Member
+    plan: _Plan
+    on_progress: OnProgress | None
+    base: Digest | None
+    is_accepted: bool = False
+    under_way: set[Digest] = field(default_factory=set)
+    """Blobs that the worker has asked for and that are not there: whoever asks again waits, too."""
+
+    @property
+    def request(self) -> worker_pb2.ExecuteRequest:
+        return self.plan.request
+
+    async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
+        # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
+        async with task_group() as pushes, aclosing(link.execute(self.request)) as messages:
+            if self.base is not None:
+                pushes.create_task(self._bring(self.base))
+            async for message in messages:
+                let_in(message, self.member.worker_id)
+                match message.WhichOneof("message"):
+                    case "need_blob":
+                        digest = Digest(message.need_blob.digest)
+                        if digest not in self.plan.blobs:
+                            return _refused(self.member, _not_named(self.member, digest), "asking")
+                        if digest not in self.under_way:
+                            self.under_way.add(digest)
+                            pushes.create_task(self._push(digest))
+                    case "profile" if self.plan.wants_profile:
+                        self.plan.num_profiles += 1
+                        pushes.create_task(self._keep(message.profile))
+                    case "result":
+                        return message.result
+                    case _:
+                        self._note(message)
+        raise AssertionError("a stream without a result raises")
+
+    async def _bring(self, base: Digest) -> None:
+        # It may be there before the plan that it is for: then the plan asks for it.
+        with suppress(NotFoundError):
+            await self.env.bring(self.member, RunId(self.request.session.run_id), base)
+
+    async def _push(self, digest: Digest) -> None:
+        run_id = RunId(self.request.session.run_id)
+        try:
+            await self.env.push(self.member, run_id, digest)
+        except NotFoundError:  # of one that was under way and came before the plan
+            await self.env.push(self.member, run_id, digest)
+        self.under_way.discard(digest)
+
+    async def _keep(self, profile: worker_pb2.Profile) -> None:
+        session = self.request.session
+        profile.party, profile.segment = session.party, self.request.segment
+        profiles, run_id = self.env.profiles, RunId(session.run_id)
+        await self.env.in_thread(lambda: profiles.add(run_id, profile))
+
+    def _note(self, message: worker_pb2.ExecuteResponse) -> None:
+        match message.WhichOneof("message"):
+            case "accepted":
+                self.is_accepted = True
+            case "progress" if self.on_progress is not None:
+                self.on_progress(message.progress)
+            case "log":
+                self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+
+
+def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
+    """What a worker may have for a plan: the state that it begins from, and what its job names."""
+    plan = getattr(request, request.WhichOneof("plan") or "build")
+    named = {
+        plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
+        job.get("data", {}).get("inline"),
+        (job.get("initial") or {}).get("digest"),
+    }
+    return frozenset(each for each in named if each)
+
+
+def _not_named(member: Member, digest: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"worker {member.worker_id} asks for blob {shown(digest, 80)}, which its plan does not name"
+    )
+
+
+def _refused(
+    member: Member, error: BaseException, activity: str = "reading the job"
+) -> worker_pb2.ExecuteResult:
+    told = types_pb2.UserError(
+        type=type(error).__name__,
+        message=str(error),
+        worker_id=member.worker_id,
+        activity=activity,
+    )
+    return worker_pb2.ExecuteResult(error=told)
+
+
+async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
+    """The user's code raised, or the job is wrong: the party fails with that, for good."""
+    record = record_of(error)
+    said = f"{record.type}: {record.message}" if record.traceback else record.message
+    reason = f"{said} (worker {record.worker_id}, {record.activity})"
+    await env.report(run_id, PartyFailed(party=party, reason=reason, error=record))
+
+
+def record_of(error: types_pb2.UserError) -> ErrorRecord:
+    """What a worker says was raised."""
+    return ErrorRecord(
+        type=error.type,
+        message=error.message,
+        traceback=error.traceback,
+        worker_id=error.worker_id,
+        activity=error.activity,
+    )
+
+
+def _line(line: worker_pb2.LogLine) -> Line:
+    return Line(line.time_s, line.worker_id, line.level, line.text)

@@ -1,0 +1,1 @@
+"""Effects of federated rounds: clients' training, updates, aggregation."""

@@ -1,0 +1,136 @@
+"""AggregateRound: fold the accepted updates, in client order, into the next global state."""
+
+import io
+import threading
+from dataclasses import replace
+
+from stratagem.common.base.errors import IntegrityError, StratagemError
+from stratagem.common.base.ids import Digest
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
+from stratagem.coordinator.core.effects import AggregateRound
+from stratagem.coordinator.core.facts import SegmentCommitted
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.speculative_fold import Folded
+from stratagem.coordinator.strategies.federated.federated_run import spec_of
+from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
+from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.rebasing import Rebasing
+from stratagem.coordinator.updates.server_optimizers import server_optimizer
+from stratagem.coordinator.updates.server_step import ServerStep
+from stratagem.coordinator.updates.spool_upload import SpoolEntry
+from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
+
+
+async def aggregate_round(env: Env, effect: AggregateRound) -> None:
+    """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
+    digest, slots, header = await _folded_ahead(env, effect) or await _folded(env, effect)
+    failpoint("coordinator.round.folded")
+    env.keep_header(digest, header)
+    _bring_ahead(env, effect, digest)
+    fact = SegmentCommitted(
+        party=effect.party,
+        segment=effect.round_num,
+        step=effect.round_num,
+        digest=digest,
+        size_bytes=header[0].total_bytes,
+        metrics={},
+        server_state=slots,
+        max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def _folded_ahead(env: Env, effect: AggregateRound) -> Folded | None:
+    """What a fold gives that began before the round was closed, if there is one of this round."""
+    begun = env.folds.take(effect)
+    if begun is None:
+        return None
+    try:
+        return await begun.task
+    except (StratagemError, FileNotFoundError):  # is in the log
+        return None
+    finally:
+        begun.cancelled.set()
+
+
+async def _folded(env: Env, effect: AggregateRound) -> Folded:
+    entries = await env.in_thread(lambda: _entries(env, effect))
+    cancelled = threading.Event()
+    try:
+        return await env.in_thread(lambda: fold(env, effect, entries, cancelled))
+    except (IntegrityError, FileNotFoundError):
+        env.spool.distrust(entries)  # where there is an object store, they are fetched again
+        raise
+    finally:
+        cancelled.set()
+
+
+def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
+    """Send the new state to the run's workers while its fact is being journaled.
+
+    It is content under its own name, so a worker that gets it for nothing has lost nothing.
+    """
+    run = env.state.runs.get(effect.run_id)
+    if run is None or run.ended is not None:
+        return
+    if effect.round_num >= spec_of(env.job_of(effect.run_id, effect.party)).rounds:
+        return
+    for member in run.touched:
+        worker = env.state.workers.get(member.worker_id)
+        if worker is not None and worker.member == member and worker.is_usable:
+            env.start_push(member, effect.run_id, digest)
+
+
+def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
+    """The spooled updates that the journal accepted, in client order."""
+    entries = []
+    for accepted in effect.accepted:
+        round_num = effect.round_num - accepted.staleness
+        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client)
+        entry = env.spool.entry(key, accepted.digest)
+        if entry is None or entry.digest != accepted.digest:
+            where = f"round {round_num}, client {accepted.client}"
+            raise IntegrityError(f"{where}: the accepted update is not in the spool")
+        entries.append(entry)
+    return entries
+
+
+def fold(
+    env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
+) -> Folded:
+    """Write the next state; for a thread."""
+    with env.blobs.open(effect.base.digest) as base:
+        manifest, _ = header_of(base, effect.base.digest)
+    metadata = {"format": "1", "round": str(effect.round_num)}
+    if AVERAGED_KEY in manifest.metadata:
+        metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
+    manifest = replace(manifest, metadata=metadata)
+    header = header_bytes(manifest)
+    job = env.job_of(effect.run_id, effect.party)
+    optimizer = server_optimizer(spec_of(job))
+    server = None
+    if optimizer is not None:
+        of_round = {"round": str(effect.round_num)}
+        slots = effect.server_state
+        server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
+    weights = [weight(job, accepted) for accepted in effect.accepted]
+    rebasing = _rebasing(env, effect)
+    # The last thing before the fold, which leaves nothing of it behind when it fails.
+    writer = env.blobs.writer(len(header) + manifest.total_bytes)
+    digest, slots = fold_weighted_mean(
+        entries,
+        weights,
+        manifest,
+        writer,
+        should_stop=cancelled.is_set,
+        server=server,
+        rebasing=rebasing,
+        numerics=env.numerics_of(effect.run_id),
+    )
+    return digest, slots, parse_header(io.BytesIO(header), digest)
+
+
+def _rebasing(env: Env, effect: AggregateRound) -> Rebasing | None:
+    bases = {index: each.base for index, each in enumerate(effect.accepted) if each.base}
+    return Rebasing(env.blobs, effect.base.digest, bases) if bases else None

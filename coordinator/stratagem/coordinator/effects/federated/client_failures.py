@@ -1,0 +1,75 @@
+"""Reports that a client of a federated round has failed: it is left out alone, with the reason.
+
+The journal has cause and reason of every rejection, and of the first different exceptions of a
+round what was raised; the run's log has all of them.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
+from stratagem.coordinator.core.facts import SKIPPED_STEPS, ErrorRecord, UpdateRejected
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import record_of
+from stratagem.coordinator.effects.federated.late_counts import report_update
+from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
+from stratagem.v1 import types_pb2
+
+MAX_JOURNALED_CHARS: Final = 1000
+MAX_JOURNALED_TRACE: Final = 4000
+
+
+async def reject(
+    env: Env,
+    effect: TrainClient | CollectUpdate,
+    cause: Cause,
+    reason: str,
+    error: ErrorRecord | None = None,
+) -> None:
+    """Report the rejection of a client's update."""
+    fact = UpdateRejected(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        reason=reason,
+        cause=cause,
+        error=error,
+    )
+    await report_update(env, effect, fact)
+
+
+async def reject_for_error(env: Env, effect: TrainClient, raised: types_pb2.UserError) -> None:
+    """The client's data or code has raised, or its worker does not do what the job says."""
+    error = record_of(raised)
+    log_error(env, effect.run_id, effect.client, error)
+    kept = None
+    if env.told.is_news(effect, error):
+        message = error.message[:MAX_JOURNALED_CHARS]
+        traceback = error.traceback[-MAX_JOURNALED_TRACE:]
+        kept = error.model_copy(update={"message": message, "traceback": traceback})
+    await reject(env, effect, cause_of(error), reason_of(error), kept)
+
+
+def log_error(env: Env, run_id: RunId, client: int, error: ErrorRecord) -> None:
+    """Into the run's log, as what its worker has said."""
+    text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
+    env.logs.add(run_id, Line(time.time(), error.worker_id, "ERROR", text))
+
+
+def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[Cause, str] | None:
+    """Why an update that a client has made cannot count: it has learned nothing, or nothing good.
+
+    metrics: by name, as in UpdateReceived.
+    """
+    num_skipped = metrics.get(SKIPPED_STEPS, 0)
+    if num_steps and num_skipped >= num_steps:
+        text = f"all of its {num_steps} steps were left out: no loss or no gradient was finite"
+        return Cause.NOT_FINITE, text
+    if not math.isfinite(loss):
+        return Cause.NOT_FINITE_LOSS, f"its mean loss is {loss}"
+    return None

@@ -1,0 +1,95 @@
+"""CollectUpdate: what a client that is a party of its own has committed becomes its update.
+
+Of the committed state the tensors of the global state are copied into the spool, checked as those
+of any client; what the client's optimizer keeps stays behind.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import BinaryIO
+
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
+from stratagem.common.tensors.safetensors_file import header_of
+from stratagem.coordinator.core.effects import CollectUpdate
+from stratagem.coordinator.core.facts import UpdateReceived
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.federated.client_failures import defect, reject
+from stratagem.coordinator.effects.federated.late_counts import report_update
+from stratagem.coordinator.updates.spool_upload import SpoolEntry
+from stratagem.coordinator.updates.update_checks import UpdateRejectedError
+
+WINDOW_BYTES = 4 << 20
+
+
+async def collect_update(env: Env, effect: CollectUpdate) -> None:
+    """Copy, check, and report UpdateReceived or UpdateRejected."""
+    if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
+        await reject(env, effect, *wrong)
+        return
+    try:
+        entry = await env.in_thread(lambda: _collect(env, effect))
+    except UpdateRejectedError as error:
+        await reject(env, effect, error.cause, error.reason)
+        return
+    failpoint("coordinator.silo.collected")
+    received = UpdateReceived(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        digest=entry.digest,
+        num_samples=entry.num_samples,
+        loss=effect.loss,
+        seconds=0.0,
+        traffic=dict(effect.traffic),
+        metrics=dict(effect.metrics),
+        num_steps=effect.num_steps,
+    )
+    await report_update(env, effect, received)
+
+
+def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
+    """The update in the spool; one that a crash left there complete is taken as it is."""
+    key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
+    done, _ = env.spool.look(key)
+    if done is not None:
+        return done
+    with env.blobs.open(effect.base.digest) as base:
+        expected, _ = header_of(base, effect.base.digest)
+    manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
+    with env.blobs.open(effect.digest) as file:
+        given, data_start = header_of(file, effect.digest)
+        with closing(env.spool.open(key, manifest, source=effect.digest)) as writer:
+            for spec, found in _pairs(manifest, given):
+                begin = data_start + found.offset
+                skipped = max(0, writer.offset - spec.offset)
+                for piece in _pieces(file, begin + skipped, found.size_bytes - skipped):
+                    writer.write(piece)
+            return writer.commit(expected, effect.num_samples)
+
+
+def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSpec]]:
+    """Each stored tensor that is wanted, with where it stands in what is given."""
+    by_name = {spec.name: spec for spec in given.tensors}
+    pairs = []
+    for spec in wanted.stored():
+        found = by_name.get(spec.name)
+        if found is None or (found.dtype, found.shape) != (spec.dtype, spec.shape):
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"{spec.name} is missing or has another dtype or shape"
+            )
+        pairs.append((spec, found))
+    return pairs
+
+
+def _pieces(file: BinaryIO, begin: int, num_bytes: int) -> Iterator[bytes]:
+    file.seek(begin)
+    while num_bytes > 0:
+        piece = file.read(min(num_bytes, WINDOW_BYTES))
+        if not piece:
+            raise IntegrityError("a stored state ends early")
+        num_bytes -= len(piece)
+        yield piece

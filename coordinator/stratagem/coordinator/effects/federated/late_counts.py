@@ -1,0 +1,31 @@
+"""Counts the updates of federated clients whose round was closed without them.
+
+What is wrong with an update stands in the journal, as UpdateRejected; that one came too late does
+not, since nothing follows from it.
+"""
+
+from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
+from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.effects.execution.effect_context import Env
+
+
+async def report_update(
+    env: Env, effect: TrainClient | CollectUpdate, fact: UpdateReceived | UpdateRejected
+) -> None:
+    """Report what has become of a client's update."""
+    if not await env.report(effect.run_id, fact):
+        count_if_late(env, effect)
+
+
+def count_if_late(env: Env, effect: TrainClient | CollectUpdate) -> None:
+    """The effect has ended without its update; not counted where the client goes on elsewhere, and
+    where the run is over or only this process ends."""
+    run = env.state.runs.get(effect.run_id)
+    if run is None or run.ended is not None:
+        return
+    update = UpdateRejected(
+        party=effect.party, round_num=effect.round_num, client=effect.client, reason=""
+    )
+    if run.strategy.is_welcome(run.job, run.value, update):
+        env.refused[Cause.LATE] += 1

@@ -1,0 +1,275 @@
+"""TrainClient: one client's part of a federated round.
+
+The worker trains from the global state; then its slot is free and the update is pulled into the
+spool, checked while it arrives. A client whose update is wrong is rejected alone, with the reason.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
+from stratagem.common.base.ids import child_party
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.tensor_transfer import pull
+from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import UpdateReceived
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import attend
+from stratagem.coordinator.effects.federated.aggregate_round import fold
+from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
+from stratagem.coordinator.effects.federated.coded_client_update import CodedUpload
+from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
+from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
+from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
+from stratagem.coordinator.updates.spool import SpoolKey
+from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
+from stratagem.coordinator.updates.stream_offload import Offload
+from stratagem.coordinator.updates.update_checks import UpdateRejectedError
+from stratagem.v1 import types_pb2, worker_pb2
+
+
+async def train_client(env: Env, effect: TrainClient) -> None:
+    """Train, pull, and report UpdateReceived or UpdateRejected."""
+    link = env.links.to(effect.member, env.state)
+    session_ref = session(effect.run_id, child_party(effect.party, f"client{effect.client}"))
+    request = worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session_ref,
+        segment=effect.round_num,
+        job_json=env.job_json(effect.run_id, effect.party),
+        numerics=env.numerics_of(effect.run_id),
+        client_round=worker_pb2.ClientRoundPlan(
+            base=state_ref(effect.base),
+            client=effect.client,
+            num_clients=effect.num_clients,
+            local_epochs=effect.local_epochs,
+        ),
+    )
+    looked = _look(env, effect)
+    try:
+        result = await attend(env, effect.member, request, base=effect.base.digest)
+    except asyncio.CancelledError:
+        if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
+            count_if_late(env, effect)
+            env.chores.do(link.abort(request.fence, session_ref), f"abort client {effect.client}")
+        raise
+    match result.WhichOneof("outcome"):
+        case "error":
+            _close(env, effect, session_ref)
+            await reject_for_error(env, effect, result.error)
+        case "client_round":
+            env.yield_slots(effect)
+            done = result.client_round
+            if wrong := defect(done.loss, done.num_steps, _metrics(done)):
+                _close(env, effect, session_ref)
+                await reject(env, effect, *wrong)
+            else:
+                await _collect(env, effect, session_ref, done, looked)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)
+
+
+Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
+"""The update, where a crash has left it in the spool complete; and from where to ask for it."""
+
+
+def _look(env: Env, effect: TrainClient) -> Looked:
+    """Look into the spool, and make the round's folder, while the client trains."""
+    key = _key(env, effect)
+    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key)))
+    looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
+    return looked
+
+
+def _key(env: Env, effect: TrainClient) -> SpoolKey:
+    return env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
+
+
+async def _collect(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    result: worker_pb2.ClientRoundResult,
+    looked: Looked,
+) -> None:
+    try:
+        async with env.pulls:
+            entry = await _pull(env, effect, session_ref, result, looked)
+    except asyncio.CancelledError:
+        count_if_late(env, effect)
+        raise
+    except UpdateRejectedError as error:
+        _close(env, effect, session_ref)
+        await reject(env, effect, error.cause, error.reason)
+        return
+    failpoint("coordinator.round.pulled")
+    _close(env, effect, session_ref)
+    received = _received(effect, result, entry)
+    with env.folds.reporting(effect.run_id, received):
+        await report_update(env, effect, received)
+
+
+def _close(env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
+    """The worker would keep one update of every client that it plays."""
+    link = env.links.to(effect.member, env.state)
+    env.chores.do(link.close_session(session_ref), f"close client {effect.client}")
+
+
+def _metrics(result: worker_pb2.ClientRoundResult) -> dict[str, float]:
+    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())}
+
+
+def _received(
+    effect: TrainClient,
+    result: worker_pb2.ClientRoundResult,
+    entry: SpoolEntry,
+) -> UpdateReceived:
+    return UpdateReceived(
+        party=effect.party,
+        round_num=effect.round_num,
+        client=effect.client,
+        digest=entry.digest,
+        num_samples=entry.num_samples,
+        loss=result.loss,
+        seconds=result.seconds,
+        traffic=dict(sorted(result.traffic.items())),
+        metrics=_metrics(result),
+        num_steps=max(1, result.num_steps),
+    )
+
+
+async def _pull(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    result: worker_pb2.ClientRoundResult,
+    looked: Looked,
+) -> SpoolEntry:
+    """The update in the spool; one that a crash left there complete is taken as it is."""
+    done, offset = await looked
+    if done is not None:
+        return done
+    expected, _ = await env.header(effect.base.digest)
+    job = env.job_of(effect.run_id, effect.party)
+    if codec_of(job):
+        return await _pull_coded(env, effect, session_ref, result.num_samples, expected)
+    return await _pull_plain(env, effect, session_ref, result, expected, offset)
+
+
+async def _pull_coded(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    num_samples: int,
+    expected: Manifest,
+) -> SpoolEntry:
+    """Into memory, and from there decoded into the spool."""
+    job = env.job_of(effect.run_id, effect.party)
+    numerics = env.numerics_of(effect.run_id)
+    upload = CodedUpload(job, _key(env, effect), effect.base.digest, expected, numerics)
+    manifests: list[Manifest] = []
+
+    def accept(manifest: Manifest) -> Sink | memoryview:
+        manifests.append(manifest)
+        return upload.accept(manifest)
+
+    with _announced(0, manifests):
+        await pull(
+            _opener(env, effect, session_ref),
+            accept,
+            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+            purpose=Purpose.UPDATE,
+            codecs=("", codec_of(job)),
+        )
+    source = effect.member.incarnation
+    return await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
+
+
+def _opener(
+    env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef
+) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+    """Asks for the update from an offset on."""
+    link = env.links.to(effect.member, env.state)
+
+    def request(offset: int) -> worker_pb2.GetStateRequest:
+        return worker_pb2.GetStateRequest(
+            fence=link.fence(effect.membership),
+            session=session_ref,
+            snapshot=effect.round_num,
+            offset=offset,
+        )
+
+    return lambda offset: link.stub.GetState(request(offset))
+
+
+@contextmanager
+def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
+    """Refuses an update whose manifest, the first thing that comes, breaks a rule or a limit: it
+    would do so again. manifests: those that have come."""
+    try:
+        yield
+    except (InvalidInputError, LimitError) as error:
+        if manifests or offset or isinstance(error, OutOfRangeError):
+            raise
+        cause = Cause.SIZE if isinstance(error, LimitError) else Cause.LAYOUT
+        raise UpdateRejectedError(cause, f"its manifest: {error}") from error
+
+
+async def _pull_plain(
+    env: Env,
+    effect: TrainClient,
+    session_ref: types_pb2.SessionRef,
+    result: worker_pb2.ClientRoundResult,
+    expected: Manifest,
+    offset: int,
+) -> SpoolEntry:
+    manifests: list[Manifest] = []
+    writers: list[SpoolWriter] = []
+
+    def writer() -> SpoolWriter:  # opened in the thread that writes
+        if not writers:
+            source = effect.member.incarnation
+            writers.append(env.spool.open(_key(env, effect), manifests[0], source=source))
+        return writers[0]
+
+    loop = asyncio.get_running_loop()
+
+    def when_checked(entry: SpoolEntry) -> None:
+        received = _received(effect, result, entry)
+        fold_round = partial(fold, env)
+        loop.call_soon_threadsafe(env.folds.see, effect.run_id, received, entry, fold_round)
+
+    offload = Offload(lambda offset, data: writer().write_at(offset, data))
+
+    def accept(manifest: Manifest) -> Sink:
+        manifests.append(manifest)
+        return offload.write
+
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    try:
+        with _announced(offset, manifests):
+            await pull(
+                _opener(env, effect, session_ref),
+                accept,
+                limits=limits,
+                purpose=Purpose.UPDATE,
+                offset=offset,
+                keep_up=offload.keep_up,
+            )
+        await offload.finish()
+        num_samples = result.num_samples
+        return await env.in_thread(lambda: writer().commit(expected, num_samples, when_checked))
+    finally:
+        await offload.close()
+        for opened in writers:
+            if opened.is_open:  # the update is not whole, and what is here is made durable
+                await env.in_thread(opened.close)

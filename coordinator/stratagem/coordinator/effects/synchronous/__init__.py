@@ -1,0 +1,1 @@
+"""Effects of parties that train in step: build, segments, commits, evaluation."""

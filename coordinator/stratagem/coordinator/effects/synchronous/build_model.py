@@ -1,0 +1,82 @@
+"""Build: one worker makes the model from the seed; its state becomes segment 0 of everybody."""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import child_party
+from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.schema.json_text import dump_json
+from stratagem.coordinator.core.effects import Build
+from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
+from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
+from stratagem.coordinator.runtime.worker_links import session
+from stratagem.coordinator.strategies.federated.model_building import may_move
+from stratagem.coordinator.strategies.federated.update_rejections import reason_of
+from stratagem.coordinator.strategies.population.structural_hyperparameters import variants
+from stratagem.v1 import worker_pb2
+
+
+async def build(env: Env, effect: Build) -> None:
+    """Build, pull the state into the store, and report ModelBuilt."""
+    link = env.links.to(effect.member, env.state)
+    job = env.job_of(effect.run_id, effect.party)
+    # A party of its own, so that building and training never share a key.
+    session_ref = session(effect.run_id, child_party(effect.party, "build"))
+    request = worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session_ref,
+        segment=0,
+        job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
+        build=worker_pb2.BuildPlan(variants=_variants(env, effect)),
+    )
+    asked = {each.name for each in request.build.variants}
+    result = await attend(env, effect.member, request)
+    match result.WhichOneof("outcome"):
+        case "error" if may_move(job):
+            error = record_of(result.error)
+            reason, party = reason_of(error), effect.party
+            fact = BuildFailed(party=party, member=effect.member, reason=reason, error=error)
+            await env.report(effect.run_id, fact)
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case "build":
+            digest, manifest = await pull_snapshot(
+                env, effect.member, session_ref, effect.membership, 0
+            )
+            failpoint("coordinator.build.pulled")
+            built = ModelBuilt(
+                party=effect.party,
+                digest=digest,
+                size_bytes=manifest.total_bytes,
+                num_rows=dict(result.build.num_rows),
+                num_parameters=result.build.num_parameters,
+                layout_digest=result.build.layout_digest,
+                structural=tuple(sorted(asked & set(result.build.structural))),
+                warning=_warning(job, result.build.num_rows),
+            )
+            await env.report(effect.run_id, built)
+        case _:
+            await env.end_early(effect.run_id, effect.member, result)
+
+
+def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
+    if job.only_evaluates or "train" not in num_rows or job.batch_size <= num_rows["train"]:
+        return ""
+    return (
+        f"batch_size {job.batch_size} is larger than the {num_rows['train']} rows of the train "
+        "split, so every step takes all of them"
+    )
+
+
+def _variants(env: Env, effect: Build) -> list[worker_pb2.Variant]:
+    """What to build beside a population's member, which tells what its layout depends on."""
+    if effect.params is None:
+        return []
+    found = variants(env.state.runs[effect.run_id].job, effect.params)
+    return [
+        worker_pb2.Variant(name=each.name, fields_json=dump_json(dict(each.fields)))
+        for each in found
+    ]

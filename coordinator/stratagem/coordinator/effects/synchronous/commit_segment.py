@@ -1,0 +1,107 @@
+"""CommitSegment: pull the snapshot of a finished segment from members that have it.
+
+The members train on meanwhile. Of members that hold the same bits whoever answers will do; where
+the state is divided among members, every part is pulled, and the parts become one blob.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from stratagem.common.base.ids import Digest
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.manifest import Limits
+from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.coordinator.core.effects import CommitSegment
+from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
+from stratagem.coordinator.runtime.worker_links import session
+from stratagem.coordinator.updates.merge_parts import (
+    ContradictionError,
+    Part,
+    joined_rows,
+    merged_manifest,
+    write_merged,
+)
+
+
+async def commit_segment(env: Env, effect: CommitSegment) -> None:
+    """Make the segment's state durable and report SegmentCommitted."""
+    session_ref = session(effect.run_id, effect.party)
+    if len(effect.parts) == 1:
+        digest, manifest = await from_any(
+            effect.parts[0],
+            lambda member: pull_snapshot(
+                env, member, session_ref, effect.membership, effect.segment
+            ),
+        )
+        size_bytes = manifest.total_bytes
+    else:
+        try:
+            pulls = [partial(_part, env, effect, members) for members in effect.parts]
+            digest, size_bytes = await merged(env, pulls)
+        except ContradictionError as error:
+            reason = f"segment {effect.segment} cannot be committed: {error}"
+            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+            return
+    failpoint("coordinator.commit.pulled")
+    fact = SegmentCommitted(
+        party=effect.party,
+        segment=effect.segment,
+        step=effect.step,
+        digest=digest,
+        size_bytes=size_bytes,
+        metrics=dict(effect.metrics),
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def merged(
+    env: Env, pulls_of: Sequence[Callable[[], Awaitable[Part]]], *, joins_rows: bool = False
+) -> tuple[Digest, int]:
+    """Pull all parts and write them as one blob; its digest and size in bytes.
+
+    joins_rows: see `joined_rows`. Raises ContradictionError for parts that make no whole.
+    """
+    parts: list[Part] = []
+    cancelled = threading.Event()
+    try:
+        # Not a task group: what the first part raises must reach the caller as it is.
+        pulls = [asyncio.ensure_future(pull()) for pull in pulls_of]
+        try:
+            await asyncio.gather(*pulls)
+        finally:
+            for task in pulls:
+                task.cancel()
+            ended = await asyncio.gather(*pulls, return_exceptions=True)
+            parts += [each for each in ended if isinstance(each, Part)]
+        return await env.in_thread(lambda: _write(env, parts, cancelled, joins_rows=joins_rows))
+    finally:
+        cancelled.set()
+        for part in parts:
+            part.data.close()
+
+
+async def _part(env: Env, effect: CommitSegment, members: tuple[Member, ...]) -> Part:
+    session_ref = session(effect.run_id, effect.party)
+    async with env.pulls:
+        return await from_any(
+            members,
+            lambda member: pull_part(env, member, session_ref, effect.membership, effect.segment),
+        )
+
+
+def _write(
+    env: Env, parts: list[Part], cancelled: threading.Event, *, joins_rows: bool
+) -> tuple[Digest, int]:
+    limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    manifest = merged_manifest([part.manifest for part in parts], limits)
+    shown = joined_rows(manifest) if joins_rows else manifest
+    writer = env.blobs.writer(len(header_bytes(shown)) + manifest.total_bytes)
+    try:
+        digest = write_merged(manifest, parts, writer, cancelled.is_set, described_as=shown)
+    finally:
+        writer.abort()
+    return digest, manifest.total_bytes

@@ -1,0 +1,141 @@
+"""EvaluateTogether: all members of a party evaluate one state, each on the batches of its shards.
+
+Members do not meet, so one that is lost holds nobody up: the next membership gives its shards to
+the others, which answer at once for what they have evaluated already.
+"""
+
+from functools import partial
+
+from stratagem.common.base.ids import Digest, child_party
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.core.effects import EvaluateTogether
+from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.synchronous.commit_segment import merged
+from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.synchronous.snapshot import pull_part
+from stratagem.coordinator.observe.event_feed import Progress
+from stratagem.coordinator.runtime.task_group import task_group
+from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.updates.merge_parts import ContradictionError, Part
+from stratagem.v1 import types_pb2, worker_pb2
+
+
+async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
+    """Evaluate and report Evaluated, or why the run fails."""
+    job = env.job_of(effect.run_id, effect.party)
+    shown = _Shown(env, effect)
+    async with task_group() as group:
+        attending = [
+            group.create_task(_attend_member(env, effect, job, rank, shown.by(rank)))
+            for rank in range(len(effect.members))
+        ]
+    results = [task.result() for task in attending]
+    finished = [result for result in results if result is not None]
+    if len(finished) < len(results):
+        return  # what ended early has been reported
+    failpoint("coordinator.evaluation.gathered")
+    parts = (part for result in finished for part in result.parts)
+    metrics = fold_parts(parts, env.metrics_of(effect.run_id, effect.party))
+    predictions = Digest("")
+    if job.evaluation is not None and job.evaluation.predictions:
+        pairs = zip(effect.members, finished, strict=True)
+        try:
+            predictions = await _predictions(env, effect, [m for m, each in pairs if each.parts])
+        except ContradictionError as error:
+            reason = f"the outputs of the batches cannot be joined: {error}"
+            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+            return
+    fact = Evaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        metrics=metrics,
+        predictions=predictions,
+    )
+    await env.report(effect.run_id, fact)
+
+
+async def _predictions(env: Env, effect: EvaluateTogether, members: list[Member]) -> Digest:
+    """What the members have kept of their batches, as one blob with the rows in order; "" for a
+    split without rows."""
+    session_ref, segment = _session(effect), effect.base.segment
+
+    async def pull(member: Member) -> Part:
+        async with env.pulls:
+            return await pull_part(env, member, session_ref, effect.membership, segment)
+
+    if not members:
+        return Digest("")
+    digest, _ = await merged(env, [partial(pull, each) for each in members], joins_rows=True)
+    return digest
+
+
+def _session(effect: EvaluateTogether) -> types_pb2.SessionRef:
+    return session(effect.run_id, child_party(effect.party, "evaluate"))
+
+
+async def _attend_member(
+    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
+) -> worker_pb2.EvaluateResult | None:
+    """The member's sums; None when it ended otherwise, which is then reported."""
+    member = effect.members[rank]
+    request = _request(env, effect, job, rank)
+    result = await attend(env, member, request, on_progress, base=effect.base.digest)
+    match result.WhichOneof("outcome"):
+        case "evaluate":
+            return result.evaluate
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
+
+
+def _request(
+    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int
+) -> worker_pb2.ExecuteRequest:
+    owned = assign_shards(effect.num_shards, len(effect.members))[rank]
+    return worker_pb2.ExecuteRequest(
+        fence=env.links.to(effect.members[rank], env.state).fence(effect.membership),
+        session=_session(effect),
+        segment=effect.base.segment,
+        job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
+        evaluate=worker_pb2.EvaluatePlan(
+            base=state_ref(effect.base),
+            splits=effect.splits,
+            rank=owned.start,
+            count=len(owned),
+            size=effect.num_shards,
+        ),
+    )
+
+
+class _Shown:
+    """The batches and rows per second of all members together, for whoever watches."""
+
+    def __init__(self, env: Env, effect: EvaluateTogether) -> None:
+        self._env, self._effect = env, effect
+        self._latest: dict[int, worker_pb2.Progress] = {}
+
+    def by(self, rank: int) -> OnProgress:
+        """What to do with the progress of one member."""
+
+        def show(progress: worker_pb2.Progress) -> None:
+            self._latest[rank] = progress
+            if self._effect.party == ROOT:
+                self._env.feed.set_progress(self._effect.run_id, self._sum())
+
+        return show
+
+    def _sum(self) -> Progress:
+        latest = self._latest.values()
+        return Progress(
+            step=sum(each.step for each in latest),
+            loss=0.0,
+            rows_per_s=sum(each.rows_per_s for each in latest),
+            engine="",
+        )

@@ -1,0 +1,186 @@
+"""RunSegment: all members of a party train to a step, together.
+
+The coordinator only starts, watches and collects; under AllReduce the gradients never pass here.
+When a member is lost the fact that says so changes the pending set, this task is cancelled, and
+the next one gives the survivors their new view: what they compute goes on untouched.
+"""
+
+from collections.abc import Mapping
+
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    Member,
+    PartyFailed,
+    SegmentFinished,
+)
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
+from stratagem.coordinator.observe.event_feed import Progress
+from stratagem.coordinator.runtime.task_group import task_group
+from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
+from stratagem.v1 import worker_pb2
+
+EXCHANGE = {
+    ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
+    ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
+    ExchangeMethod.GOSSIP: worker_pb2.EXCHANGE_METHOD_GOSSIP,
+}
+
+
+async def run_segment(env: Env, effect: RunSegment) -> None:
+    """Train the segment and report SegmentFinished, or why the run fails."""
+    job = env.job_of(effect.run_id, effect.party)
+    async with task_group() as group:
+        server = None
+        if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
+            server = group.create_task(serve_steps(env, effect))
+        attending = [
+            group.create_task(_attend_member(env, effect, job, rank))
+            for rank in range(len(effect.members))
+        ]
+        results = [await task for task in attending]
+        if server is not None:
+            server.cancel()
+    finished = [result for result in results if result is not None]
+    if len(finished) == len(effect.members):
+        await _report(env, effect, finished)
+
+
+async def _attend_member(
+    env: Env, effect: RunSegment, job: JobSpec, rank: int
+) -> worker_pb2.TrainResult | None:
+    """The member's result; None when it ended otherwise, which is then reported at once.
+
+    At once, because the other members wait for this one inside their exchange.
+    """
+    member = effect.members[rank]
+    result = await attend(env, member, _request(env, effect, job, rank), _shown(env, effect, rank))
+    match result.WhichOneof("outcome"):
+        case "train":
+            return result.train
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
+
+
+def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb2.ExecuteRequest:
+    link = env.links.to(effect.members[rank], env.state)
+    return worker_pb2.ExecuteRequest(
+        fence=link.fence(effect.membership),
+        session=session(effect.run_id, effect.party),
+        segment=effect.segment,
+        job_json=job.canonical_json(),
+        numerics=env.numerics_of(effect.run_id),
+        train=worker_pb2.TrainPlan(
+            view=worker_pb2.View(members=_members(env, effect), rank=rank),
+            base=state_ref(effect.base),
+            to_step=effect.to_step,
+            num_shards=effect.num_shards,
+            exchange=EXCHANGE[effect.exchange],
+            evaluate_splits=effect.evaluate,
+            lineage=effect.lineage,
+            ranks=effect.ranks,
+        ),
+    )
+
+
+def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
+    per_replica = len(set(effect.ranks)) or 1
+    shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
+    return [
+        worker_pb2.Member(
+            worker_id=member.worker_id,
+            incarnation=member.incarnation,
+            address=_address(env, member),
+            first_shard=owned.start,
+            num_shards=len(owned),
+        )
+        for rank, member in enumerate(effect.members)
+        for owned in (shards[rank // per_replica],)
+    ]
+
+
+def _address(env: Env, member: Member) -> str:
+    return env.links.to(member, env.state).address
+
+
+def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
+    def show(progress: worker_pb2.Progress) -> None:
+        if rank == 0 and effect.party == ROOT:  # the steps of parties below are no run's
+            latest = Progress(
+                progress.step,
+                progress.loss,
+                progress.rows_per_s,
+                progress.engine,
+                progress.grad_norm,
+                effect.num_skipped + progress.num_skipped_steps,
+                progress.phase,
+                _of_training(progress.metrics),
+            )
+            env.feed.set_progress(effect.run_id, latest)
+
+    return show
+
+
+def _of_training(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
+
+
+def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float]:
+    """The steps left out since the run began, where the workers count them."""
+    if SKIPPED_STEPS not in metrics:
+        return metrics
+    return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
+
+
+async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
+    differing = _differing(effect, results)
+    if differing:
+        reason = f"the replicas differ after segment {effect.segment}: {differing}"
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        return
+    failpoint("coordinator.segment.trained")
+    first = results[0]
+    fact = SegmentFinished(
+        party=effect.party,
+        segment=effect.segment,
+        step=first.step,
+        membership=effect.membership,
+        loss=first.loss,
+        num_rows=first.num_rows,
+        seconds=max(result.seconds for result in results),
+        engine=first.engine,
+        metrics={
+            **_with_skipped(_of_training(first.metrics), effect.num_skipped),
+            **fold_parts(
+                (part for result in results for part in result.parts),
+                env.metrics_of(effect.run_id, effect.party),
+            ),
+        },
+        num_redone_steps=max(result.num_redone_steps for result in results),
+        traffic={
+            name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
+        },
+    )
+    await env.report(effect.run_id, fact)
+
+
+def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
+    """Who holds what, of members that should hold the same; "" when all is well."""
+    by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
+    is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
+    # Beside what each holds alone, which their words do not cover, replicas hold the same.
+    for part in (effect.members,) if is_replicated else effect.parts:
+        if len({by_member[member] for member in part}) > 1:
+            return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)
+    return ""

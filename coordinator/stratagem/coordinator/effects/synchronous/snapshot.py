@@ -1,0 +1,106 @@
+"""Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.ids import Digest
+from stratagem.common.rpc.tensor_transfer import pull
+from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.store.blobs import BlobWriter
+from stratagem.coordinator.updates.merge_parts import Part
+from stratagem.coordinator.updates.stream_offload import Offload
+from stratagem.v1 import types_pb2, worker_pb2
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
+    """What the first member gives that has it; raises what the last one did when none has."""
+    assert members, "nobody has the snapshot"
+    for member in members[:-1]:
+        try:
+            return await pull_from(member)
+        except StratagemError as error:
+            log.info("no snapshot here", worker_id=member.worker_id, reason=str(error))
+    return await pull_from(members[-1])
+
+
+async def pull_snapshot(
+    env: Env, member: Member, session_ref: types_pb2.SessionRef, membership: int, segment: int
+) -> tuple[Digest, Manifest]:
+    """The snapshot that a member took at the end of a segment, durable in the store."""
+    writers: list[BlobWriter] = []
+
+    def accept(manifest: Manifest) -> Callable[[bytes], None]:
+        header = header_bytes(manifest)
+        writer = env.blobs.writer(len(header) + manifest.total_bytes)
+        writers.append(writer)
+        writer.write(header)
+        return writer.write
+
+    try:
+        manifest = await _pull(env, member, session_ref, membership, segment, accept)
+        digest = await env.in_thread(writers[0].commit)
+    finally:
+        for writer in writers:
+            writer.abort()
+    return digest, manifest
+
+
+async def pull_part(
+    env: Env, member: Member, session_ref: types_pb2.SessionRef, membership: int, segment: int
+) -> Part:
+    """A member's part of the state at the end of a segment, in a scratch file of the caller's."""
+    scratch = env.blobs.scratch()
+    try:
+        manifest = await _pull(
+            env, member, session_ref, membership, segment, lambda _: scratch.write
+        )
+    except BaseException:
+        scratch.close()
+        raise
+    return Part(manifest, scratch)
+
+
+async def _pull(
+    env: Env,
+    member: Member,
+    session_ref: types_pb2.SessionRef,
+    membership: int,
+    segment: int,
+    begin: Callable[[Manifest], Callable[[bytes], None]],
+) -> Manifest:
+    """Download into the sink that `begin` answers, which gets all bytes in order."""
+    link = env.links.to(member, env.state)
+    sinks: list[Callable[[bytes], None]] = []
+    offload = Offload(lambda _offset, data: sinks[0](data))
+
+    def accept(manifest: Manifest) -> Sink:
+        sinks.append(begin(manifest))
+        return offload.write
+
+    def request(offset: int) -> worker_pb2.GetStateRequest:
+        return worker_pb2.GetStateRequest(
+            fence=link.fence(membership), session=session_ref, snapshot=segment, offset=offset
+        )
+
+    try:
+        manifest = await pull(
+            lambda offset: link.stub.GetState(request(offset)),
+            accept,
+            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
+            purpose=Purpose.STATE,
+            keep_up=offload.keep_up,
+        )
+        await offload.finish()
+    finally:
+        await offload.close()
+    return manifest

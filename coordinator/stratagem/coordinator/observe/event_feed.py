@@ -1,0 +1,166 @@
+"""What watchers see: per run its events by index, the latest progress, and a wake-up for both.
+
+Lives on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
+watcher can leave and come back by index; progress is a latest value without one. In memory are the
+newest events of runs that have not ended; all others are asked for when somebody wants them. Of a
+run at rest nothing is in memory but who still watches it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.facts import Fact
+from stratagem.coordinator.core.state import RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    index: int
+    wall_s: float
+    fact: Fact
+    phase: RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """step and loss of the segment in flight; loss is NaN until the first step."""
+
+    step: int
+    loss: float
+    rows_per_s: float
+    engine: str
+    grad_norm: float = 0.0
+    """2-norm of the latest step's gradient before clipping."""
+    num_skipped_steps: int = 0
+    """Since the run began, because they were not finite."""
+    training_phase: str = ""
+    """Of phase training."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of that step, by metric."""
+    reason: str = ""
+    """What a run waits for that has no workers, or whose work keeps failing; nothing else is set
+    then."""
+
+
+MAX_EVENTS: Final = 1024
+"""Of a run, in memory; up to twice as many until they are cut."""
+
+History = Callable[[RunId, int], Awaitable[Sequence[Event]]]
+"""Some events of a run from an index on, as many as are good at once; none when it is gone."""
+
+
+@dataclass(slots=True)
+class _Run:
+    events: list[Event] = field(default_factory=list)
+    """The newest ones; none once the run has ended."""
+    num_events: int = 0
+    last_wall_s: float = 0.0
+    progress: Progress | None = None
+    trouble: str = ""
+    """What keeps failing since the newest event, and why."""
+    is_closed: bool = False
+    changed: asyncio.Event | None = None
+    """Set at the next change; made by who waits for it."""
+
+
+class Feed:
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._runs: dict[RunId, _Run] = {}
+
+    def add_event(self, run_id: RunId, event: Event, *, is_last: bool) -> None:
+        """Append an event; indices are consecutive. is_last: the run has ended with it."""
+        if run_id not in self._runs:  # it is new, or resumed
+            self._runs[run_id] = _Run(num_events=event.index)
+        run = self._runs[run_id]
+        assert event.index == run.num_events
+        run.events.append(event)
+        run.num_events += 1
+        run.last_wall_s = event.wall_s
+        run.is_closed, run.trouble = is_last, ""
+        if is_last:
+            run.events, run.progress = [], None
+        elif len(run.events) > 2 * MAX_EVENTS:
+            del run.events[:-MAX_EVENTS]
+        self._wake(run)
+
+    def set_progress(self, run_id: RunId, progress: Progress | None) -> None:
+        """Replace the latest progress."""
+        run = self._runs.get(run_id)
+        if run is not None and not run.is_closed:
+            run.progress = progress
+            self._wake(run)
+
+    def set_trouble(self, run_id: RunId, reason: str) -> None:
+        """What keeps failing, until the next event; watchers see it until there is progress."""
+        if run_id in self._runs:
+            self._runs[run_id].trouble = reason
+            waiting = Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
+            self.set_progress(run_id, waiting)
+
+    def trouble(self, run_id: RunId) -> str:
+        """What keeps failing, and why; "" where nothing does."""
+        run = self._runs.get(run_id)
+        return run.trouble if run else ""
+
+    def progress(self, run_id: RunId) -> Progress | None:
+        """The latest progress."""
+        run = self._runs.get(run_id)
+        return run.progress if run else None
+
+    def last_wall_s(self, run_id: RunId) -> float:
+        """When the newest event happened; 0 before the first."""
+        run = self._runs.get(run_id)
+        return run.last_wall_s if run else 0.0
+
+    def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
+        """The newest fact of a run that is wanted, of those in memory."""
+        run = self._runs.get(run_id)
+        events = reversed(run.events) if run else ()
+        return next((event.fact for event in events if is_wanted(event.fact)), None)
+
+    def forget(self, run_id: RunId) -> None:
+        """Drop a run that is at rest or deleted; its watchers end, with its events."""
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            run.is_closed = True
+            self._wake(run)
+
+    async def watch(
+        self, run_id: RunId, from_index: int, num_events: int
+    ) -> AsyncIterator[Event | Progress]:
+        """Events from an index on and progress between them, until the run has ended; num_events:
+        how many there are by now."""
+        run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
+        index = from_index
+        shown: Progress | None = None
+        while True:
+            while index < run.num_events:
+                events = await self._from(run_id, run, index)
+                if not events:  # the run was deleted
+                    return
+                for event in events:
+                    index = event.index + 1
+                    yield event
+            if run.progress is not None and run.progress is not shown:
+                shown = run.progress
+                yield shown
+            if run.is_closed and index >= run.num_events:
+                return
+            if index >= run.num_events and (run.progress is None or run.progress is shown):
+                run.changed = run.changed or asyncio.Event()
+                await run.changed.wait()
+
+    async def _from(self, run_id: RunId, run: _Run, index: int) -> Sequence[Event]:
+        first = run.num_events - len(run.events)
+        if index >= first:
+            return run.events[index - first :]
+        return await self._history(run_id, index)
+
+    def _wake(self, run: _Run) -> None:
+        if run.changed is not None:
+            run.changed.set()
+            run.changed = None

@@ -1,0 +1,137 @@
+"""A run's log: one file of JSON lines per run, for `logs`; not needed for anything else.
+
+The coordinator's own lines are the sentences of its facts; the workers' lines are what user code
+printed or logged there. Lines may be lost in a crash; facts never are.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+import structlog
+
+from stratagem.common.base.ids import RunId
+
+MAX_LINE_CHARS = 8192
+MAX_FILE_BYTES = 64 * 2**20
+"""A run that prints more than this has its later lines dropped, and says so once."""
+READ_BYTES = 2**18
+"""Read for one follower at once; longer than every line."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """worker_id is "" for the coordinator's own lines; time_s counts from 1970."""
+
+    time_s: float
+    worker_id: str
+    level: str
+    text: str
+
+
+class RunLogs:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._files: dict[RunId, TextIO] = {}
+        self._full: set[RunId] = set()
+        self._changed: dict[RunId, asyncio.Event] = {}
+
+    def add(self, run_id: RunId, line: Line) -> None:
+        """Append a line and wake who follows. Lines that the disk does not take are lost."""
+        if run_id in self._full:
+            return
+        try:
+            self._add(run_id, line)
+        except OSError as error:
+            self._drop_file(run_id)
+            log.warning("line of a run's log is lost", run_id=run_id, reason=error.strerror)
+        self._wake(run_id)
+
+    def _add(self, run_id: RunId, line: Line) -> None:
+        file = self._files.get(run_id)
+        if file is None:
+            file = self._files[run_id] = self._path(run_id).open("a", encoding="utf-8")
+        if file.tell() > MAX_FILE_BYTES:
+            self._full.add(run_id)
+            line = Line(line.time_s, "", "WARNING", "the log is full; later lines are dropped")
+        short = Line(line.time_s, line.worker_id, line.level, line.text[:MAX_LINE_CHARS])
+        file.write(json.dumps(asdict(short)) + "\n")
+        file.flush()
+
+    def close_run(self, run_id: RunId) -> None:
+        """The run has ended: followers end when they have read what there is."""
+        self._drop_file(run_id)
+        self._wake(run_id)
+
+    def _drop_file(self, run_id: RunId) -> None:
+        """Close it; what it could not write then is lost."""
+        file = self._files.pop(run_id, None)
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for run_id in list(self._files):
+            self.close_run(run_id)
+
+    def delete(self, run_id: RunId) -> None:
+        """Forget a run's log."""
+        self.close_run(run_id)
+        self._full.discard(run_id)
+        self._path(run_id).unlink(missing_ok=True)
+
+    def run_ids(self) -> list[RunId]:
+        """Of the logs that there are."""
+        return [RunId(path.stem) for path in self._root.glob("*.jsonl")]
+
+    async def tail(
+        self, run_id: RunId, *, follow: bool, is_over: Callable[[RunId], bool]
+    ) -> AsyncIterator[Line]:
+        """The lines so far; with follow, later ones too, until the run is over."""
+        position = 0
+        while True:
+            over = is_over(run_id)
+            before = position
+            lines, position = self._read(run_id, position)
+            for line in lines:
+                yield line
+            if position > before:
+                continue  # there may be more; whoever writes meanwhile is read at the next look
+            if not follow or over:
+                return
+            await self._changed.setdefault(run_id, asyncio.Event()).wait()
+
+    def _read(self, run_id: RunId, position: int) -> tuple[list[Line], int]:
+        path = self._path(run_id)
+        if not path.exists():
+            return [], position
+        with path.open("rb") as file:
+            file.seek(position)
+            data = file.read(READ_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        found = (_line(raw) for raw in whole.splitlines())
+        return [line for line in found if line is not None], position + len(whole)
+
+    def _path(self, run_id: RunId) -> Path:
+        return self._root / f"{run_id}.jsonl"
+
+    def _wake(self, run_id: RunId) -> None:
+        event = self._changed.pop(run_id, None)
+        if event is not None:
+            event.set()
+
+
+def _line(raw: bytes) -> Line | None:
+    """None for what a crash or a full disk has cut off, and the line that was written behind it."""
+    try:
+        return Line(**json.loads(raw))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,41 @@
+"""Tells watchers what a run waits for, where no fact does: workers that are missing, and work that
+fails and is tried again."""
+
+from collections.abc import Set
+
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.state import CoordinatorState, World
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
+from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
+from stratagem.coordinator.observe.event_feed import Feed, Progress
+from stratagem.coordinator.observe.log_ids import ids_of
+
+
+def say_what_is_missing(
+    feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]
+) -> None:
+    """After facts of these runs (or of the cluster, which concern all): the sentence as progress,
+    when it is another one; and none once there are workers."""
+    looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
+    for run_id in looked_at:
+        run, shown = state.runs[run_id], feed.progress(run_id)
+        reason = "" if run.ended is not None else why_waiting(run, world)
+        if reason and (shown is None or shown.reason != reason):
+            feed.set_progress(run_id, _sentence(reason))
+        elif not reason and shown is not None and shown.reason:
+            feed.set_progress(run_id, None)
+
+
+def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
+    """Until the next fact of the run: what is done again and again, and why."""
+    kind = type(effect).__name__
+    worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
+    where = f" on {worker_id}" if worker_id else ""
+    log = f"the log of {worker_id or 'the coordinator'} says more"
+    told = f"{kind}{where} keeps failing and is tried again: {reason} ({log})"
+    feed.set_trouble(effect.run_id, told)
+
+
+def _sentence(reason: str) -> Progress:
+    return Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)

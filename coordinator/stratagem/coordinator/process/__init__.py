@@ -1,0 +1,1 @@
+"""The coordinator process: how it starts, what it tells Prometheus, how it ends."""

@@ -1,0 +1,287 @@
+"""What a coordinator tells Prometheus: the definitions, and where their values come from.
+
+Takes hold of what the event loop owns when somebody scrapes, and looks at it in another thread:
+the state is a frozen value. Served from before the lead is taken, so that a coordinator that waits
+for it can be seen. No run, worker or client has a series of its own: their number has no bound.
+What counts is told as 0 from the first scrape on, with every value of its labels: nobody sees a
+series rise that appears with its first event.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+from stratagem.common.base.ids import RunId
+from stratagem.common.observe.call_metrics import CallStats, methods_of
+from stratagem.common.observe.metric_definition import Metric, Readings, Values, one
+from stratagem.common.observe.metrics_endpoint import metrics_served
+from stratagem.common.observe.process_metrics import SHARED, ProcessStats
+from stratagem.common.observe.scrape_guard import Guard, deployment_of
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import KINDS
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    RunPhase,
+    WorkerRecord,
+)
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.v1 import coordinator_pb2
+
+RUNS: Final = Metric("stratagem_coordinator_runs", "gauge", "runs by phase", ("phase",))
+NOT_RUNNING: Final = Metric(
+    "stratagem_coordinator_run_not_running_max_seconds",
+    "gauge",
+    "for how long a run that has not ended has been found in another phase than RUNNING at every "
+    "scrape: of the run for which that is longest, since this coordinator has the lead",
+)
+COMMITS: Final = Metric(
+    "stratagem_coordinator_commits_total", "counter", "states committed since the start"
+)
+SEGMENTS: Final = Metric(
+    "stratagem_coordinator_segments_total", "counter", "segments finished since the start"
+)
+ROUNDS: Final = Metric(
+    "stratagem_coordinator_rounds_total", "counter", "federated rounds closed since the start"
+)
+UPDATES: Final = Metric(
+    "stratagem_coordinator_updates_total",
+    "counter",
+    "updates of federated clients since the start: received, rejected",
+    ("outcome",),
+)
+REFUSED: Final = Metric(
+    "stratagem_coordinator_updates_refused_total",
+    "counter",
+    "updates of federated clients that do not count, since the start: not_finite, not_finite_loss, "
+    "layout (other names, shapes or types than the model), size, codec, num_samples, exception, "
+    "memory, crashed, timeout, refused_by_site; late (the round was closed while the client "
+    "trained or sent)",
+    ("cause",),
+)
+FACTS: Final = Metric(
+    "stratagem_coordinator_facts_total", "counter", "facts journaled since the start", ("kind",)
+)
+APPEND_SECONDS: Final = Metric(
+    "stratagem_coordinator_journal_append_seconds",
+    "histogram",
+    "how long transactions of the journal took, to the disk and back",
+)
+LEASE_HELD: Final = Metric(
+    "stratagem_coordinator_lease_held",
+    "gauge",
+    "1 while this coordinator leads, 0 while it waits, or may no longer lead",
+)
+LEASE_AGE: Final = Metric(
+    "stratagem_coordinator_lease_age_seconds", "gauge", "since the lead was last renewed"
+)
+TERM: Final = Metric("stratagem_coordinator_term", "gauge", "number of the present lead")
+COMMANDS: Final = Metric(
+    "stratagem_coordinator_commands_waiting", "gauge", "commands that wait to be decided"
+)
+EFFECTS: Final = Metric(
+    "stratagem_coordinator_effects",
+    "gauge",
+    "what runs need done: running, or waiting for compute slots",
+    ("effect", "state"),
+)
+EFFECT_FAILURES: Final = Metric(
+    "stratagem_coordinator_effect_failures_total",
+    "counter",
+    "attempts of effects that failed and are tried again",
+    ("effect",),
+)
+PUSHES: Final = Metric(
+    "stratagem_coordinator_pushes", "gauge", "states on their way to workers now"
+)
+SPOOL_BYTES: Final = Metric(
+    "stratagem_coordinator_spool_bytes", "gauge", "updates in the spool, announced ones included"
+)
+SPOOL_LIMIT: Final = Metric(
+    "stratagem_coordinator_spool_limit_bytes", "gauge", "what `--max-spool-bytes` allows"
+)
+DISK: Final = Metric(
+    "stratagem_coordinator_disk_bytes",
+    "gauge",
+    "of the file system of `--data-dir`: free, total",
+    ("kind",),
+)
+WORKERS: Final = Metric(
+    "stratagem_coordinator_workers",
+    "gauge",
+    "registered workers as they are now: alive, draining; lost, until they are forgotten",
+    ("state",),
+)
+HEARTBEAT_AGE: Final = Metric(
+    "stratagem_coordinator_heartbeat_age_max_seconds",
+    "gauge",
+    "silence of the worker alive that has been silent for longest",
+)
+METRICS: Final = (
+    RUNS,
+    NOT_RUNNING,
+    COMMITS,
+    SEGMENTS,
+    ROUNDS,
+    UPDATES,
+    REFUSED,
+    FACTS,
+    APPEND_SECONDS,
+    LEASE_HELD,
+    LEASE_AGE,
+    TERM,
+    COMMANDS,
+    EFFECTS,
+    EFFECT_FAILURES,
+    PUSHES,
+    SPOOL_BYTES,
+    SPOOL_LIMIT,
+    DISK,
+    WORKERS,
+    HEARTBEAT_AGE,
+    *SHARED,
+)
+_EFFECTS: Final = tuple(each.__name__ for each in Effect.__args__)
+_CAUSES: Final = tuple(each for each in Cause if each is not Cause.UNKNOWN)
+_COUNTED: Final = (
+    (COMMITS, "SegmentCommitted"),
+    (SEGMENTS, "SegmentFinished"),
+    (ROUNDS, "RoundClosed"),
+)
+
+
+class CoordinatorMonitor:
+    """Of one process; `app` is set once it leads."""
+
+    def __init__(self, settings: Settings, now: Callable[[], float] = time.monotonic) -> None:
+        self.app: App | None = None
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        self.process = ProcessStats(settings, CallStats(methods_of(service)))
+        self._settings, self._now = settings, now
+        self._not_running: Mapping[RunId, float] = {}
+        """Since when each run is not."""
+
+    def served(self, host: str) -> AbstractAsyncContextManager[str]:
+        """Serves on `--metrics-port`, where it is set."""
+        return metrics_served(
+            self.sample,
+            self.process.lag,
+            host,
+            self._settings.metrics_port,
+            guard=Guard.of(self._settings),
+            deployment=deployment_of(self._settings),
+            allow_insecure_network=self._settings.allow_insecure_network,
+        )
+
+    def sample(self) -> Callable[[], Readings]:
+        """On the event loop."""
+        app = self.app
+        held = list(_waiting() if app is None else _held(app))
+        return lambda: self._readings(app, held)
+
+    def _readings(
+        self, app: App | None, held: list[tuple[Metric, Values]]
+    ) -> Iterator[tuple[Metric, Values]]:
+        """In any thread."""
+        yield from held
+        if app is not None:
+            phases = _phases(app.loop.state)
+            yield RUNS, _runs(phases, app.loop.state)
+            yield NOT_RUNNING, one(self._longest_not_running_s(phases))
+            yield WORKERS, _workers(app.loop.state)
+            yield SPOOL_BYTES, one(app.spool.used_bytes)
+            yield APPEND_SECONDS, one(app.loop.append_seconds)
+        yield SPOOL_LIMIT, one(self._settings.max_spool_bytes)
+        yield DISK, self._disk()
+        yield from self.process.readings()
+
+    def _longest_not_running_s(self, phases: Mapping[RunId, RunPhase]) -> float:
+        now_s, before = self._now(), self._not_running
+        self._not_running = {
+            run_id: before.get(run_id, now_s)
+            for run_id, phase in phases.items()
+            if phase is not RunPhase.RUNNING and not phase.is_terminal
+        }
+        return max((now_s - since_s for since_s in self._not_running.values()), default=0.0)
+
+    def _disk(self) -> Values:
+        folder = self._settings.data_dir.absolute()
+        while not folder.exists() and folder != folder.parent:  # made when the lead is taken
+            folder = folder.parent
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            return {}
+        unit = found.f_frsize
+        return {("free",): found.f_bavail * unit, ("total",): found.f_blocks * unit}
+
+
+def _held(app: App) -> Iterator[tuple[Metric, Values]]:
+    """What only the event loop may look at."""
+    loop, supervisor = app.loop, app.supervisor
+    yield LEASE_HELD, one(float(app.entrance.is_open))
+    yield LEASE_AGE, one(time.monotonic() - loop.renewed_s)
+    yield TERM, one(loop.term)
+    yield COMMANDS, one(loop.num_waiting)
+    running, waiting = supervisor.by_kind()
+    yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
+    yield PUSHES, one(len(app.env.pushes))
+    yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
+    yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
+
+
+def _waiting() -> Iterator[tuple[Metric, Values]]:
+    """Of a process without the lead: it has done nothing yet."""
+    yield LEASE_HELD, one(0.0)
+    yield from _counted(Counter(), Counter(), Counter())
+
+
+def _counted(
+    facts: Counter[str], failures: Counter[str], refused: Counter[Cause]
+) -> Iterator[tuple[Metric, Values]]:
+    yield FACTS, {(kind,): facts[kind] for kind in KINDS}
+    for metric, kind in _COUNTED:
+        yield metric, one(facts[kind])
+    yield (
+        UPDATES,
+        {
+            ("received",): facts["UpdateReceived"],
+            ("rejected",): facts["UpdateRejected"],
+        },
+    )
+    yield REFUSED, {(each.value,): refused[each] for each in _CAUSES}
+    yield EFFECT_FAILURES, {(kind,): failures[kind] for kind in _EFFECTS}
+
+
+def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], float]:
+    return {(kind, state): counts.get(kind, 0) for kind in _EFFECTS}
+
+
+def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
+    world = world_of(state)
+    return {run_id: run.ended or outlook_of(run, world).phase for run_id, run in state.runs.items()}
+
+
+def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
+    """Every phase is named, also one that no run is in."""
+    counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
+    return {(each.value,): counts[each] for each in RunPhase}
+
+
+def _workers(state: CoordinatorState) -> Values:
+    counts = Counter(map(_state_of, state.workers.values()))
+    return {(each,): counts[each] for each in ("alive", "draining", "lost")}
+
+
+def _state_of(worker: WorkerRecord) -> str:
+    if not worker.is_alive:
+        return "lost"
+    return "draining" if worker.is_draining else "alive"

@@ -1,0 +1,50 @@
+"""The chunks of one file for several receivers that read it at about the same time.
+
+A chunk is read, checksummed and framed once; the newest ones are kept, so a receiver that is a
+little behind finds them made, and one that is far behind makes its own. Memory is a few chunks,
+whatever the file's size and the number of receivers. Lives on the event loop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import frame
+from stratagem.common.tensors.safetensors_file import FileSource
+
+NUM_KEPT: Final = 4
+
+
+class SharedFrames:
+    """Frames of the range that `source` reads, which is total_bytes long."""
+
+    def __init__(
+        self, source: FileSource, total_bytes: int, check: Callable[[int, bytes], None]
+    ) -> None:
+        """check: looks at each frame, with its offset, when it has been made."""
+        self._source = source
+        self._check = check
+        self._total_bytes = total_bytes
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+
+    def __call__(self, offset: int) -> Iterator[bytes]:
+        """The frames from an offset on."""
+        pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
+        while offset < self._total_bytes:
+            made = self._kept.get(offset)
+            if made is None:
+                if pieces is None:
+                    pieces = self._source(offset)
+                made = self._keep(offset, frame(offset, next(pieces)))
+            else:
+                pieces = None
+            yield made
+            offset += min(CHUNK_BYTES, self._total_bytes - offset)
+
+    def _keep(self, offset: int, made: bytes) -> bytes:
+        self._check(offset, made)
+        self._kept[offset] = made
+        if len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
+        return made

@@ -1,0 +1,174 @@
+"""Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
+the set, then cancelled. What is cancelled may clean up; closing waits for that, too. Effects that
+need compute slots start when all of them are free.
+
+Level-triggered: what must run is read off the set, never remembered. One of the two places that
+catch every exception, because a failing effect must be reported and tried again.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection
+
+import structlog
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.exception_text import leaves, told
+from stratagem.common.base.ids import RunId
+from stratagem.common.base.retry_backoff import Backoff
+from stratagem.coordinator.core.effects import Effect, slots
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.gang_scheduler import Request, grant
+from stratagem.coordinator.observe.log_ids import ids_of
+from stratagem.coordinator.runtime.task_group import stop_if_cancelled
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 5.0
+GRACE_S = 5.0
+"""What is stopped may take this long to end before the supervisor is closed without it."""
+TROUBLE = 6
+"""Attempts that fail one after the other, in a second or two, before watchers are told."""
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    def __init__(
+        self,
+        perform: Callable[[Effect], Awaitable[None]],
+        on_trouble: Callable[[Effect, str], None] = lambda effect, reason: None,
+    ) -> None:
+        """on_trouble is told of every effect that keeps failing, and why."""
+        self._perform = perform
+        self._on_trouble = on_trouble
+        self._tasks: dict[Effect, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Stopped, and not at their end yet."""
+        self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
+        """The effects that have a task."""
+        self._waiting: list[Request[Effect, Member]] = []
+        self._yielded: set[Effect] = set()
+        self.num_failures: Counter[str] = Counter()
+        """Attempts that failed, by effect."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Effects that wait for compute slots."""
+        return len(self._waiting)
+
+    def by_kind(self) -> tuple[Counter[str], Counter[str]]:
+        """How many effects of each kind (run, wait for compute slots)."""
+        running = Counter(type(effect).__name__ for effect in self._tasks)
+        return running, Counter(type(request.key).__name__ for request in self._waiting)
+
+    def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
+        """Make what runs equal to what is due: these effects, all there are of some runs or, with
+        None, of all."""
+        concerned = self._of_run if of is None else set(of)
+        running = [each for run_id in concerned for each in self._of_run.get(run_id, ())]
+        ended = [effect for effect in running if effect not in effects]
+        for effect in ended:
+            self._stop(effect)
+        known = {request.key for request in self._waiting}
+        self._waiting = [
+            request
+            for request in self._waiting
+            if request.key in effects or (of is not None and request.key.run_id not in concerned)
+        ]
+        new = [e for e in effects if e not in self._tasks and e not in known]
+        for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
+            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
+        self._start_granted()
+
+    def yield_slots(self, effect: Effect) -> None:
+        """The effect goes on without its slots: what is left of it needs no compute."""
+        if effect in self._tasks:
+            self._yielded.add(effect)
+            self._start_granted()
+
+    async def close(self) -> None:
+        """Stop everything and wait until it has ended, also what was stopped before."""
+        self._waiting.clear()
+        for effect in list(self._tasks):
+            self._stop(effect)
+        if self._ending:
+            _, left = await asyncio.wait(self._ending, timeout=GRACE_S)
+            for task in left:
+                log.error("effect does not end", effect=task.get_name(), waited_s=GRACE_S)
+
+    def _enqueue(self, effect: Effect, *, succeeds: bool) -> None:
+        needed = slots(effect)
+        request = Request(effect, needed)
+        if not needed:
+            self._start(effect)
+        elif succeeds:
+            # The same segment with other members keeps its turn.
+            self._waiting.insert(0, request)
+        else:
+            self._waiting.append(request)
+
+    def _start_granted(self) -> None:
+        if not self._waiting:
+            return
+        busy = self._tasks.keys() - self._yielded
+        taken = [slot for effect in busy for slot in slots(effect)]
+        granted = grant(self._waiting, taken)
+        self._waiting = [request for request in self._waiting if request not in granted]
+        for request in granted:
+            self._start(request.key)
+
+    def _start(self, effect: Effect) -> None:
+        name = f"{type(effect).__name__} {effect.run_id}"
+        self._tasks[effect] = asyncio.create_task(self._persist(effect), name=name)
+        self._of_run[effect.run_id].add(effect)
+
+    def _stop(self, effect: Effect) -> None:
+        task = self._tasks.pop(effect)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
+        self._yielded.discard(effect)
+        self._of_run[effect.run_id].discard(effect)
+        if not self._of_run[effect.run_id]:
+            del self._of_run[effect.run_id]
+
+    async def _persist(self, effect: Effect) -> None:
+        backoff, num_failed = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0
+        while True:
+            pause_s = backoff.next_s()
+            reason = await self._attempt(effect, pause_s)
+            stop_if_cancelled()
+            num_failed = num_failed + 1 if reason else 0
+            if num_failed >= TROUBLE:
+                self._on_trouble(effect, reason)
+            # What was done has usually taken the effect out of the set, and this task with it.
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, effect: Effect, pause_s: float) -> str:
+        """Why it failed; "" when it did not."""
+        bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
+        reason = ""
+        try:
+            await self._perform(effect)
+        except Exception as error:  # the task supervisor
+            reason = told(error)
+            if all(isinstance(each, StratagemError) for each in leaves(error)):
+                bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
+            else:
+                bound.exception("effect raised, trying again", reason=reason, pause_s=pause_s)
+        if reason:
+            self.num_failures[type(effect).__name__] += 1
+        return reason
+
+
+def _is_same_work(new: Effect, old: Effect) -> bool:
+    def work(effect: Effect) -> tuple[object, ...]:
+        segment = getattr(effect, "segment", getattr(effect, "round_num", None))
+        return (
+            type(effect),
+            effect.run_id,
+            effect.party if hasattr(effect, "party") else "",
+            segment,
+        )
+
+    return work(new) == work(old)

@@ -1,0 +1,315 @@
+"""The only writer: command -> decide -> journal (durable) -> apply -> answer.
+
+Commands that wait together share one transaction. The state that others read is always one whose
+every fact is durable; start-up is always a replay. When the lead is lost, or the journal cannot be
+written, the loop ends and says why: nothing may be decided after that.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from stratagem.common.base import limits
+from stratagem.common.base.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    StaleError,
+    StratagemError,
+    UnavailableError,
+    WrongStateError,
+)
+from stratagem.common.base.ids import RunId
+from stratagem.common.observe.metric_definition import Durations
+from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.facts import RunDeleted
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, World
+from stratagem.coordinator.core.state_machine.agenda import Agenda
+from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
+from stratagem.coordinator.core.state_machine.archived_runs import at_rest, put_to_rest
+from stratagem.coordinator.core.state_machine.decide import decide, world_of
+from stratagem.coordinator.core.state_machine.run_view import RunView
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.observe.log_ids import ids_of
+from stratagem.coordinator.runtime.leader_clock import LeaderClock
+from stratagem.coordinator.store.journal import Journal, Lead
+from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.store.journal.fact_log import Recorded
+
+APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
+MAX_BATCH = 64
+"""Commands that share one transaction at most; bounds how long the first one waits."""
+
+SUMMED_UP_FACTS = 50_000
+SUMMED_UP_RUNS = 500
+"""At the start, what has ended is put to rest whenever so many facts, or runs, have been read: one
+who is stopped before the end has not read them for nothing."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Ask:
+    command: Command
+    answer: "asyncio.Future[tuple[Entry, ...]]"
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one transaction will hold, and whom to tell."""
+
+    state: CoordinatorState
+    num_of_cluster: int
+    """Facts of the cluster, of which no run keeps count."""
+    committed: list[Committed] = field(default_factory=list)
+    answers: list[tuple[_Ask, tuple[Entry, ...] | StratagemError]] = field(default_factory=list)
+
+    @property
+    def walls_s(self) -> dict[RunId, float]:
+        """When the newest fact of each run happened."""
+        return {item.entry.run_id: item.wall_s for item in self.committed}
+
+    @property
+    def ends_with_deletion(self) -> bool:
+        return any(isinstance(item.entry.fact, RunDeleted) for item in self.committed)
+
+
+class Loop:
+    def __init__(
+        self,
+        journal: Journal,
+        lead: Lead,
+        strategies: Strategies,
+    ) -> None:
+        self.state = CoordinatorState(strategies)
+        self._agenda = Agenda(self.state)
+        self.world = self._agenda.world
+        """What strategies may look at, of the same state."""
+        self.term = lead.term
+        self.clock = LeaderClock(lead.last_time_s)
+        self.recorded = Recorded(journal, lead.term)
+        self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
+        self._in_hand: list[_Ask] = []
+        self._has_ended = False
+        self._num_of_cluster = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self.facts: Counter[str] = Counter()
+        """Journaled since the start, by kind."""
+        self.append_seconds = Durations(APPEND_BOUNDS_S)
+        self.renewed_s = time.monotonic()
+        """When the lead was last shown to be ours."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Commands that wait to be decided."""
+        return self._queue.qsize()
+
+    async def replay(
+        self, show: Callable[[list[Committed]], None], renew_every_s: float = math.inf
+    ) -> None:
+        """Rebuild the state from the journal: runs at rest from their summaries, the others from
+        their facts, of which show is told run by run.
+
+        May take minutes, in which others run on the event loop, and the lead is kept.
+        """
+        resting, others = await self.recorded.runs()
+        self.state = put_to_rest(self.state, resting)
+        num_facts = num_since = 0
+        read: dict[RunId, float] = {}
+        async for facts in self.recorded.pages(others):
+            self._fold(facts)
+            read |= {item.entry.run_id: item.wall_s for item in facts}
+            num_facts, num_since = num_facts + len(facts), num_since + len(facts)
+            show(facts)
+            if num_since >= SUMMED_UP_FACTS or len(read) > SUMMED_UP_RUNS:
+                last = facts[-1].entry.run_id  # there may be more of it
+                await self._sum_up(
+                    {run_id: at_s for run_id, at_s in read.items() if run_id != last}
+                )
+                read, num_since = {last: read[last]}, 0
+            if time.monotonic() - self.renewed_s > renew_every_s:
+                await self.renew()
+        await self._sum_up(read)
+        self._agenda = Agenda(self.state)
+        self.world = self._agenda.world
+        num_runs = len(self.state.runs) + len(self.state.ended)
+        counts = {"facts": num_facts, "runs": num_runs, "summaries": len(resting)}
+        log.info("journal replayed", **counts, term=self.term)
+
+    def _fold(self, facts: list[Committed]) -> None:
+        for item in facts:
+            run_id = item.entry.run_id
+            with limits.lifted():
+                self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
+            if run_id == CLUSTER:
+                self._num_of_cluster = item.index + 1
+        self.world = world_of(self.state)
+
+    async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
+        """Of these runs, all of whose facts were read: put to rest what has ended under a version
+        that made other summaries, or none, and forget what was being deleted."""
+        found = _at_rest(self.state, self.world, walls_s)
+        await self.recorded.append((), found)
+        self.state = put_to_rest(self.state, [run for run, _ in found])
+        for run_id in walls_s:
+            if run_id != CLUSTER and self.state.find(run_id) is None:
+                await self.recorded.forget(run_id)
+
+    async def submit(self, command: Command) -> tuple[Entry, ...]:
+        """Have a command decided; the facts it led to, durable. Raises what it was refused with,
+        and CancelledError where the loop has ended."""
+        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Ask(command, answer))
+        if self._has_ended:
+            answer.cancel()
+        return await answer
+
+    async def run(self, on_change: Callable[[list[Committed]], None]) -> None:
+        """Serve commands until cancelled; raises FencedError when the lead is lost.
+
+        on_change is told of every batch after it is durable and applied, on the event loop.
+        """
+        try:
+            await self._serve(on_change)
+        finally:
+            self._has_ended = True
+            for ask in self._in_hand:
+                ask.answer.cancel()
+            while not self._queue.empty():
+                self._queue.get_nowait().answer.cancel()
+
+    async def renew(self) -> None:
+        """Show that this coordinator leads. Raises FencedError when it does not."""
+        await self.recorded.renew()
+        self.renewed_s = time.monotonic()
+
+    async def close(self) -> None:
+        """Give up the lead and close the journal."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        await self.recorded.close()
+
+    async def _serve(self, on_change: Callable[[list[Committed]], None]) -> None:
+        while True:
+            asks = self._in_hand = [await self._queue.get()]
+            while len(asks) < MAX_BATCH and not self._queue.empty():
+                asks.append(self._queue.get_nowait())
+            batch = _Batch(self.state, self._num_of_cluster)
+            for ask in asks:
+                await self._decide(batch, ask)
+                if batch.ends_with_deletion:  # what comes next may be of a new run of that name
+                    await self._commit(batch, on_change)
+                    batch = _Batch(self.state, self._num_of_cluster)
+            await self._commit(batch, on_change)
+
+    async def _decide(self, batch: _Batch, ask: _Ask) -> None:
+        try:
+            state = await self.recorded.recalled(batch.state, ask.command)
+            decision = decide(state, ask.command)
+        except StratagemError as error:
+            batch.answers.append((ask, error))
+            return
+        if isinstance(decision, Refusal):
+            batch.answers.append((ask, _error(decision)))
+            return
+        if decision:
+            batch.state = state
+        now_s = self.clock.now()
+        for entry in decision:
+            self._add(batch, entry, now_s)
+
+        def add(entry: Entry) -> CoordinatorState:
+            self._add(batch, entry, now_s)
+            return batch.state
+
+        self._agenda.settle(batch.state, now_s, add)
+        batch.answers.append((ask, decision))
+
+    def _add(self, batch: _Batch, entry: Entry, now_s: float) -> None:
+        run = batch.state.find(entry.run_id)
+        index = 0 if run is None else run.num_facts
+        if entry.run_id == CLUSTER:
+            index = batch.num_of_cluster
+            batch.num_of_cluster += 1
+        batch.state = apply(batch.state, entry.run_id, entry.fact, now_s)
+        self._agenda.note(batch.state, entry.run_id)
+        batch.committed.append(Committed(entry, index, now_s, time.time()))
+
+    async def _commit(self, batch: _Batch, on_change: Callable[[list[Committed]], None]) -> None:
+        if batch.committed:
+            found = _at_rest(batch.state, self._agenda.world, batch.walls_s)
+            began_s = time.perf_counter()
+            await self.recorded.append(batch.committed, found)
+            self.append_seconds.add(time.perf_counter() - began_s)
+            self.facts.update(type(item.entry.fact).__name__ for item in batch.committed)
+            batch.state = put_to_rest(batch.state, [run for run, _ in found])
+            for run, _ in found:
+                self._agenda.note(batch.state, run.run_id)
+        for item in batch.committed:
+            if isinstance(item.entry.fact, RunDeleted):
+                await self.recorded.forget(item.entry.run_id)
+        self.state, self.world = batch.state, self._agenda.world
+        self._num_of_cluster = batch.num_of_cluster
+        for item in batch.committed:
+            fact = item.entry.fact
+            log.info(sentence(fact), kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
+        if batch.committed:
+            on_change(batch.committed)
+        for ask, answer in batch.answers:
+            _answer(ask, answer)
+        self._arm_deadline()
+
+    def _arm_deadline(self) -> None:
+        """Wake the loop when a deadline of some run has passed."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        deadline_s = self._agenda.next_deadline
+        if deadline_s is not None:
+            delay_s = max(0.0, deadline_s - self.clock.now()) + 0.001
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Ask(Tick(), answer))
+
+
+def _at_rest(
+    state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
+) -> list[tuple[EndedRun, RunView]]:
+    """Of these runs, with the time of their newest fact, those that are at rest."""
+    runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
+    found = (at_rest(world, run, at_s) for run, at_s in runs)
+    return [each for each in found if each is not None]
+
+
+def _answer(ask: _Ask, answer: tuple[Entry, ...] | StratagemError) -> None:
+    if ask.answer.done():
+        return
+    if isinstance(answer, StratagemError):
+        ask.answer.set_exception(answer)
+    else:
+        ask.answer.set_result(answer)
+
+
+def _error(refusal: Refusal) -> StratagemError:
+    match refusal.kind:
+        case RefusalKind.INVALID:
+            return InvalidInputError(refusal.reason)
+        case RefusalKind.NOT_FOUND:
+            return NotFoundError(refusal.reason)
+        case RefusalKind.CONFLICT:
+            return AlreadyExistsError(refusal.reason)
+        case RefusalKind.PRECONDITION:
+            return WrongStateError(refusal.reason)
+        case RefusalKind.NOT_YET:
+            return UnavailableError(refusal.reason)
+        case RefusalKind.STALE:
+            return StaleError(refusal.reason)

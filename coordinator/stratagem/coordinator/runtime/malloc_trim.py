@@ -1,0 +1,28 @@
+"""Gives free memory back to the system in the pauses between transfers.
+
+The allocator is tuned to keep what it once had (common/process/malloc.py), which makes transfers
+fast; what it keeps depends on how many chunks once waited for the disk together. In a pause nobody
+needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+PAUSE_S: Final = 10.0
+
+
+async def rest(
+    num_bytes_moved: Callable[[], int], give_back: Callable[[], object], pause_s: float = PAUSE_S
+) -> None:
+    """Give back once in every pause of at least pause_s seconds, until cancelled."""
+    given = seen = num_bytes_moved()
+    while True:
+        await asyncio.sleep(pause_s)
+        now = num_bytes_moved()
+        if now == seen and now != given:
+            await asyncio.to_thread(give_back)
+            given = now
+        seen = now

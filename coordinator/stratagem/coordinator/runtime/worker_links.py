@@ -1,0 +1,139 @@
+"""Everything the coordinator says to workers goes through here: one link per start of a worker.
+
+A link owns a channel and turns status codes into our errors. The seam for an outbound tunnel one
+day: nothing else in the coordinator dials a worker.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import grpc
+
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.rpc.tls_probe import explain
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+PROBE_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class WorkerLink:
+    def __init__(self, member: Member, address: str, term: int, proof: Proof = PLAINTEXT) -> None:
+        self.member = member
+        self.address = address
+        self._proof = proof
+        self._term = term
+        self._channel = open_channel(address, proof, is_shallow=True, to_worker=member.worker_id)
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    def fence(self, membership: int) -> types_pb2.Fence:
+        """What this coordinator believes to be current."""
+        return types_pb2.Fence(term=self._term, membership=membership)
+
+    async def execute(
+        self, request: worker_pb2.ExecuteRequest
+    ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
+        """The messages of an execution. Raises UnavailableError when the stream breaks."""
+        call = self.stub.Execute(request)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        raise UnavailableError(f"worker {self.member.worker_id} ended the stream early")
+
+    async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+        """True when exactly this start of the worker answers at its address."""
+        try:
+            described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return described.incarnation == self.member.incarnation
+
+    async def why_silent(self) -> str:
+        """Why a worker that does not answer does not, where identity is the reason; else empty."""
+        proof, name = self._proof, self.member.worker_id
+        return await asyncio.to_thread(explain, self.address, proof, name)
+
+    async def close_run(self, run_id: RunId) -> None:
+        """Have the worker forget a run, its blobs included. Raises when it does not answer."""
+        request = worker_pb2.CloseSessionRequest(fence=self.fence(0), run_id=run_id)
+        try:
+            await self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def abort(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> None:
+        """Have the worker end what runs in a session."""
+        request = worker_pb2.AbortRequest(fence=fence, session=ref, reason="no longer needed")
+        try:
+            await self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def close_session(self, ref: types_pb2.SessionRef) -> None:
+        """Have the worker forget one session of a run."""
+        request = worker_pb2.CloseSessionRequest(
+            fence=self.fence(0), run_id=ref.run_id, session=ref
+        )
+        try:
+            await self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class Links:
+    """The links that are open, by member."""
+
+    def __init__(self, term: int, proof: Proof = PLAINTEXT) -> None:
+        self._term = term
+        self._proof = proof
+        self._links: dict[Member, WorkerLink] = {}
+
+    def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
+        """The link to a member; raises UnavailableError when this start of it is gone."""
+        record = state.workers.get(member.worker_id)
+        if record is None or record.member != member or not record.is_alive:
+            raise UnavailableError(f"worker {member.worker_id} is lost")
+        link = self._links.get(member)
+        if link is None or link.address != record.address:
+            link = self._links[member] = self.open(member, record.address)
+        return link
+
+    def open(self, member: Member, address: str) -> WorkerLink:
+        """A link of its own to a worker that may not be registered yet; the caller closes it."""
+        return WorkerLink(member, address, self._term, self._proof)
+
+    def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
+        """Forget the links to members that are gone; the caller closes them."""
+        alive = {w.member for w in state.workers.values() if w.is_alive}
+        lost = [member for member in self._links if member not in alive]
+        return [self._links.pop(member) for member in lost]
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()
+
+
+def session(run_id: RunId, party: str = "", member: int = 0) -> types_pb2.SessionRef:
+    """Names a session on a worker."""
+    return types_pb2.SessionRef(run_id=run_id, party=party, member=member)
+
+
+def state_ref(base: Base) -> worker_pb2.StateRef:
+    """A committed state on the wire."""
+    return worker_pb2.StateRef(segment=base.segment, step=base.step, digest=base.digest)

@@ -1,0 +1,97 @@
+"""Asks every worker how it is, and which of the others it reaches; for `stratagem doctor`.
+
+Owns nothing: measures when somebody asks. With many workers each one tries the next few of them, in
+order of name, so that all are tried by somebody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.diagnostics.environment import environment_of
+from stratagem.common.rpc.status_codes import shown
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.app.listeners import tls_of
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.effects.execution.report_intake import let_in
+from stratagem.coordinator.service import protobuf_views
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2, worker_pb2
+
+WORKER_TIMEOUT_S: Final = 8.0
+MAX_PROBES: Final = 8
+"""Per worker; with more than nine workers not every pair is tried."""
+_PACKAGES: Final = ("sqlalchemy", "safetensors")
+
+
+async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseResponse:
+    """All workers at once; the coordinator's own disk meanwhile."""
+    settings = app.settings
+    environment, diagnosed = await asyncio.gather(
+        asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings)),
+        _workers(app, with_workers),
+    )
+    return pb.DiagnoseResponse(
+        environment=environment, time_s=time.time(), term=app.loop.term, workers=diagnosed
+    )
+
+
+async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
+    if not are_wanted:
+        return []
+    workers = sorted(app.loop.state.workers.values(), key=lambda each: each.member.worker_id)
+    alive = [worker for worker in workers if worker.is_alive]
+    infos = protobuf_views.worker_infos(app.loop.state, app.leases.silent_s)  # sorted likewise
+    return await asyncio.gather(
+        *(
+            _worker(app, worker, info, _neighbours(alive, worker))
+            for worker, info in zip(workers, infos, strict=True)
+        )
+    )
+
+
+def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[WorkerRecord]:
+    """The next ones, around the circle."""
+    if worker not in alive:
+        return []
+    place = alive.index(worker)
+    return [*alive[place + 1 :], *alive[:place]][:MAX_PROBES]
+
+
+async def _worker(
+    app: App, worker: WorkerRecord, info: pb.WorkerInfo, neighbours: Sequence[WorkerRecord]
+) -> pb.WorkerDiagnosis:
+    found = pb.WorkerDiagnosis(info=info)
+    if not worker.is_alive:
+        found.problem = worker.reason or "is lost"
+        return found
+    probes = [
+        types_pb2.PeerProbe(worker_id=each.member.worker_id, address=each.address)
+        for each in neighbours
+    ]
+    request = worker_pb2.DescribeRequest(with_environment=True, probes=probes)
+    try:
+        link = app.links.to(worker.member, app.loop.state)
+        sent_s = time.time()
+        quick = await link.stub.Describe(worker_pb2.DescribeRequest(), timeout=WORKER_TIMEOUT_S)
+        received_s = time.time()
+        told = await link.stub.Describe(request, timeout=WORKER_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        found.problem = shown(f"{error.code().name}: {error.details()}")
+        return found
+    except UnavailableError as error:
+        found.problem = str(error)
+        return found
+    let_in(told)
+    found.round_trip_s = received_s - sent_s
+    if quick.time_s:  # one that is older does not say
+        found.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s
+    found.environment.CopyFrom(told.environment)
+    found.probes.extend(told.probes)
+    return found

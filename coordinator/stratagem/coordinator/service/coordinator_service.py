@@ -1,0 +1,292 @@
+"""CoordinatorService: every handler decodes, makes one call and encodes.
+
+What a call means and which codes it answers stands in coordinator.proto; errors of our tree become
+status codes at the server's boundary.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from stratagem.common.base.ids import (
+    Incarnation,
+    Party,
+    RunId,
+    check_run_id,
+    check_worker_id,
+    new_submission,
+)
+from stratagem.common.identity.authentication import Caller, current_caller
+from stratagem.common.observe import tracing
+from stratagem.common.rpc.ownership_check import checks_what_is_named
+from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DeleteRun,
+    DrainWorker,
+    LeaveWorker,
+    RegisterWorker,
+    ResumeRun,
+    SubmitRun,
+)
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import EndedRun, RunRecord
+from stratagem.coordinator.observe.event_feed import Event
+from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.runtime.rendezvous import Arrival
+from stratagem.coordinator.service import protobuf_views, stream_calls
+from stratagem.coordinator.service.cluster_diagnosis import diagnose
+from stratagem.coordinator.service.failure_detector import look_into, meet
+from stratagem.coordinator.service.previous_exit import ending_of
+from stratagem.coordinator.service.request_limits import (
+    Places,
+    check_address,
+    check_capability,
+    check_endpoint,
+    check_note,
+    clipped_reason,
+)
+from stratagem.coordinator.service.resource_ownership import CHECKS
+from stratagem.coordinator.service.run_queries import Runs
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import coordinator_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@checks_what_is_named(pb.DESCRIPTOR.services_by_name["CoordinatorService"], CHECKS)
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._runs = Runs(app)
+        self._uploads = stream_calls.Uploads(app)
+        settings = app.settings
+        self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
+        self._diagnosis = asyncio.Lock()
+
+    @property
+    def app(self) -> App:
+        """Whose service this is."""
+        return self._app
+
+    # ---- clients ----
+
+    async def SubmitRun(
+        self, request: pb.SubmitRunRequest, context: Context
+    ) -> pb.SubmitRunResponse:
+        run_id = RunId(request.run_id)
+        caller, trace = current_caller(), tracing.traceparent()
+        command = SubmitRun(
+            run_id,
+            request.job_json,
+            time.time(),
+            by=caller.name,
+            traceparent=trace,
+            owner=caller.owner,
+            submission=new_submission(),
+        )
+        entries = await self._app.loop.submit(command)
+        if entries and request.note:
+            self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))
+        return pb.SubmitRunResponse(run_id=run_id, created=bool(entries))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return pb.GetRunResponse(run=await self._runs.info(request.run_id))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        return await self._runs.page(request.page_token)
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        run = self._run(request.run_id)
+        run_id = run.run_id
+        if request.from_index > run.num_facts:
+            message = f"{request.from_index} lies behind the newest event, {run.num_facts - 1}"
+            raise OutOfRangeError.at("from_index", message)
+        with self._watchers.taken(current_caller()):
+            async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):
+                if isinstance(item, Event):
+                    yield pb.WatchRunResponse(event=protobuf_views.event(item))
+                elif (active := self._app.loop.state.runs.get(run_id)) is not None:
+                    progress = protobuf_views.progress(self._app.loop.world, active, item)
+                    yield pb.WatchRunResponse(progress=progress)
+
+    async def CancelRun(
+        self, request: pb.CancelRunRequest, context: Context
+    ) -> pb.CancelRunResponse:
+        await self._app.loop.submit(CancelRun(RunId(request.run_id), current_caller().name))
+        return pb.CancelRunResponse()
+
+    async def ResumeRun(
+        self, request: pb.ResumeRunRequest, context: Context
+    ) -> pb.ResumeRunResponse:
+        segment = request.from_segment if request.HasField("from_segment") else None
+        resume = ResumeRun(RunId(request.run_id), current_caller().name, segment)
+        await self._app.loop.submit(resume)
+        return pb.ResumeRunResponse()
+
+    async def DeleteRun(
+        self, request: pb.DeleteRunRequest, context: Context
+    ) -> pb.DeleteRunResponse:
+        await self._app.loop.submit(DeleteRun(RunId(request.run_id), current_caller().name))
+        return pb.DeleteRunResponse()
+
+    async def DownloadState(
+        self, request: pb.DownloadStateRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadStateResponse]:
+        digest = stream_calls.which(await self._runs.view(request.run_id), request.which)
+        async for response in stream_calls.download(self._app.blobs, digest, request.offset):
+            yield response
+
+    async def DownloadProfile(
+        self, request: pb.DownloadProfileRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadProfileResponse]:
+        run_id = self._run(request.run_id).run_id
+        pieces = await asyncio.to_thread(self._app.profiles.trace, run_id)
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            for start in range(0, len(piece), CHUNK_BYTES):
+                yield pb.DownloadProfileResponse(data=piece[start : start + CHUNK_BYTES])
+
+    async def UploadData(
+        self, request_iterator: AsyncIterator[pb.UploadDataRequest], context: Context
+    ) -> AsyncIterator[pb.UploadDataResponse]:
+        async for response in self._uploads.receive(request_iterator):
+            yield response
+
+    async def TailLogs(
+        self, request: pb.TailLogsRequest, context: Context
+    ) -> AsyncIterator[pb.TailLogsResponse]:
+        run_id = self._run(request.run_id).run_id
+        lines = self._app.logs.tail(run_id, follow=request.follow, is_over=self._app.is_over)
+        with self._watchers.taken(current_caller()):
+            async for line in lines:
+                if request.worker_id in ("", line.worker_id):
+                    yield pb.TailLogsResponse(
+                        time_s=line.time_s,
+                        worker_id=line.worker_id,
+                        level=line.level,
+                        text=line.text,
+                    )
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Context
+    ) -> pb.ListWorkersResponse:
+        infos = protobuf_views.worker_infos(self._app.loop.state, self._app.leases.silent_s)
+        return pb.ListWorkersResponse(workers=infos)
+
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
+        async with self._diagnosis:
+            return await diagnose(self._app, with_workers=not request.without_workers)
+
+    # ---- workers ----
+
+    async def RegisterWorker(
+        self, request: pb.RegisterWorkerRequest, context: Context
+    ) -> pb.RegisterWorkerResponse:
+        member = _member(request.worker_id, request.incarnation)
+        check_address(request.address)
+        check_capability(request.capability)
+        self._check_room(member)
+        await meet(self._app, member, request.address)
+        capability = protobuf_views.capability(request.capability)
+        ending = ending_of(request)
+        await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
+        self._app.leases.grant([member])
+        settings = self._app.settings
+        return pb.RegisterWorkerResponse(
+            term=self._app.loop.term,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            lease_ttl_s=settings.worker_ttl_s,
+        )
+
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
+        member = _member(request.worker_id, request.incarnation)
+        if not self._app.leases.renew(member):
+            raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
+        if request.draining:
+            await self._app.loop.submit(DrainWorker(member))
+        return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        member = _member(request.worker_id, request.incarnation)
+        await self._app.loop.submit(LeaveWorker(member, clipped_reason(request.reason)))
+        return pb.LeaveResponse()
+
+    async def Rendezvous(
+        self, request: pb.RendezvousRequest, context: Context
+    ) -> pb.RendezvousResponse:
+        applied = request.applied_step if request.HasField("applied_step") else None
+        check_endpoint(request.endpoint)
+        if request.address:
+            check_address(request.address)
+        arrivals = await stream_calls.rendezvous(
+            self._app,
+            RunId(request.session.run_id),
+            Party(request.session.party),
+            request.fence.membership,
+            request.rank,
+            Arrival(request.endpoint, applied, request.address),
+        )
+        members = [
+            pb.RendezvousMember(endpoint=a.endpoint, applied_step=a.applied_step, address=a.address)
+            for a in arrivals
+        ]
+        return pb.RendezvousResponse(members=members)
+
+    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
+        run_id, party = RunId(request.session.run_id), Party(request.session.party)
+        reason = clipped_reason(request.reason)
+        await look_into(self._app, run_id, party, request.fence.membership, reason)
+        return pb.SuspectResponse()
+
+    # ---- shared ----
+
+    def _run(self, run_id: str) -> RunRecord | EndedRun:
+        run = self._app.loop.state.find(RunId(run_id))
+        if run is None:
+            raise NotFoundError(f"run {run_id!r} is not known")
+        return run
+
+    def _check_room(self, member: Member) -> None:
+        workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
+        known = workers.get(member.worker_id)
+        if known is not None and known.is_alive:
+            return
+        num_alive = sum(worker.is_alive for worker in workers.values())
+        if num_alive >= limit:
+            raise LimitError(f"max_workers: {num_alive} workers are alive, the limit is {limit}")
+
+    async def check_submit(self, request: pb.SubmitRunRequest, caller: Caller) -> None:
+        """Refuse a job that is too large, or names what is not the caller's."""
+        run_id = check_run_id(request.run_id)
+        settings = self._app.settings
+        check_note(request.note)
+        size = len(request.job_json.encode())
+        if size > settings.max_job_bytes:
+            raise LimitError(f"job_json: {size} bytes, the limit is {settings.max_job_bytes}")
+        active = sum(run.ended is None for run in self._app.loop.state.runs.values())
+        is_new = self._app.loop.state.find(run_id) is None
+        if is_new and active >= settings.max_active_runs:
+            raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
+        await stream_calls.check_job(self._app, request.job_json, caller)
+
+
+def _member(worker_id: str, incarnation: str) -> Member:
+    if not 1 <= len(incarnation) <= 64:
+        raise InvalidInputError.at(
+            "incarnation", f"{incarnation[:80]!r} must have 1 to 64 characters"
+        )
+    return Member(worker_id=check_worker_id(worker_id), incarnation=Incarnation(incarnation))

@@ -1,0 +1,62 @@
+"""Tells a dead worker from a broken exchange, by asking the workers themselves."""
+
+import asyncio
+
+import structlog
+
+from stratagem.common.base.errors import AlreadyExistsError, UnavailableError
+from stratagem.common.base.ids import Party, RunId
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import LoseWorker, ReportTrouble
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+
+log = structlog.get_logger()
+
+
+async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
+    """An exchange has failed. Lose the members that do not answer; re-form those that do.
+
+    Does nothing when the membership is over already.
+    """
+    run = app.loop.state.runs.get(run_id)
+    found = None if run is None else parties_of(run).get(party)
+    if found is None or found.membership != membership:
+        return
+    answered = await asyncio.gather(*(_answers(app, member) for member in found.members))
+    silent = [m for m, is_there in zip(found.members, answered, strict=True) if not is_there]
+    names = [member.worker_id for member in silent]
+    log.info("exchange failed", run_id=run_id, party=party, reason=reason, silent=names)
+    for member in silent:
+        await app.loop.submit(LoseWorker(member, f"does not answer ({reason})"))
+    if not silent:
+        await app.loop.submit(ReportTrouble(run_id, party, membership, reason))
+
+
+async def meet(app: App, member: Member, address: str) -> None:
+    """Dial a worker back before it is believed: it must answer, under the name it gives.
+
+    Raises AlreadyExistsError when another process of that name lives.
+    """
+    known = app.loop.state.workers.get(member.worker_id)
+    is_other = known is not None and known.is_alive and known.member != member
+    if known is not None and is_other and await _answers(app, known.member):
+        message = f"worker {member.worker_id!r} lives at {known.address}; choose another name"
+        raise AlreadyExistsError(message)
+    link = app.links.open(member, address)
+    try:
+        if not await link.answers(timeout_s=5.0):
+            why = await link.why_silent()
+            raise UnavailableError(
+                f"nobody answers at {address} as worker {member.worker_id!r}"
+                + (f": {why}" if why else "")
+            )
+    finally:
+        await link.close()
+
+
+async def _answers(app: App, member: Member) -> bool:
+    try:
+        return await app.links.to(member, app.loop.state).answers()
+    except UnavailableError:
+        return False

@@ -1,0 +1,148 @@
+"""What the coordinator accepts of its callers' words, beside what jobs and tensor streams check.
+
+Owns the sizes that are no settings: nobody needs another one, and every caller's code relies on
+them. Knows no state.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from stratagem.common.base.errors import ConflictError, InvalidInputError, LimitError
+from stratagem.common.base.host_port import split_address
+from stratagem.common.base.printable_text import is_printable, printable
+from stratagem.common.identity.authentication import NOBODY, Caller
+from stratagem.common.rpc.admission import RETRY_AFTER_S
+from stratagem.v1 import types_pb2
+
+MAX_NOTE_CHARS: Final = 2000
+MAX_REASON_CHARS: Final = 1000
+MAX_WORD_CHARS: Final = 256
+MAX_LABELS: Final = 256
+MAX_ENDPOINT_BYTES: Final = 64 * 2**10
+
+_HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+
+
+def check_note(note: str) -> None:
+    """The sentence that a client gives for a run's log."""
+    if len(note) > MAX_NOTE_CHARS:
+        raise LimitError(f"note: {len(note)} characters, the limit is {MAX_NOTE_CHARS}")
+    _check_printable("note", note)
+
+
+def clipped_reason(reason: str) -> str:
+    """What a worker says has failed: as much of it as a log needs."""
+    return printable(reason[:MAX_REASON_CHARS], is_line=True)
+
+
+def check_address(address: str, field: str = "address") -> None:
+    """HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and more."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise InvalidInputError.at(field, str(error)) from None
+    if port == 0 or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
+        raise InvalidInputError.at(field, f"{address[:80]!r} is not HOST:PORT")
+
+
+def check_capability(capability: types_pb2.Capability) -> None:
+    """What a worker says of itself is journaled, and shown to people."""
+    for name in ("device", "device_name", "numerics_fingerprint", "data_plane"):
+        _check_word(f"capability.{name}", getattr(capability, name))
+    _check_word("capability.numerics_description", capability.numerics_description, 4)
+    for name in ("local_data", "tags"):
+        values = getattr(capability, name)
+        if len(values) > MAX_LABELS:
+            raise LimitError(f"capability.{name}: {len(values)} entries, the limit is {MAX_LABELS}")
+        for index, value in enumerate(values):
+            _check_word(f"capability.{name}[{index}]", value)
+
+
+def check_endpoint(endpoint: bytes) -> None:
+    """What a member tells the others at the rendezvous."""
+    if len(endpoint) > MAX_ENDPOINT_BYTES:
+        raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
+
+
+class Places:
+    """A number of places that calls take while they are open, and how many of them one caller may
+    have."""
+
+    def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
+        """setting: that of the first limit; that of the other one is called after it."""
+        self._setting, self._limit, self._limit_each = setting, limit, limit_each
+        self._taken = Counter[str]()
+
+    @contextmanager
+    def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
+        """Raises LimitError when all are, or all that the caller may have."""
+        of_all = self._taken.total()
+        if of_all >= self._limit:
+            raise LimitError(
+                f"{self._setting}: {of_all} are open, the limit is {self._limit}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        own = self._taken[caller.owner]
+        if caller.is_known and self._limit_each is not None and own >= self._limit_each:
+            raise LimitError(
+                f"{self._setting}_each: {caller.name} has {own} open, the limit for one caller is "
+                f"{self._limit_each}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._taken[caller.owner] += 1
+        try:
+            yield
+        finally:
+            self._taken[caller.owner] -= 1
+            if not self._taken[caller.owner]:
+                del self._taken[caller.owner]
+
+
+class Keys:
+    """Things that only one call at a time may work on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._held: set[Hashable] = set()
+
+    @property
+    def held(self) -> Collection[Hashable]:
+        return self._held
+
+    @contextmanager
+    def holding(self, key: Hashable, shown: str) -> Iterator[None]:
+        """Raises ConflictError while another call holds the key."""
+        if key in self._held:
+            raise ConflictError(f"another stream {self._what} {shown}")
+        self._held.add(key)
+        try:
+            yield
+        finally:
+            self._held.discard(key)
+
+
+def _check_word(field: str, value: str, times: int = 1) -> None:
+    limit = times * MAX_WORD_CHARS
+    if len(value) > limit:
+        raise LimitError(f"{field}: {len(value)} characters, the limit is {limit}")
+    _check_printable(field, value)
+
+
+def _check_printable(field: str, value: str) -> None:
+    if not is_printable(value):
+        raise InvalidInputError.at(field, f"{value[:80]!r} has control characters")
+
+
+def _is_bracketed_v6(host: str) -> bool:
+    if not (host.startswith("[") and host.endswith("]")):
+        return False
+    try:
+        return ipaddress.ip_address(host[1:-1].partition("%")[0]).version == 6
+    except ValueError:
+        return False

@@ -1,0 +1,80 @@
+"""Whether what a call names is for its caller: the coordinator's part of the table of calls.
+
+Reads the state and decides nothing else. Where nobody has to say who they are, all of it is for
+everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stratagem.common.base.errors import PermissionDeniedError
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.identity.authentication import Caller
+from stratagem.common.identity.authorization import Names
+from stratagem.common.rpc.ownership_check import Check
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
+
+
+def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
+    """One that is not known is no secret: the handler says so."""
+    app: App = servicer.app
+    run = app.loop.state.find(RunId(request.run_id))
+    if run is not None:
+        caller.must_own(request.run_id, run.owner)
+
+
+def _itself(_servicer: Any, request: Any, caller: Caller) -> None:
+    caller.must_be_worker(request.worker_id)
+
+
+def _coordinator(_servicer: Any, request: pb.DiagnoseRequest, caller: Caller) -> None:
+    if caller.is_worker and not request.without_workers:
+        raise PermissionDeniedError(
+            f"Diagnose: {caller.name} may ask for the coordinator alone (without_workers)"
+        )
+
+
+def _own_rank(servicer: Any, request: pb.RendezvousRequest, caller: Caller) -> None:
+    _check_member(servicer.app, request.session, request.fence.membership, caller, request.rank)
+
+
+def _own_party(servicer: Any, request: pb.SuspectRequest, caller: Caller) -> None:
+    _check_member(servicer.app, request.session, request.fence.membership, caller)
+
+
+def _check_member(
+    app: App,
+    session: types_pb2.SessionRef,
+    membership: int,
+    caller: Caller,
+    rank: int | None = None,
+) -> None:
+    """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
+    run = app.loop.state.runs.get(RunId(session.run_id))
+    found = None if run is None else parties_of(run).get(Party(session.party))
+    if found is None or found.membership != membership:
+        return  # what is stale is told so by the handler, and nothing else
+    members = found.members if rank is None else found.members[rank : rank + 1]
+    if not caller.is_one_of(member.worker_id for member in members):
+        where = f"{session.run_id}/{session.party}".rstrip("/")
+        which = "no member" if rank is None else f"not member {rank}"
+        raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
+
+
+async def _own_data(servicer: Any, request: pb.SubmitRunRequest, caller: Caller) -> None:
+    await servicer.check_submit(request, caller)
+
+
+CHECKS: Final[Mapping[Names, Check]] = {
+    Names.OWN_RUN: _own_run,
+    Names.OWN_DATA: _own_data,
+    Names.COORDINATOR: _coordinator,
+    Names.ITSELF: _itself,
+    Names.OWN_PARTY: _own_party,
+    Names.OWN_RANK: _own_rank,
+}

@@ -1,0 +1,202 @@
+"""The coordinator's streams and its barrier: downloads of states, uploads of data, rendezvous."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    UnavailableError,
+)
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.identity.authentication import Caller, current_caller
+from stratagem.common.job import JobSpec
+from stratagem.common.job.sections import check_digest
+from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
+from stratagem.common.tensors.chunks import ChunkWriter
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
+from stratagem.common.tensors.safetensors_file import header_bytes, header_of
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import ClaimData
+from stratagem.coordinator.core.state_machine.blob_owners import (
+    has_brought,
+    is_shared,
+    resting_with,
+)
+from stratagem.coordinator.core.state_machine.run_view import RunView
+from stratagem.coordinator.runtime.rendezvous import Arrival
+from stratagem.coordinator.service.failure_detector import look_into
+from stratagem.coordinator.service.request_limits import Keys, Places
+from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
+from stratagem.v1 import coordinator_pb2 as pb
+
+
+def which(run: RunView, name: str) -> Digest:
+    """The digest of what a client names: final, best, a segment's number; or predictions."""
+    if name in ("", "final"):
+        if run.commits:
+            return run.commits[-1].digest
+        raise NotFoundError(f"run {run.run_id!r} has committed nothing yet")
+    if name == "best":
+        best = next((commit.digest for commit in run.commits if commit.is_best), None)
+        if best is None:
+            raise NotFoundError(f"run {run.run_id!r} has no best state: set evaluation.best")
+        return best
+    if name == "predictions":
+        if run.predictions:
+            return run.predictions
+        raise NotFoundError(f"run {run.run_id!r} has no predictions: set evaluation.predictions")
+    by_name = {str(commit.segment): commit.digest for commit in run.commits}
+    if name in by_name:
+        return by_name[name]
+    named = [("final", bool(run.commits)), ("best", any(each.is_best for each in run.commits))]
+    known = ", ".join([*(name for name, is_there in named if is_there), *by_name]) or "none"
+    raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {known}")
+
+
+async def download(
+    blobs: BlobStore, digest: Digest, offset: int
+) -> AsyncIterator[pb.DownloadStateResponse]:
+    """A blob as a tensor stream; every byte is checked before it leaves."""
+    file = await asyncio.to_thread(blobs.open, digest)
+    with file:
+        manifest, _ = await asyncio.to_thread(header_of, file, digest)
+        manifest = replace(manifest, digest=digest)
+        make, content = pb.DownloadStateResponse, file.source()
+        async for response in serve_get(make, manifest, content, offset, file.check):
+            yield response
+
+
+class Uploads:
+    """The data sets that are on their way in."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._places = Places("max_uploads", app.settings.max_uploads)
+        self._digests = Keys("uploads the data set")
+
+    async def receive(
+        self, requests: AsyncIterator[pb.UploadDataRequest]
+    ) -> AsyncIterator[pb.UploadDataResponse]:
+        """Store an inline data set under its digest. Raises LimitError when there is no room."""
+        settings = self._app.settings
+        header = (await receive_header(requests, settings.stream_idle_timeout_s)).header
+        limits = Limits(
+            max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+        )
+        manifest = from_proto(header.manifest, limits, Purpose.DATA)
+        digest, caller = check_digest(header.digest), current_caller()
+        # Of others nobody is told whether the bytes are here: they bring all of them.
+        is_theirs = caller.is_admin or has_brought(self._app.loop.state, caller.owner, digest)
+        if is_theirs and await _is_kept(self._app.blobs, digest):
+            yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
+            yield pb.UploadDataResponse(committed=True)
+            return
+        key = (caller.owner, digest)
+        with self._digests.holding(key, digest), self._places.taken():
+            stored = _store(self._app, caller, digest, manifest, requests)
+            async with aclosing(stored) as responses:
+                try:
+                    async for response in responses:
+                        yield response
+                except NoSpaceError as error:  # the sender need not wait until somebody makes room
+                    raise LimitError(str(error)) from error
+
+
+async def _store(
+    app: App,
+    caller: Caller,
+    announced: Digest,
+    manifest: Manifest,
+    requests: AsyncIterator[pb.UploadDataRequest],
+) -> AsyncGenerator[pb.UploadDataResponse, None]:
+    idle_timeout_s = app.settings.stream_idle_timeout_s
+    prefix = header_bytes(manifest)
+    writer = app.blobs.writer(len(prefix) + manifest.total_bytes)
+    digest = hashlib.sha256(prefix)
+    writer.write(prefix)
+
+    def take(_offset: int, data: bytes) -> None:
+        digest.update(data)
+        writer.write(data)
+
+    async def commit() -> None:
+        if digest.hexdigest() != announced:
+            raise IntegrityError(f"the data have the digest {digest.hexdigest()}")
+        await asyncio.to_thread(writer.commit)
+        if caller.is_known:
+            await app.loop.submit(ClaimData(caller.owner, announced))
+
+    chunks = ChunkWriter(manifest.total_bytes, take)
+    try:
+        async for response in receive_upload(
+            requests, pb.UploadDataResponse, chunks, commit, idle_timeout_s
+        ):
+            yield response
+    finally:
+        writer.abort()
+
+
+async def check_job(app: App, job_json: str, caller: Caller) -> None:
+    """A job may only name data and a state that lie here already and are for the caller, and have
+    so many nodes. Whether others have brought what is refused here, nobody is told."""
+    max_graph_nodes = app.settings.max_graph_nodes
+    job = await asyncio.to_thread(JobSpec.from_json, job_json)
+    num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
+    if num_nodes > max_graph_nodes:
+        raise LimitError(
+            f"max_graph_nodes: the graph has {num_nodes}, the limit is {max_graph_nodes}"
+        )
+    inline, initial = job.data.inline, job.initial
+    if initial is not None and initial.digest is None:
+        text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
+        raise InvalidInputError.at("initial", text)
+    by = f" by {caller.name}" if caller.is_known else ""
+    if initial is not None and not await _is_here(app, caller, initial.digest):
+        where = f"lies here that was uploaded{by} or committed by a run"
+        raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
+    if inline is not None and not await _is_here(app, caller, inline):
+        raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
+
+
+async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
+    """Whether the caller may name a blob, and it is kept for the run."""
+    if digest is None or not await may_name(app, caller, digest):
+        return False
+    return await _is_kept(app.blobs, digest)
+
+
+async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
+    """Whether a job of the caller may name a blob, wherever that is; see `core.owners`."""
+    state = app.loop.state
+    if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):
+        return True
+    views = await app.loop.recorded.views(resting_with(state, digest))
+    return any(
+        digest == view.predictions or digest in {commit.digest for commit in view.commits}
+        for view in views.values()
+    )
+
+
+async def _is_kept(blobs: BlobStore, digest: Digest) -> bool:
+    return await asyncio.to_thread(blobs.keep, digest)
+
+
+async def rendezvous(
+    app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
+) -> tuple[Arrival, ...]:
+    """Wait for the other members; those that stay away are suspected."""
+    try:
+        async with asyncio.timeout(app.settings.rendezvous_timeout_s):
+            return await app.barriers.join(run_id, party, membership, rank, arrival)
+    except TimeoutError:
+        missing = app.barriers.missing(run_id, party, membership)
+        reason = f"members {', '.join(map(str, missing))} stayed away from the rendezvous"
+        await look_into(app, run_id, party, membership, reason)
+        raise UnavailableError(reason) from None

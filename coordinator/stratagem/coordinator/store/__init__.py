@@ -1,0 +1,1 @@
+"""What the coordinator keeps: states as blobs, facts in a journal."""

@@ -1,0 +1,37 @@
+"""The states of all runs: content-addressed blobs.
+
+    blob_store.py       what a store promises, and how a blob is written
+    directory_blobs.py  blobs as files under one folder
+    object_store.py     objects below a prefix of a bucket; s3.py opens one, object_store_keys.py
+                        has the keys
+    blob_cache.py       local copies, up to a number of bytes
+    shared_blobs.py     blobs as objects that several coordinators share
+    verified_file.py    blobs as open files, of which every byte is checked when it is read
+    durable_file.py     files that are hashed while they are written and survive a power cut
+    temporary_files.py  files that vanish with their writer
+
+Knows bytes and digests. What a blob holds is the business of
+`stratagem.common.tensors.safetensors_file`.
+"""
+
+from stratagem.coordinator.store.blobs.blob_store import (
+    BlobStore,
+    BlobWriter,
+    DamagedBlobError,
+    MissingBlobError,
+)
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
+from stratagem.coordinator.store.blobs.temporary_files import Scratch
+from stratagem.coordinator.store.blobs.verified_file import BlobFile
+
+__all__ = [
+    "BlobFile",
+    "BlobStore",
+    "BlobWriter",
+    "DamagedBlobError",
+    "DirectoryBlobs",
+    "MissingBlobError",
+    "Scratch",
+    "SharedBlobs",
+]

@@ -1,0 +1,155 @@
+"""What every blob store promises, wherever the blobs lie, and how one is written.
+
+A blob appears complete and durable, or not at all; it is never changed. A blob is checked against
+its digest the first time this process reads it, and everything that is read against checksums that
+were taken then (verified_file.py). Unreferenced blobs are collected. All
+methods may be called from any thread, and may block on a disk or a network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+from stratagem.common.base.errors import IntegrityError, NotFoundError
+from stratagem.common.base.ids import Digest
+from stratagem.coordinator.store.blobs.durable_file import (
+    DurableFile,
+    MakeRoom,
+    no_room,
+    space_needed,
+)
+from stratagem.coordinator.store.blobs.temporary_files import Scratch, new_temporary
+from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
+
+
+class DamagedBlobError(IntegrityError):
+    """The bytes of a stored blob are not those that were stored; reading it again is no use."""
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        super().__init__(f"blob {digest} is damaged: its bytes have another digest")
+
+
+class MissingBlobError(NotFoundError):
+    """A blob is not in the store: it was collected, or somebody has removed it."""
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        super().__init__(f"blob {digest} is not in the store")
+
+
+class BlobStore(Protocol):
+    """Content-addressed blobs; see the module for the rules."""
+
+    def writer(self, total_bytes: int) -> BlobWriter:
+        """A writer for a blob of exactly total_bytes."""
+
+    def scratch(self) -> Scratch:
+        """A file for bytes that will become part of a blob."""
+
+    def open(self, digest: Digest) -> BlobFile:
+        """The blob as a local file to read, at any offset; what is read is checked.
+
+        Raises MissingBlobError, DamagedBlobError, UnavailableError when it cannot be reached now.
+        The file stays readable also when the blob is collected meanwhile.
+        """
+
+    def exists(self, digest: Digest) -> bool:
+        """True when the blob is in the store, whole or damaged."""
+
+    def keep(self, digest: Digest) -> bool:
+        """The same; then the blob counts as just written: it is about to be named."""
+
+    def settle(self, digest: Digest) -> None:
+        """An event that names a blob is durable, and was reported by one who has written it: from
+        now on it stays only as long as it is live, unless somebody else has written it, too."""
+
+    def make_room(self) -> bool:
+        """Delete a local copy of what lies elsewhere, for who meets a full disk; False when there
+        is none."""
+
+    def keep_room(self) -> None:
+        """The same, until the disk has some room for others."""
+
+    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+        """Delete the blobs that are not in `live`, and return them.
+
+        Spared are blobs that this process wrote less than grace_s ago, and whose event has not
+        been settled: it may be on its way. What an earlier process wrote and nobody names is
+        garbage at once. What a later one writes is left alone: it leads now, and this one may not
+        know yet.
+        """
+
+    def location(self, digest: Digest) -> str:
+        """The path of the blob's file, for people; "" where there is none on this machine."""
+
+
+class Adopt(Protocol):
+    """Gives a complete file its name, durably; it is moved away from `temporary`."""
+
+    def __call__(
+        self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums, /
+    ) -> None: ...
+
+
+class BlobWriter:
+    """A blob on its way into a store: write all of it, then commit; or abort."""
+
+    def __init__(
+        self, folder: Path, total_bytes: int, adopt: Adopt, make_room: MakeRoom = no_room
+    ) -> None:
+        """folder: for the file that grows meanwhile."""
+        self._adopt = adopt
+        self._total_bytes = total_bytes
+        with space_needed():
+            self._temporary, descriptor = new_temporary(folder)
+        self._file = DurableFile(descriptor, make_room)
+        self._sha256 = hashlib.sha256()
+        self._sums = Sums()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much has been written."""
+        return self._file.num_bytes
+
+    @property
+    def digest(self) -> Digest:
+        """Of what has been written."""
+        return Digest(self._sha256.hexdigest())
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes; the buffer is free for reuse afterwards. Any error aborts the blob."""
+        try:
+            if self._file.num_bytes + memoryview(data).nbytes > self._total_bytes:
+                raise IntegrityError(f"more than the announced {self._total_bytes} bytes")
+            self._file.write(data)
+            self._sha256.update(data)
+            self._sums.add(data)
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self) -> Digest:
+        """Make the blob durable and visible; what it is called is the digest of its bytes."""
+        try:
+            if self._file.num_bytes != self._total_bytes:
+                raise IntegrityError(
+                    f"{self._file.num_bytes} of the announced {self._total_bytes} bytes"
+                )
+            digest = self.digest
+            with space_needed():
+                self._adopt(digest, self._file, self._temporary, self._sums)
+        except BaseException:
+            self.abort()
+            raise
+        self._file.close()
+        return digest
+
+    def abort(self) -> None:
+        """Forget what was written; no error after an end of any kind."""
+        if self._file.descriptor >= 0:
+            self._temporary.unlink(missing_ok=True)
+            self._file.close()

@@ -1,0 +1,190 @@
+"""Objects under one prefix of a bucket: written whole, read from the start, listed, deleted.
+
+An object is never overwritten: `unique_name` makes a name for each, which starts with the term of
+the coordinator that writes it. So a delete, which names an object that was listed before, can never
+hit what was written later, however long it was on its way; and a coordinator that has lost the lead
+without knowing it deletes nothing that its successor has written, since `deletable` leaves later
+terms alone. Transient errors are tried again here, for a minute at most.
+
+Owns the library, its errors and its retries. Knows neither blobs nor spools.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.process.failpoints import failpoint
+
+PART_BYTES: Final = 8 << 20
+"""Of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large the object is;
+one connection alone gets a fraction of what an object store can do."""
+
+MAX_PARTS_AT_ONCE: Final = 4
+_MAX_PARTS: Final = 9000  # S3 takes 10,000
+_PAUSE_S: Final = 0.2
+_MAX_ERROR_CHARS: Final = 300
+_COUNTER: Final = itertools.count()
+_UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object: its name below the prefix, and its size."""
+
+    name: str
+    num_bytes: int
+
+
+class Objects:
+    """The objects of one obstore store. For any thread; all methods block on the network."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        """url: for people."""
+        import obstore  # an extra: only where blobs lie in an object store
+
+        self._store = store
+        self._obstore = obstore
+        self.url = url.rstrip("/")
+
+    def put(self, name: str, pieces: Iterable[bytes], num_bytes: int) -> None:
+        """Write an object of num_bytes; when this returns, the store has all of it, durably.
+
+        Raises UnavailableError; then the object is not there, or is there as a whole. Each piece
+        must own its memory.
+        """
+        part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
+        with _translated(f"writing {name}"):
+            if num_bytes <= part_bytes:
+                content = b"".join(pieces)
+                self._obstore.put(self._store, name, content, use_multipart=False)
+            else:
+                self._obstore.put(
+                    self._store,
+                    name,
+                    _watched(pieces, part_bytes),
+                    chunk_size=part_bytes,
+                    max_concurrency=MAX_PARTS_AT_ONCE,
+                )
+        failpoint("coordinator.objects.after_put")
+
+    def read(self, found: Found) -> Iterator[memoryview]:
+        """The bytes of an object, in order, some parts read ahead. Raises NotFoundError."""
+        starts = range(0, found.num_bytes, PART_BYTES)
+        waiting: deque[Future[memoryview]] = deque()
+        with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
+            for start in starts:
+                num_bytes = min(PART_BYTES, found.num_bytes - start)
+                waiting.append(pool.submit(self._read_part, found.name, start, num_bytes))
+                if len(waiting) == MAX_PARTS_AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def list(self, folder: str) -> list[Found]:
+        """All objects below a folder, by name."""
+        with _translated(f"listing {folder}"):
+            found = [
+                Found(each["path"], each["size"])
+                for page in self._obstore.list(self._store, prefix=folder)
+                for each in page
+            ]
+        return sorted(found, key=lambda each: each.name)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; one that is gone already is no error."""
+        doomed = list(names)
+        if doomed:
+            with _translated(f"deleting {len(doomed)} objects"):
+                self._obstore.delete(self._store, doomed)
+
+    def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
+        """The library tries a request again, but not an answer that breaks off."""
+        for is_last in (False, False, True):
+            try:
+                with _translated(f"reading {name}"):
+                    part = memoryview(
+                        self._obstore.get_range(self._store, name, start=start, length=num_bytes)
+                    )
+                    if len(part) == num_bytes:
+                        return part
+                    raise ValueError(f"{len(part)} of {num_bytes} bytes from {start} on came")
+            except UnavailableError:
+                if is_last:
+                    raise
+                time.sleep(_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def unique_name(term: int) -> str:
+    """A name, or the start of one, that no other object has or will have.
+
+    Names of one term sort as they were made: only one process ever has that term.
+    """
+    return f"{mark(term)}{secrets.token_hex(4)}"
+
+
+def mark(term: int) -> str:
+    """Sorts behind all names that were made so far, and before those that will be."""
+    return f"{beginning(term)}{next(_COUNTER):08x}"
+
+
+def beginning(term: int) -> str:
+    """Sorts before all names of a term."""
+    return f"{term:010}-"
+
+
+def term_of(name: str) -> int | None:
+    """The term of the coordinator that wrote an object; None where it is not of our making."""
+    found = _UNIQUE.fullmatch(name.rpartition("/")[2])
+    return int(found[1]) if found else None
+
+
+def deletable(found: Iterable[Found], before: str) -> list[Found]:
+    """Those of our making whose names sort before a mark, so that no later term is among them."""
+    return [
+        each
+        for each in found
+        if term_of(each.name) is not None and each.name.rpartition("/")[2] < before
+    ]
+
+
+def _watched(pieces: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:
+    done = 0
+    for piece in pieces:
+        yield piece
+        done += len(piece)
+        if done >= part_bytes:
+            done -= part_bytes
+            failpoint("coordinator.objects.after_part")
+
+
+@contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Errors of the library as ours."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise UnavailableError(f"object store: {doing}: {brief(error)}") from error
+        raise NotFoundError(f"object store: {doing}: there is no such object") from error
+    except (BaseError, OSError, ValueError) as error:
+        raise UnavailableError(f"object store: {doing}: {brief(error)}") from error
+
+
+def brief(error: BaseException) -> str:
+    """What the server says, else what the library says without its long second half."""
+    text = " ".join(str(error).partition("Debug source:")[0].split())
+    text = text.partition("Server returned non-2xx status code: ")[2] or text
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"

@@ -1,0 +1,111 @@
+"""Opens the S3 bucket that a setting names, and tries it before anything depends on it.
+
+What AWS tools read from the environment is read here too: AWS_ENDPOINT_URL, AWS_REGION, the keys or
+the file with them (object_store_keys.py); AWS_ALLOW_HTTP=true for an endpoint without TLS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.coordinator.store.blobs.object_store import Objects, brief, unique_name
+from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file, describe
+
+SETTING: Final = "blob_store"
+_URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9_.-]+)*)/?")
+_RETRIES: Final[Mapping[str, Any]] = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=5),
+        "base": 2,
+    },
+}
+_TIMEOUTS: Final[Mapping[str, Any]] = {
+    "connect_timeout": timedelta(seconds=5),
+    "read_timeout": timedelta(seconds=30),
+    "timeout": timedelta(seconds=120),
+}
+_TRIAL: Final = b"tried at the start of a coordinator"
+
+_REFUSED: Final = re.compile(
+    r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken"
+)
+
+
+def check_url(url: str) -> None:
+    """Raises InvalidInputError for what is not s3://BUCKET/PREFIX."""
+    found = _URL.fullmatch(url)
+    if found is None or any(part in (".", "..") for part in found[2].split("/")):
+        raise InvalidInputError.at(SETTING, f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
+
+
+def open_s3(url: str, environ: Mapping[str, str]) -> Objects:
+    """The objects below a URL, which were written, listed, read and deleted for a trial.
+
+    Raises InvalidInputError that says what is wrong, with which setting, and what to do.
+    """
+    check_url(url)
+    objects = Objects(_store(url, environ), url)
+    try:
+        _try(objects)
+    except (UnavailableError, NotFoundError) as error:
+        advice = _advice(f"{error.__cause__}", environ) or f"the trial of it failed: {error}"
+        raise InvalidInputError.at(SETTING, f"{url}: {advice}") from error
+    return objects
+
+
+def _store(url: str, environ: Mapping[str, str]) -> Any:
+    try:
+        from obstore.store import S3Store
+    except ImportError:
+        reason = f"{url} needs the library obstore: pip install 'stratagem[s3]'"
+        raise InvalidInputError.at(SETTING, reason) from None
+    provider = credentials_from_file(environ)
+    allow_http = environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
+    options: dict[str, Any] = {"credential_provider": provider} if provider else {}
+    options["client_options"] = {**_TIMEOUTS, "allow_http": allow_http}
+    options["retry_config"] = {**_RETRIES}
+    try:
+        return S3Store.from_url(url, **options)
+    except BaseException as error:  # obstore panics, beside Exception, at an unknown setting
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InvalidInputError.at(SETTING, f"{url}: {brief(error)}") from error
+        raise
+
+
+def _try(objects: Objects) -> None:
+    """Everything that will be asked of the store, once."""
+    name = f"trial/{unique_name(0)}.txt"
+    objects.put(name, [_TRIAL], len(_TRIAL))
+    found = [each for each in objects.list("trial") if each.name == name]
+    if not found or b"".join(objects.read(found[0])) != _TRIAL:
+        raise UnavailableError("an object that was just written is not listed, or has other bytes")
+    objects.delete([name])
+
+
+def _advice(text: str, environ: Mapping[str, str]) -> str:
+    """What to do about an error of the library, as far as it is a known one."""
+    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or "AWS"
+    if "NoSuchBucket" in text:
+        return f"there is no such bucket at {endpoint}; make it, or name another one"
+    if "169.254." in text:
+        return (
+            "there are no keys: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or have "
+            "AWS_SHARED_CREDENTIALS_FILE name a file with them"
+        )
+    if "builder error" in text and endpoint.startswith("http:"):
+        return f"{endpoint} (AWS_ENDPOINT_URL) has no TLS; set AWS_ALLOW_HTTP=true if it may"
+    if _REFUSED.search(text):
+        return (
+            f"{endpoint} refuses the keys from {describe(environ)}; they must allow to list the "
+            "bucket and to get, put and delete objects"
+        )
+    if "error sending request" in text:
+        return f"{endpoint} (AWS_ENDPOINT_URL) cannot be reached"
+    return ""

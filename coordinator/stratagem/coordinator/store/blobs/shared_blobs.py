@@ -1,0 +1,253 @@
+"""Blobs in an object store, which several coordinators share: blobs/<digest>/<term>-<token>...
+
+Written into a local file first, since only at the end it is known what a blob is called; then to
+the object store, and only when that has all of it the blob counts as written. What was written or
+read lies in a local cache. Each write makes an object of its own (object_store.py says why), so a
+blob can be there more than once for a while; any of them will do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, NotFoundError
+from stratagem.common.base.ids import Digest
+from stratagem.coordinator.store.blobs.blob_cache import BlobCache
+from stratagem.coordinator.store.blobs.blob_store import (
+    BlobWriter,
+    DamagedBlobError,
+    MissingBlobError,
+)
+from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES, DurableFile
+from stratagem.coordinator.store.blobs.object_store import (
+    Found,
+    Objects,
+    deletable,
+    mark,
+    term_of,
+    unique_name,
+)
+from stratagem.coordinator.store.blobs.temporary_files import Scratch
+from stratagem.coordinator.store.blobs.unsettled_blobs import Claims
+from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_FOLDER: Final = "blobs"
+_SUFFIX: Final = ".safetensors"
+
+_log = structlog.get_logger(__name__)
+
+
+class SharedBlobs:
+    """The blobs of one prefix, for the coordinator of a term. See blob_store.py for the rules."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        cache: BlobCache,
+        term: int,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._objects, self._cache, self._term = objects, cache, term
+        self._claims = Claims(monotonic)
+        self._writing: Counter[Digest] = Counter()
+        self._lock = threading.Lock()  # a blob is not collected while it is being named
+        self._collecting = threading.Lock()  # a slow store must not have them wait in a row
+        self._fetches: dict[Digest, threading.Lock] = {}
+
+    def writer(self, total_bytes: int) -> BlobWriter:
+        """A writer for a blob of exactly total_bytes; it goes to the object store at the end."""
+        return self._cache.writer(total_bytes, self._adopt)
+
+    def scratch(self) -> Scratch:
+        """A file for bytes that will become part of a blob."""
+        return self._cache.scratch()
+
+    def open(self, digest: Digest) -> BlobFile:
+        """A local copy of the blob, made now if there is none; see BlobStore."""
+        _check(digest)
+        file = self._cache.open(digest)
+        if file is not None:
+            return file
+        with self._lock:
+            fetch = self._fetches.setdefault(digest, threading.Lock())
+        try:
+            with fetch:  # those who want the same blob share one transfer
+                file = self._cache.open(digest)
+                return file if file is not None else self._fetch(digest)
+        finally:
+            self._fetches.pop(digest, None)
+
+    def exists(self, digest: Digest) -> bool:
+        """True when the blob is in the object store."""
+        return bool(self._found(digest))
+
+    def keep(self, digest: Digest) -> bool:
+        """The same; then it is there as an object of this term, written just now."""
+        _check(digest)
+        with self._lock:
+            self._claims.add(digest)
+        found = self._found(digest)
+        if any(term_of(each.name) == self._term for each in found):
+            return True
+        # What an earlier leader wrote, it may still delete, not knowing that it leads no more.
+        return bool(found) and self._rewrite(digest)
+
+    def location(self, digest: Digest) -> str:
+        """No path on this machine."""
+        _check(digest)
+        return ""
+
+    def settle(self, digest: Digest) -> None:
+        """The event that names the blob is durable; see BlobStore."""
+        with self._lock:
+            self._claims.settle(digest)
+
+    def make_room(self) -> bool:
+        """Drop a local copy; see BlobStore."""
+        return self._cache.make_room()
+
+    def keep_room(self) -> None:
+        """Drop local copies while the disk has little room."""
+        self._cache.keep_room()
+
+    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+        """Delete the blobs that are not in `live`, and return them; see BlobStore."""
+        if not self._collecting.acquire(blocking=False):  # the next one will do
+            return []
+        try:
+            collected = []
+            for digest, found in self._all():
+                if digest in live:
+                    self._objects.delete(each.name for each in found[:-1])
+                elif self._delete(digest, found, grace_s):
+                    collected.append(digest)
+            with self._lock:
+                self._claims.forget_old(grace_s)
+            return collected
+        finally:
+            self._collecting.release()
+
+    def _all(self) -> list[tuple[Digest, list[Found]]]:
+        """What this coordinator may delete: the objects of each blob, the newest last."""
+        found = deletable(self._objects.list(_FOLDER), mark(self._term))
+        groups = groupby(found, key=lambda each: each.name.split("/")[1])
+        return [(Digest(digest), list(each)) for digest, each in groups]
+
+    def _delete(self, digest: Digest, found: list[Found], grace_s: float) -> bool:
+        with self._lock:
+            if digest in self._writing or self._claims.hold(digest, grace_s):
+                return False
+            self._objects.delete(each.name for each in found)
+        self._cache.drop(digest)
+        return True
+
+    def _found(self, digest: Digest) -> list[Found]:
+        """The objects of a blob, the newest last."""
+        folder = f"{_FOLDER}/{_check(digest)}"
+        return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
+
+    def _fetch(self, digest: Digest) -> BlobFile:
+        """Read the blob into the cache, verifying it on the way."""
+        is_damaged = False
+        for _ in range(2):  # of what was listed, all may have been replaced by a new object
+            for each in reversed(self._found(digest)):
+                try:
+                    return self._copy(digest, each)
+                except IntegrityError as error:  # there may be another one
+                    is_damaged = True
+                    _log.warning("an object is damaged", name=each.name, reason=str(error))
+                except NotFoundError:
+                    continue
+            if is_damaged:
+                raise DamagedBlobError(digest)
+        raise MissingBlobError(digest)
+
+    def _copy(self, digest: Digest, found: Found) -> BlobFile:
+        opened: list[BlobFile] = []
+
+        def adopt(digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
+            # Open before it is a copy that may be evicted.
+            opened.append(self._cache.opened(digest, os.dup(file.descriptor), sums))
+            self._cache.adopt(digest, file, temporary, sums)
+
+        writer = self._cache.writer(found.num_bytes, adopt)
+        try:
+            for piece in self._objects.read(found):
+                writer.write(piece)
+            if writer.digest != digest:
+                raise IntegrityError("its bytes have another digest")
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            for file in opened:
+                file.close()
+            raise
+        opened[0].seek(0)
+        return opened[0]
+
+    def _rewrite(self, digest: Digest) -> bool:
+        try:
+            with self.open(digest) as file:
+                self._put(digest, read_pieces(file), os.fstat(file.fileno()).st_size)
+        except (IntegrityError, NotFoundError):
+            return False
+        return True
+
+    def _adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
+        self._put(digest, own_pieces(file.descriptor, file.num_bytes), file.num_bytes)
+        self._cache.adopt(digest, file, temporary, sums)
+
+    def _put(self, digest: Digest, pieces: Iterator[bytes], num_bytes: int) -> None:
+        name = f"{_FOLDER}/{digest}/{unique_name(self._term)}{_SUFFIX}"
+        with self._naming(digest):
+            self._objects.put(name, pieces, num_bytes)
+
+    @contextmanager
+    def _naming(self, digest: Digest) -> Iterator[None]:
+        """Keep the blob from being collected until it is written, and for the grace after that."""
+        with self._lock:
+            self._writing[digest] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claims.add(digest)
+                self._writing[digest] -= 1
+                if not self._writing[digest]:
+                    del self._writing[digest]
+
+
+def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
+    """A file from its start, in pieces of which each has memory of its own."""
+    offset = 0
+    while offset < num_bytes:
+        piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)
+        if not piece:
+            raise IntegrityError(f"a file ends after {offset} of {num_bytes} bytes")
+        yield piece
+        offset += len(piece)
+
+
+def read_pieces(file: BlobFile) -> Iterator[bytes]:
+    """The same of a blob, checked."""
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def _check(digest: Digest) -> Digest:
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidInputError.at("digest", f"{digest!r} is not 64 of 0-9, a-f")
+    return digest

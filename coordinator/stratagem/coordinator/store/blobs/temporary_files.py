@@ -1,0 +1,75 @@
+"""Files without a name of their own yet: locked while their writer lives, removed when it is gone.
+
+Owns scratch space too. Knows neither blobs nor spools.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from stratagem.coordinator.store.blobs.durable_file import (
+    MakeRoom,
+    no_room,
+    pieces,
+    space_needed,
+    write_some,
+)
+
+
+class Scratch:
+    """Bytes on their way into a blob, to be read in another order than they came. Not durable."""
+
+    def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
+        self._make_room = make_room
+        with space_needed():
+            self._temporary, self._descriptor = new_temporary(folder)
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes. Raises UnavailableError when the disk is full."""
+        view = memoryview(data).cast("B")
+        with space_needed():
+            while view:
+                view = view[write_some(self._descriptor, view, self._make_room) :]
+
+    def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        """A range of what was written, in pieces that share one buffer."""
+        yield from pieces(self._descriptor, num_bytes, offset)
+
+    def close(self) -> None:
+        """Forget what was written; no error after the first time."""
+        if self._descriptor >= 0:
+            self._temporary.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def new_temporary(folder: Path) -> tuple[Path, int]:
+    """A new file, locked: the lock says that its writer lives, whatever process that is."""
+    while True:
+        path = folder / secrets.token_hex(8)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else a cleaner came between the two calls
+            return path, descriptor
+        os.close(descriptor)
+
+
+def remove_if_abandoned(path: Path) -> None:
+    """Remove a temporary file whose writer is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""Stored blobs as files whose every byte is checked when it is read.
+
+A disk can change bits under an unchanged time stamp, so that a blob was right once proves nothing.
+Its digest is checked when this process first reads it, or as this process writes it; meanwhile a
+checksum is taken of every chunk of its data, as the tensor stream cuts them. Who streams a chunk
+computes its checksum anyway, so comparing costs nothing; other readers take whole chunks and
+compare. Knows of a blob's content no more than where its data start.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import crc32c, extended, has_crc
+from stratagem.common.tensors.safetensors_file import FileSource, header_size
+
+_PREFIX_BYTES: Final = 8
+
+
+class Sums:
+    """The checksums of a blob: of what stands before its data, and of each chunk of these."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._prefix = b""
+        self._data_start: int | None = None
+        self._of_head = 0
+        self._of_chunks = array("I")
+
+    def add(self, data: bytes | memoryview) -> None:
+        """The next bytes of the blob, from its first one on."""
+        view = memoryview(data).cast("B")
+        while view:
+            if self._data_start is None:
+                taken = self._begin(view)
+            elif self.num_bytes < self._data_start:
+                taken = view[: self._data_start - self.num_bytes]
+                self._of_head = extended(self._of_head, taken)
+            else:
+                taken = self._add_data(view)
+            self.num_bytes += len(taken)
+            view = view[len(taken) :]
+
+    def _begin(self, view: memoryview) -> memoryview:
+        taken = view[: _PREFIX_BYTES - len(self._prefix)]
+        self._prefix += bytes(taken)
+        self._of_head = extended(self._of_head, taken)
+        if len(self._prefix) == _PREFIX_BYTES:
+            self._data_start = header_size(self._prefix)
+        return taken
+
+    def _add_data(self, view: memoryview) -> memoryview:
+        done = (self.num_bytes - self.head_bytes) % CHUNK_BYTES
+        taken = view[: CHUNK_BYTES - done]
+        if done == 0:
+            self._of_chunks.append(crc32c(taken))
+        else:
+            self._of_chunks[-1] = extended(self._of_chunks[-1], taken)
+        return taken
+
+    @property
+    def head_bytes(self) -> int:
+        """What stands before the data: all of a blob that is too short to have any."""
+        return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.num_bytes - self.head_bytes
+
+    def is_head(self, data: bytes) -> bool:
+        """Whether this is what stands before the data."""
+        return len(data) == self.head_bytes and crc32c(data) == self._of_head
+
+    def of_chunk(self, number: int) -> tuple[int, int]:
+        """Length and checksum of a chunk of the data."""
+        return min(CHUNK_BYTES, self.data_bytes - number * CHUNK_BYTES), self._of_chunks[number]
+
+
+class BlobFile(io.FileIO):
+    """An open blob: what `read` and `read_into` give is checked.
+
+    What differs from its checksum raises UnavailableError: the blob must be opened again, which
+    looks at all of it, and finds a sound copy where there is one.
+    """
+
+    def __init__(
+        self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
+    ) -> None:
+        """on_damage is called before a difference is raised."""
+        super().__init__(descriptor, "rb")
+        try:
+            self._content = _Content(os.dup(descriptor), digest, sums, on_damage)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        begin = self.tell()
+        end = self._content.num_bytes
+        if size is not None and size >= 0:
+            end = min(end, begin + size)
+        data = bytearray(max(0, end - begin))
+        self.read_into(memoryview(data), begin)
+        self.seek(begin + len(data))
+        return bytes(data)
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill a view with the bytes from an offset on, which the blob must have."""
+        self._content.read_into(view, offset)
+
+    def source(self) -> FileSource:
+        """The data as a stream's source, also when the file is closed meanwhile. What it gives from
+        the start of a chunk on is left for `check`."""
+        return self._content.source
+
+    @property
+    def check(self) -> Callable[[int, bytes], None]:
+        """Checks a frame (see `frames`) that carries what the source gave for an offset."""
+        return self._content.check
+
+
+class _Content:
+    """The bytes of an open blob; lives as long as somebody reads them."""
+
+    def __init__(
+        self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
+    ) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor, self._digest, self._sums = descriptor, digest, sums
+        self._on_damage = on_damage
+        self._newest: tuple[int, memoryview] = (-1, memoryview(b""))
+        self.num_bytes = sums.num_bytes
+        self._head = os.pread(descriptor, sums.head_bytes, 0)
+        if not sums.is_head(self._head):
+            self._fail()
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        done, num_head = 0, len(self._head)
+        while done < len(view):
+            at = offset + done
+            if at < num_head:
+                piece = memoryview(self._head)[at : at + len(view) - done]
+            else:
+                number, skipped = divmod(at - num_head, CHUNK_BYTES)
+                piece = self._chunk(number)[skipped : skipped + len(view) - done]
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _chunk(self, number: int) -> memoryview:
+        """A chunk of the data, checked. The newest one is kept."""
+        if self._newest[0] != number:
+            data = self._pread(number)
+            if crc32c(data) != self._sums.of_chunk(number)[1]:
+                self._fail()
+            self._newest = number, memoryview(data)
+        return self._newest[1]
+
+    def source(self, offset: int) -> Iterator[bytes]:
+        number, skipped = divmod(offset, CHUNK_BYTES)
+        if skipped:  # a stream that goes on inside a chunk
+            yield bytes(self._chunk(number)[skipped:])
+            number += 1
+        while number * CHUNK_BYTES < self._sums.data_bytes:
+            yield self._pread(number)
+            number += 1
+
+    def check(self, offset: int, frame: bytes) -> None:
+        number, skipped = divmod(offset, CHUNK_BYTES)
+        if not skipped and not has_crc(frame, offset, *self._sums.of_chunk(number)):
+            self._fail()
+
+    def _pread(self, number: int) -> bytes:
+        size, _ = self._sums.of_chunk(number)
+        data = os.pread(self._descriptor, size, len(self._head) + number * CHUNK_BYTES)
+        if len(data) != size:
+            self._fail()
+        return data
+
+    def _fail(self) -> None:
+        self._on_damage()
+        raise UnavailableError(f"blob {self._digest} has changed where it is stored")

@@ -1,0 +1,74 @@
+"""Facts and summaries as rows of the journal, and back."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+from pydantic import TypeAdapter
+
+from stratagem.coordinator.core.commands import Entry
+from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, decode, encode
+from stratagem.coordinator.core.state import EndedRun
+from stratagem.coordinator.core.state_machine.run_view import RunView
+from stratagem.coordinator.store.journal import Record, Summary
+
+_brief: Final = TypeAdapter(EndedRun)
+
+
+def _version() -> str:
+    """Of the program, and of what a summary holds: that changes between versions, too."""
+    shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
+    return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+
+
+VERSION: Final = _version()
+"""Of the summaries that are read; all others are made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A durable fact: its number inside its run, and when."""
+
+    entry: Entry
+    index: int
+    time_s: float
+    wall_s: float
+
+
+def committed(record: Record) -> Committed:
+    """The fact in a row."""
+    fact = decode(record.kind, record.schema_version, record.payload)
+    return Committed(Entry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
+
+
+def record(item: Committed) -> Record:
+    """The row of a fact."""
+    kind, payload = encode(item.entry.fact)
+    return Record(
+        run_id=item.entry.run_id,
+        seq=item.index,
+        kind=kind,
+        schema_version=SCHEMA_VERSION,
+        payload=payload,
+        time_s=item.time_s,
+        wall_s=item.wall_s,
+        idem_key=item.entry.key,
+    )
+
+
+def summary(run: EndedRun, view: RunView) -> Summary:
+    """The row of a run at rest."""
+    brief = _brief.dump_json(run).decode()
+    return Summary(run.run_id, VERSION, brief, view.model_dump_json())
+
+
+def ended_run(brief: str) -> EndedRun:
+    """What stays in memory of a run at rest."""
+    return _brief.validate_json(brief)
+
+
+def view(shown: str) -> RunView:
+    """How a run at rest is shown."""
+    return RunView.model_validate_json(shown)

@@ -1,0 +1,102 @@
+"""The journal as facts and summaries, read and written in a thread of its own.
+
+Owns that one thread at a time uses the journal. Decides nothing: what is written is the loop's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from typing import TypeVar
+
+from stratagem.common.base import limits
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.commands import Command
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
+from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
+from stratagem.coordinator.core.state_machine.run_view import RunView
+from stratagem.coordinator.store.journal import Journal, fact_codec
+from stratagem.coordinator.store.journal.fact_codec import Committed
+
+PAGE_FACTS = 1000
+"""Facts that are read back at once, at the start."""
+
+PAGE_EVENTS = 100
+"""Of a run that a watcher asks for at once. One that does not read keeps them, about 2 KB each."""
+
+T = TypeVar("T")
+
+
+class Recorded:
+    """What a journal holds, for the coordinator that leads with this term."""
+
+    def __init__(self, journal: Journal, term: int) -> None:
+        self._journal = journal
+        self._term = term
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    async def renew(self) -> None:
+        """Show that this coordinator leads. Raises FencedError when it does not."""
+        await self._in_thread(lambda: self._journal.renew(self._term))
+
+    async def close(self) -> None:
+        """Give up the lead and close the journal."""
+        await self._in_thread(lambda: self._journal.release(self._term))
+        await self._in_thread(self._journal.close)
+        self._thread.shutdown()
+
+    async def append(
+        self, facts: Sequence[Committed], at_rest: Sequence[tuple[EndedRun, RunView]]
+    ) -> None:
+        """Make facts durable, and what sums up the runs that are at rest with them."""
+        records = [fact_codec.record(item) for item in facts]
+        summaries = [fact_codec.summary(run, view) for run, view in at_rest]
+        await self._in_thread(lambda: self._journal.append(self._term, records, summaries))
+
+    async def forget(self, run_id: RunId) -> None:
+        """Delete all that is known of a run."""
+        await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
+
+    async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
+        """The runs that are summed up, and those whose facts have to be read, the cluster first:
+        how a run is shown depends on the workers."""
+        briefs = await self._in_thread(lambda: self._journal.briefs(fact_codec.VERSION))
+        ended = [fact_codec.ended_run(brief) for brief in briefs.values() if brief is not None]
+        others = [run_id for run_id, brief in briefs.items() if brief is None]
+        return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
+
+    async def pages(self, run_ids: Iterable[RunId]) -> AsyncIterator[list[Committed]]:
+        """All facts of these runs, one run after the other."""
+        stored = chain.from_iterable(map(self._journal.read, run_ids))
+        while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
+            yield [fact_codec.committed(item.record) for item in page]
+
+    async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
+        """Some of the facts of a run, from a number on; none when there are none."""
+        stored = self._journal.read(run_id, from_index, PAGE_EVENTS)
+        page = await self._in_thread(lambda: list(islice(stored, PAGE_EVENTS)))
+        return await asyncio.to_thread(lambda: [fact_codec.committed(item.record) for item in page])
+
+    async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
+        """How runs at rest are shown; nothing for one that is not, or not any more."""
+        shown = await self._in_thread(lambda: self._journal.shown(run_ids))
+        return {run_id: fact_codec.view(text) for run_id, text in shown.items()}
+
+    async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
+        """The state with what a command needs of a run at rest, every fact of which is durable."""
+        found = num_to_recall(state, command)
+        if found is None:
+            return state
+        run_id, num_facts = found
+
+        def read() -> CoordinatorState:
+            stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))
+            facts = (fact_codec.committed(item.record) for item in islice(stored, num_facts))
+            with limits.lifted():
+                return recall(state, run_id, ((item.entry.fact, item.time_s) for item in facts))
+
+        return await self._in_thread(read)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -1,0 +1,283 @@
+"""The journal: an append-only log of events under a lease.
+
+Owns durability, order and the fence. `append` is one transaction that checks the term, inserts and
+commits to disk; when it returns, the events survive a power cut. Whoever lost the lead learns it at
+its next append or renewal and writes nothing. A database that went away is waited for; what it had
+committed meanwhile is found there and not written twice. One thread at a time uses a Journal.
+Knows nothing of what an event means.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tuple_, update
+from sqlalchemy.exc import IntegrityError as ConstraintError
+
+from stratagem.common.base.errors import ConflictError, InvalidInputError
+from stratagem.common.base.ids import RunId
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.store.journal.database import Database
+from stratagem.coordinator.store.journal.lead import (
+    Candidate,
+    Lead,
+    Lease,
+    last_time_s,
+    leading,
+    release,
+    renew,
+)
+from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
+from stratagem.coordinator.store.journal.schema import migrate
+from stratagem.coordinator.store.journal.sqlite import open_sqlite
+from stratagem.coordinator.store.journal.summaries import Summary, briefs, put, shown
+from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
+
+_PAGE_ROWS: Final = 1000
+
+T = TypeVar("T")
+
+
+class DuplicateKeyError(ConflictError):
+    """The idempotency key was used before: nothing was written."""
+
+    run_id: RunId
+    idem_key: str
+
+    def __init__(self, run_id: RunId, idem_key: str) -> None:
+        self.run_id, self.idem_key = run_id, idem_key
+        super().__init__(f"run {run_id!r} already holds an event under the key {idem_key!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event as the journal sees it. The run id "" is the cluster itself."""
+
+    run_id: RunId
+    seq: int
+    """Number of the event inside its run, from 0, without gaps."""
+    kind: str
+    schema_version: int
+    payload: str
+    time_s: float
+    """Leader-clock time."""
+    wall_s: float
+    """For people; never decided by."""
+    idem_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """An event with its place in the order of all events, and the term that wrote it."""
+
+    position: int
+    term: int
+    record: Record
+
+
+class Journal:
+    """The journal in one database; see the module for the rules."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, place: Path | str, *, password_file: Path | None = None) -> Self:
+        """The journal at a place, made or brought to the present schema if need be.
+
+        place: the path of a SQLite file, on a local disk only (WAL shares memory), or
+        postgresql://[user@]host[:port]/database. Raises InvalidInputError for another URL,
+        UnavailableError when the database cannot be reached, ConflictError for a newer schema.
+        """
+        database = _database(place, password_file)
+        try:
+            migrate(database)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database)
+
+    def close(self) -> None:
+        """Close the connections; the lead is not released."""
+        self._database.close()
+
+    # ---- the lead ----
+
+    def take_lead(
+        self,
+        holder: Holder,
+        *,
+        ttl_s: float,
+        on_wait: Callable[[Lease], object] = lambda lease: None,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> Lead:
+        """Block until the lead is ours, and fence whoever had it.
+
+        A lead that was released, or whose holder died on this host, is taken at once. Any other is
+        taken when it was not renewed for ttl_s: by the clock of PostgreSQL, not counting time
+        in which that was down; over SQLite by our own monotonic time, summed over looks of
+        ttl_s / 5, so that neither a clock that jumps nor a pause of the whole machine counts
+        as the silence of the other. To give up, let `sleep` raise.
+        """
+        return Candidate(self._database, holder, ttl_s, on_wait, monotonic, sleep).wait()
+
+    def renew(self, term: int) -> None:
+        """Show that the leader lives; call it every ttl / 3. Raises FencedError."""
+        self._database.persist(lambda _: renew(self._database, term))
+
+    def release(self, term: int) -> None:
+        """Give the lead up, so that the next need not wait; no error when it is lost already."""
+        release(self._database, term)
+
+    def identity(self, term: int) -> str:
+        """What tells this journal from all others; it stays the same in copies of it."""
+        return self._database.persist(lambda _: self._identity(term))
+
+    def _identity(self, term: int) -> str:
+        with leading(self._database, term) as connection:
+            stored = select(meta.c.value).where(meta.c.key == IDENTITY)
+            found = connection.execute(stored).scalar()
+            if found is None:
+                found = secrets.token_hex(8)
+                connection.execute(insert(meta).values(key=IDENTITY, value=found))
+            return found
+
+    # ---- the log ----
+
+    def append(
+        self, term: int, records: Sequence[Record], summaries: Sequence[Summary] = ()
+    ) -> list[int]:
+        """Make the records durable, all or none, and return their positions.
+
+        summaries: of runs that have come to rest with them, or before.
+        Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
+        used before in its run, UnavailableError when the disk is full, the file stays locked, or
+        the database does not come back.
+        """
+        if not records and not summaries:
+            return []
+        positions = self._database.persist(
+            lambda again: self._append(term, records, summaries, again)
+        )
+        failpoint("coordinator.journal.after_commit")
+        return positions
+
+    def _append(
+        self, term: int, records: Sequence[Record], summaries: Sequence[Summary], is_repeat: bool
+    ) -> list[int]:
+        rows = [{"term": term, **asdict(record)} for record in records]
+        place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
+        try:
+            with leading(self._database, term) as connection:
+                if is_repeat and (found := _committed(connection, term, records)):
+                    return found
+                written = connection.execute(place, rows) if rows else ()
+                positions = [row.position for row in written]
+                put(connection, summaries)
+                failpoint("coordinator.journal.before_commit")
+                return positions
+        except ConstraintError as error:
+            raise self._conflict(records) from error
+
+    def briefs(self, version: str) -> dict[RunId, str | None]:
+        """Every run that has events, in the order of their first ones, with what a summary of this
+        version says up to its newest event; None: they have to be read."""
+        return self._read(lambda connection: briefs(connection, version))
+
+    def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
+        """What the summaries of these runs show; nothing for a run that has none."""
+        return self._read(lambda connection: shown(connection, run_ids))
+
+    def read(
+        self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
+    ) -> Iterator[StoredRecord]:
+        """The events of one run, from one number on; page_rows of them are asked for at once."""
+        of_run = select(event).where(event.c.run_id == run_id).order_by(event.c.seq)
+        while True:
+            rows = self._page(of_run.where(event.c.seq >= from_seq).limit(page_rows))
+            yield from rows
+            if len(rows) < page_rows:
+                return
+            from_seq = rows[-1].record.seq + 1
+
+    def delete_run(self, term: int, run_id: RunId) -> None:
+        """Forget all events of a run. The leader's clock does not go back."""
+        self._database.persist(lambda _: self._delete_run(term, run_id))
+
+    def _delete_run(self, term: int, run_id: RunId) -> None:
+        with leading(self._database, term) as connection:
+            floor = str(last_time_s(connection))
+            connection.execute(update(meta).where(meta.c.key == CLOCK_FLOOR).values(value=floor))
+            connection.execute(delete(event).where(event.c.run_id == run_id))
+            connection.execute(delete(summary).where(summary.c.run_id == run_id))
+
+    def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
+        return self._read(lambda connection: list(map(_stored, connection.execute(query))))
+
+    def _read(self, ask: Callable[[Connection], T]) -> T:
+        def read(_is_repeat: bool) -> T:
+            with self._database.read() as connection:
+                return ask(connection)
+
+        return self._database.persist(read)
+
+    def _conflict(self, records: Sequence[Record]) -> ConflictError:
+        """Which record clashed with what the journal, or the batch itself, already holds."""
+        batch: set[tuple[RunId, str]] = set()
+        for record in records:
+            if record.idem_key is None:
+                continue
+            key = (record.run_id, record.idem_key)
+            same = select(func.count()).where(
+                event.c.run_id == record.run_id, event.c.idem_key == record.idem_key
+            )
+            with self._database.read() as connection:
+                is_stored = bool(connection.execute(same).scalar())
+            if is_stored or key in batch:
+                return DuplicateKeyError(*key)
+            batch.add(key)
+        spots = ", ".join(f"{record.run_id!r} {record.seq}" for record in records)
+        return ConflictError(f"the journal already holds one of these events: {spots}")
+
+
+def _database(place: Path | str, password_file: Path | None) -> Database:
+    if isinstance(place, Path):
+        return open_sqlite(place)
+    scheme, colon, _ = place.partition("://")
+    if not colon:
+        return open_sqlite(Path(place))
+    if scheme != SCHEME:
+        raise InvalidInputError.at(
+            "journal", f"{scheme}:// is neither {SCHEME}:// nor the path of a SQLite file"
+        )
+    return open_postgres(place, password_file)
+
+
+def _committed(connection: Connection, term: int, records: Sequence[Record]) -> list[int]:
+    """The positions of records that an earlier attempt has committed; [] when it has not."""
+    spots = [(record.run_id, record.seq) for record in records]
+    query = select(event).where(event.c.term == term)
+    rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))
+    found = {stored.record: stored.position for stored in map(_stored, rows)}
+    return [found[record] for record in records] if set(found) == set(records) else []
+
+
+def _stored(row: Row[tuple[object, ...]]) -> StoredRecord:
+    record = Record(
+        run_id=RunId(row.run_id),
+        seq=row.seq,
+        kind=row.kind,
+        schema_version=row.schema_version,
+        payload=row.payload,
+        time_s=row.time_s,
+        wall_s=row.wall_s,
+        idem_key=row.idem_key,
+    )
+    return StoredRecord(row.position, row.term, record)

@@ -1,0 +1,206 @@
+"""The lead of a journal: one row that says who may write, and under which term.
+
+Owns how the lead is taken, kept and lost. The fence is the term: it stands in the row, which every
+transaction of the leader reads, and locks, before it writes. Knows no events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+from sqlalchemy import Connection, Float, literal, select, update
+
+from stratagem.common.base.errors import StaleError, UnavailableError
+from stratagem.coordinator.store.journal.database import Database, GoneError
+from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, event, lease, meta
+
+_LOOKS_PER_TTL: Final = 5
+
+log = structlog.get_logger()
+
+
+class FencedError(StaleError):
+    """Another coordinator has taken the lead, or it was given up: nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The right to write: the term, and where the leader's clock goes on."""
+
+    term: int
+    last_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The row as somebody saw it."""
+
+    holder: Holder | None
+    """None once it was released."""
+    term: int
+    renewals: int
+    silent_s: float | None = field(compare=False)
+    """Since the last renewal, by the database's clock; None where that is not to be trusted."""
+
+    def is_free(self) -> bool:
+        """It need not be waited for."""
+        return self.holder is None or self.holder.is_known_dead()
+
+
+def look(database: Database) -> Lease:
+    """The lease as it is now."""
+    silent = literal(None, Float) if database.silent_s is None else database.silent_s
+    query = select(lease.c.holder, lease.c.term, lease.c.renewals, silent.label("silent_s"))
+    with database.read() as connection:
+        row = connection.execute(query.select_from(lease)).one()
+    holder = Holder.from_json(row.holder) if row.holder else None
+    return Lease(holder, row.term, row.renewals, row.silent_s)
+
+
+@dataclass(slots=True)
+class Silence:
+    """How long the leader has not renewed: by the database's clock, as far as that can be true.
+
+    It may jump. It is believed as it is at the first look; from then on the silence lies between
+    how long the row has stood still before our eyes and how long ago it can have been renewed.
+    """
+
+    _seen: Lease | None = None
+    _looked_s: float = 0.0
+    """When, by our own monotonic clock."""
+    _least_s: float = 0.0
+    _most_s: float = 0.0
+
+    def look(self, now: Lease, now_s: float) -> None:
+        """Note the lease as it is at a time of our clock."""
+        if self._seen is None:
+            self._most_s = max(now.silent_s or 0.0, 0.0)
+        elif now != self._seen:  # renewed since we looked
+            self._least_s, self._most_s = 0.0, now_s - self._looked_s
+        else:
+            self._most_s += now_s - self._looked_s
+        self._seen, self._looked_s = now, now_s
+
+    def add(self, seconds: float) -> None:
+        """So long we have waited; what is more in our clock was a freeze of ours."""
+        self._least_s += seconds
+
+    @property
+    def seconds(self) -> float:
+        told_s = self._seen.silent_s if self._seen else None
+        return self._least_s if told_s is None else min(max(told_s, self._least_s), self._most_s)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """Somebody who waits for the lead."""
+
+    database: Database
+    holder: Holder
+    ttl_s: float
+    on_wait: Callable[[Lease], object]
+    """Told of the lease at every look at which it was another's."""
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    _asked_for: int | None = None
+    """The term of an attempt whose answer was lost."""
+    _silence: Silence = field(default_factory=Silence)
+
+    def wait(self) -> Lead:
+        """Look until the lead is ours."""
+        while True:
+            try:
+                seen = look(self.database)
+                self._silence.look(seen, self.monotonic())
+                lead = self._try(seen)
+            except UnavailableError as error:
+                if isinstance(error, GoneError) or not self.database.patience_s:
+                    raise
+                log.warning("waiting for the journal's database", reason=str(error))
+                self.sleep(self.ttl_s / _LOOKS_PER_TTL)  # the leader could not renew either
+            else:
+                if lead is not None:
+                    return lead
+
+    def _try(self, seen: Lease) -> Lead | None:
+        if self._asked_for == seen.term and seen.holder == self.holder:
+            with self.database.read() as connection:
+                return Lead(seen.term, last_time_s(connection))
+        silent_s = self._silence.seconds
+        if seen.is_free() or silent_s >= self.ttl_s:
+            return self._compare_and_take(seen)
+        self.on_wait(seen)
+        interval_s = self.ttl_s / _LOOKS_PER_TTL
+        self._pause(interval_s if seen.silent_s is None else min(interval_s, self.ttl_s - silent_s))
+        return None
+
+    def _pause(self, interval_s: float) -> None:
+        before_s = self.monotonic()
+        self.sleep(interval_s)
+        self._silence.add(min(self.monotonic() - before_s, interval_s))
+
+    def _compare_and_take(self, seen: Lease) -> Lead | None:
+        """Take the lead if the row is still as seen."""
+        taken = (
+            update(lease)
+            .where(lease.c.holder == (seen.holder.to_json() if seen.holder else ""))
+            .where(lease.c.term == seen.term)
+            .where(lease.c.renewals == seen.renewals)
+            .values(
+                holder=self.holder.to_json(),
+                term=seen.term + 1,
+                renewals=0,
+                renewed_s=self.database.now_s,
+            )
+        )
+        self._asked_for = seen.term + 1
+        with self.database.write() as connection:
+            is_ours = connection.execute(taken).rowcount == 1
+            lead = Lead(seen.term + 1, last_time_s(connection)) if is_ours else None
+        self._asked_for = None
+        return lead
+
+
+@contextmanager
+def leading(database: Database, term: int) -> Iterator[Connection]:
+    """A transaction of the leader. Raises FencedError when `term` does not lead.
+
+    The lock on the row makes whoever would take the lead wait for the end of this transaction, and
+    a repetition of it, too: so it sees for certain whether this one was committed.
+    """
+    with database.write() as connection:
+        row = connection.execute(select(lease.c.term, lease.c.holder).with_for_update()).one()
+        if row.term != term:
+            raise FencedError(f"term {term} no longer leads: term {row.term} does")
+        if not row.holder:
+            raise FencedError(f"term {term} no longer leads: it was released")
+        yield connection
+
+
+def renew(database: Database, term: int) -> None:
+    """Show that the leader lives. Raises FencedError."""
+    now = update(lease).values(renewals=lease.c.renewals + 1, renewed_s=database.now_s)
+    with leading(database, term) as connection:
+        connection.execute(now)
+
+
+def release(database: Database, term: int) -> None:
+    """Give the lead up; no error when it is lost already."""
+    with database.write() as connection:
+        connection.execute(update(lease).where(lease.c.term == term).values(holder=""))
+
+
+def last_time_s(connection: Connection) -> float:
+    """Where the leader's clock goes on: the newest time of any event, also of a deleted one."""
+    newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
+    floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
+    return max(
+        connection.execute(newest).scalar() or 0.0,
+        float(connection.execute(floor).scalar() or 0.0),
+    )

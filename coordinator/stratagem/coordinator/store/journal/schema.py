@@ -1,0 +1,70 @@
+"""Brings the tables of a journal to the present revision, with Alembic, when it is opened.
+
+Owns what is refused: a journal of a newer version. A journal of 0.1.0, which knew no revisions, is
+given the first one and goes on from there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection, column, inspect, select, table, text
+
+from stratagem.common.base.errors import ConflictError
+from stratagem.coordinator.store.journal.database import Database
+from stratagem.coordinator.store.journal.tables import REVISION, meta
+
+FIRST: Final = "0001"
+FOLDER: Final = Path(__file__).parent / "migrations"
+
+_stamp: Final = table("alembic_version", column("version_num"))
+
+
+def migrate(database: Database) -> None:
+    """Make or alter the tables, all or nothing. Raises ConflictError for a newer journal."""
+    with database.read() as connection:
+        if _revision(connection) == REVISION:
+            return
+    # A server ends a transaction that stands still, as it may while this machine is busy importing.
+    database.persist(lambda _is_repeat: _bring_up_to_date(database))
+
+
+def _bring_up_to_date(database: Database) -> None:
+    with database.write() as connection:
+        if database.migration_lock:
+            connection.execute(text(database.migration_lock))
+        found = _revision(connection)  # another process may have been here first
+        if found != REVISION:
+            _upgrade(connection, found)
+
+
+def _revision(connection: Connection) -> str:
+    """What the journal is stamped with; FIRST for one of 0.1.0, "" for none at all."""
+    tables = inspect(connection).get_table_names()
+    if "alembic_version" in tables:
+        return str(connection.execute(select(_stamp.c.version_num)).scalar() or "")
+    if "meta" not in tables:
+        return ""
+    version = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version"))
+    number = version.scalar()
+    return FIRST if number == "1" else f"schema {number}"
+
+
+def _upgrade(connection: Connection, found: str) -> None:
+    from alembic import command  # 0.1 s, which a journal that is up to date does not cost
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(FOLDER))
+    config.attributes["connection"] = connection
+    known = [each.revision for each in ScriptDirectory.from_config(config).walk_revisions()]
+    if found and found not in known:
+        raise ConflictError(
+            f"the journal has revision {found!r}, written by a newer version; "
+            f"this one knows {FIRST} to {REVISION}"
+        )
+    if found == FIRST and not inspect(connection).has_table("alembic_version"):
+        command.stamp(config, FIRST)
+    command.upgrade(config, REVISION)

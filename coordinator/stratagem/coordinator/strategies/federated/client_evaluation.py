@@ -1,0 +1,92 @@
+"""The evaluation of a federated state by the clients that have made it, each on its own rows.
+
+A client that cannot evaluate is left out of it alone, with the reason.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.crash_loops import why
+from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, RunFailed
+from stratagem.coordinator.strategies.federated.client_crashes import task_of_evaluator
+from stratagem.coordinator.strategies.federated.client_metrics import combine
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
+
+T = TypeVar("T")
+
+
+def with_evaluation(value: FederatedRun, fact: ClientEvaluated) -> FederatedRun:
+    known = {**value.evaluations.get(fact.segment, {}), fact.client: fact}
+    return replace(value, evaluations={**value.evaluations, fact.segment: known})
+
+
+def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
+    done = value.evaluations.get(segment, {})
+    return [client for client in value.evaluators.get(segment, ()) if client not in done]
+
+
+def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
+    segment = fact.segment
+    return replace(
+        value,
+        to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
+        evaluators={n: each for n, each in value.evaluators.items() if n != segment},
+        evaluations={n: each for n, each in value.evaluations.items() if n != segment},
+        metrics=fact.metrics,
+    )
+
+
+def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
+    """With the evaluations that `before` owes to the commits up to a segment: evaluations may come
+    some rounds after what they evaluate."""
+
+    def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
+        return {number: each for number, each in of_segments.items() if number <= segment}
+
+    return replace(
+        fresh,
+        to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
+        evaluators=staying(before.evaluators),
+        evaluations=staying(before.evaluations),
+    )
+
+
+def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None:
+    """The metrics of a round that all its clients have evaluated, of those that could."""
+    if job.evaluation is None:
+        return None
+    for segment, clients in value.evaluators.items():
+        known = value.evaluations.get(segment, {})
+        sums = {client: fact.sums for client, fact in known.items() if not fact.reason}
+        failed = {client: fact.reason for client, fact in known.items() if fact.reason}
+        is_done = known.keys() == set(clients)
+        must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
+        if must_fail or (is_done and not sums):
+            reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
+            return RunFailed(reason=reason)
+        if is_done:
+            metrics = combine(sums, job.evaluation.metrics)
+            return Evaluated(party=value.party, segment=segment, metrics=metrics)
+    return None
+
+
+def _said(failed: dict[int, str]) -> str:
+    parts = [f"client {client}: {reason}" for client, reason in sorted(failed.items())]
+    more = [f"{len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else []
+    return "; ".join(parts[:MAX_NAMED] + more)
+
+
+def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
+    """A client whose evaluation ends every process that tries it."""
+    for segment in value.evaluators:
+        for client in evaluators_left(value, segment):
+            deaths = value.deaths.get(task_of_evaluator(value.roster[client].worker_id))
+            if deaths is not None and deaths.are_too_many:
+                reason = why("it", deaths)
+                return ClientEvaluated(
+                    party=value.party, segment=segment, client=client, sums={}, reason=reason
+                )
+    return None

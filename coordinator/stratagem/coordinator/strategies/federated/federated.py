@@ -1,0 +1,343 @@
+"""Federated averaging: clients train on rows that only they have, the coordinator averages.
+
+FedAvg, https://arxiv.org/abs/1602.05629; FedProx adds a term to the clients' loss, and FedYogi and
+its kin hand the mean to an optimizer on the coordinator. One round:
+
+    SELECTING    draw the clients of the round from the roster
+    TRAINING     each trains from the global state; its update is pulled into the spool
+    AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
+    (commit)     the new global state is a blob; next round
+
+Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
+for, where its rows lie on one worker). Only a deadline with a quorum, or over-selection, leaves
+anybody out; `late_updates.py` has what becomes of those.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Base,
+    Build,
+    Effect,
+    EvaluateState,
+    TrainClient,
+)
+from stratagem.coordinator.core.facts import (
+    BuildFailed,
+    ClientEvaluated,
+    ClientsSelected,
+    Evaluated,
+    Fact,
+    Member,
+    MembersFormed,
+    ModelBuilt,
+    ProcessDied,
+    RosterFormed,
+    RoundClosed,
+    RunResumed,
+    SegmentCommitted,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.strategy_contract import PartyView, Standing
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies.federated import late_updates
+from stratagem.coordinator.strategies.federated.client_crashes import (
+    crashed,
+    too_deadly,
+    with_death,
+    with_helper,
+)
+from stratagem.coordinator.strategies.federated.client_evaluation import (
+    evaluated,
+    evaluation_crashed,
+    evaluators_left,
+    with_evaluation,
+    with_metrics,
+    with_owed,
+)
+from stratagem.coordinator.strategies.federated.federated_run import (
+    FederatedRun,
+    again_after_resumption,
+    due_clients,
+    in_round,
+    next_round,
+    spec_of,
+)
+from stratagem.coordinator.strategies.federated.federated_status import outlook as outlook
+from stratagem.coordinator.strategies.federated.model_building import (
+    build_failed,
+    fit,
+    with_build,
+)
+from stratagem.coordinator.strategies.federated.round_closing import ask_again, close
+from stratagem.coordinator.strategies.federated.round_decisions import (
+    assign,
+    complete,
+    form_roster,
+    new_helper,
+    open_round,
+)
+from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
+from stratagem.coordinator.strategies.scheduling.placement import eligible
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Whatever parses can be run."""
+    del job, strategies
+    return []
+
+
+def init(job: JobSpec, party: Party, strategies: Strategies) -> FederatedRun:
+    """Nothing placed, nothing built."""
+    del job, strategies
+    return FederatedRun(party)
+
+
+def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
+    """The next step of the round that the facts call for."""
+    return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
+
+
+def decide_round(
+    job: JobSpec,
+    value: FederatedRun,
+    world: World,
+    now_s: float,
+    train: Callable[[list[WorkerRecord]], Fact | None],
+) -> Fact | None:
+    """The next step of the round; while it is open, what `train` decides of its clients."""
+    workers = eligible(job, world, value.fingerprint)
+    if job.data.worker_local is not None:
+        workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
+    if failed := forbidden(job, value) or build_failed(job, value, workers) or too_deadly(value):
+        return failed
+    has_begun = value.committed is not None or bool(value.helper)
+    if not has_begun and form_roster(job, value, workers) is None:
+        return None  # nothing is built for clients that are not here
+    if helper := new_helper(job, value, fit(value, workers)):
+        return helper
+    if value.committed is None:
+        return None
+    if spoken := evaluation_crashed(value) or evaluated(job, value):
+        return spoken
+    if not value.roster:
+        return form_roster(job, value, workers)
+    if value.committed.segment == spec_of(job).rounds:
+        return complete(job, value)
+    if given_up := late_updates.give_up(value, workers):
+        return given_up
+    if not value.selected:
+        return open_round(job, value, now_s)
+    if value.accepted:
+        return None
+    ended = crashed(value) or close(job, value, now_s)
+    return ended or ask_again(job, value, workers) or train(workers)
+
+
+def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold one fact."""
+    if late_updates.is_late(value, fact):
+        return late_updates.with_late(value, fact)
+    match fact:
+        case MembersFormed():
+            return with_helper(value, fact)
+        case ProcessDied():
+            return with_death(value, fact, now_s)
+        case ModelBuilt() | BuildFailed():
+            return with_build(value, fact)
+        case RosterFormed():
+            return replace(value, roster=fact.clients)
+        case SegmentCommitted():
+            return late_updates.after_commit(job, next_round(job, value, fact))
+        case ClientsSelected():
+            return late_updates.after_selection(in_round(value, fact))
+        case RoundClosed():
+            return late_updates.after_close(job, value, in_round(value, fact))
+        case Evaluated():
+            return with_metrics(value, fact)
+        case ClientEvaluated():
+            return with_evaluation(value, fact)
+        case RunResumed():
+            return again_after_resumption(job, value, now_s)
+        case _:
+            return in_round(value, fact)
+
+
+def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
+    """Why a reported fact is stale or late; "" when welcome."""
+    del job
+    match fact:
+        case ModelBuilt() | BuildFailed():
+            return "" if value.committed is None else "the model is built already"
+        case UpdateReceived() | UpdateRejected():
+            return _is_update_welcome(value, fact)
+        case SegmentCommitted():
+            is_open = bool(value.accepted) and fact.segment == value.round_num
+            return "" if is_open else f"round {value.round_num} is to be committed next"
+        case Evaluated():
+            waits = any(base.segment == fact.segment for base in value.to_evaluate)
+            return "" if waits else f"round {fact.segment} does not wait for an evaluation"
+        case ClientEvaluated():
+            waits = fact.client in evaluators_left(value, fact.segment)
+            return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
+        case _:
+            return ""
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None = None
+) -> frozenset[Effect]:
+    """The build, the clients still to be trained, the fold, the evaluations."""
+    effects: set[Effect] = set()
+    if value.committed is None:
+        if value.helper:
+            effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
+        return frozenset(effects)
+    if value.accepted:
+        effects.add(_fold(run_id, value, value.committed))
+    elif horizon is None or value.round_num <= horizon:
+        effects |= _training(run_id, job, value, value.committed)
+    if horizon is None or value.round_num <= horizon:
+        effects.update(late_updates.effects(run_id, job, value))
+    for base in value.to_evaluate:
+        effects.update(_evaluating(run_id, job, value, base))
+    return frozenset(effects)
+
+
+def _evaluating(
+    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+) -> Iterator[EvaluateState]:
+    """By the helper, or by each client of the round on its own rows."""
+    if job.evaluation is None or not value.helper:
+        return
+    splits = (job.evaluation.split,)
+    if base.segment not in value.evaluators:
+        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[0])
+        return
+    here = {member.worker_id: member for member in value.helper}
+    for client in evaluators_left(value, base.segment):
+        member = here.get(value.roster[client].worker_id)
+        if member is not None:
+            yield EvaluateState(run_id, value.party, 0, base, splits, member, client)
+
+
+def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
+    return AggregateRound(
+        run_id, value.party, value.round_num, base, value.accepted, value.server_state
+    )
+
+
+def next_deadline(value: FederatedRun) -> float | None:
+    """When the open round closes."""
+    return value.deadline_s
+
+
+# ---- what the rest of the coordinator, and a strategy around this one, ask of the party ----
+
+
+def parties(value: FederatedRun) -> Mapping[Party, PartyView]:
+    """Clients never exchange tensors with each other."""
+    del value
+    return {}
+
+
+def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
+    """Whatever the worker had to do in this round."""
+    return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
+
+
+def reform(value: FederatedRun, party: Party, reason: str) -> None:
+    """There is no exchange that could fail."""
+    del value, party, reason
+
+
+def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
+    """The clients' differences stand in their plans."""
+    del value, party
+    return job
+
+
+def blobs(value: FederatedRun) -> frozenset[Digest]:
+    """The global state, what the server optimizer keeps beside it, and the states that wait for
+    an evaluation: also while nobody is here to do it, and while the run is stopped."""
+    kept = {value.committed.digest, *value.server_state} if value.committed else set()
+    kept |= {base.digest for base in value.to_evaluate}
+    return frozenset(kept) | late_updates.blobs(value)
+
+
+def standing(value: FederatedRun) -> Standing:
+    """The committed round."""
+    metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
+    return Standing(
+        value.committed,
+        metrics,
+        value.num_rows,
+        loss,
+        is_idle=not value.to_evaluate,
+        keeps_more=bool(value.server_state or value.late),
+        rejected=in_closed_rounds(value),
+    )
+
+
+def rebase(
+    job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
+) -> FederatedRun:
+    """The next round begins from the state that was given; a server optimizer begins anew."""
+    del job
+    return replace(
+        FederatedRun(value.party),
+        membership=value.membership + 1,
+        helper=value.helper,
+        fingerprint=value.fingerprint,
+        roster=value.roster,
+        num_rows=num_rows,
+        committed=base,
+        round_num=base.segment + 1,
+    )
+
+
+def returned(
+    job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
+) -> FederatedRun:
+    """As `rebase`, with the evaluations that are still owed."""
+    fresh = replace(rebase(job, value, base, value.num_rows), metrics=metrics)
+    return with_owed(fresh, value, base.segment)
+
+
+def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejected) -> str:
+    round_num, client = fact.round_num, fact.client
+    if late_updates.is_late(value, fact):
+        answered = value.late[client].update is not None
+        return f"client {client} has answered round {round_num} already" if answered else ""
+    if round_num != value.round_num or value.accepted:
+        return f"round {round_num} is closed"
+    if client not in value.selected:
+        return f"client {client} was not selected in round {round_num}"
+    if client in value.updates or client in value.rejected:
+        return f"client {client} has answered round {round_num} already"
+    return ""
+
+
+def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> set[Effect]:
+    strategy = spec_of(job)
+    return {
+        TrainClient(
+            run_id=run_id,
+            party=value.party,
+            membership=value.assigned[client][1],
+            round_num=value.round_num,
+            client=client,
+            num_clients=strategy.num_clients,
+            local_epochs=strategy.options.local_epochs,
+            member=value.assigned[client][0],
+            base=base,
+        )
+        for client in due_clients(value)
+    }

@@ -1,0 +1,290 @@
+"""The run value of a federated party, and how facts change it.
+
+Pure folds; what is decided on the value stands in round_decisions.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from stratagem.common.base.ids import Digest, Party, WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.crash_loops import Deaths
+from stratagem.coordinator.core.effects import (
+    Base,
+)
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    Accepted,
+    BuildFailed,
+    ClientBinding,
+    ClientEvaluated,
+    ClientsAssigned,
+    ClientsSelected,
+    Fact,
+    Member,
+    RoundClosed,
+    RoundWaits,
+    SegmentCommitted,
+    UpdateReceived,
+    UpdateRejected,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A client that its round was closed without, and that trains on."""
+
+    round_num: int
+    """The round that it trains for."""
+    base: Base
+    """The state that it trains from."""
+    member: Member
+    membership: int
+    """Of its assignment."""
+    update: UpdateReceived | None = None
+    """Set once it has arrived: it enters the round that closes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedRun:
+    """The global state, the open round, and who does what in it."""
+
+    party: Party
+    membership: int = 0
+    helper: tuple[Member, ...] = ()
+    """The worker that builds and evaluates; those of all clients where these evaluate."""
+    fingerprint: str = ""
+    roster: tuple[ClientBinding, ...] = ()
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    committed: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation."""
+    trained: Mapping[str, float] = field(default_factory=dict)
+    """Of the training of the newest round that was closed; see round_metrics.py."""
+    round_num: int = 0
+    """The open round, from 1; 0 until the model is built."""
+    selected: tuple[int, ...] = ()
+    assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
+    """Client -> (worker, membership of the assignment)."""
+    holders: frozenset[Member] = frozenset()
+    """The workers that have clients left to train."""
+    num_unassigned: int = 0
+    """Selected clients that wait for a worker."""
+    updates: Mapping[int, UpdateReceived] = field(default_factory=dict)
+    rejected: Mapping[int, UpdateRejected] = field(default_factory=dict)
+    rejections: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """By client: how many closed rounds have rejected it, and why the newest of them did."""
+    is_waiting: bool = False
+    """The open round has too few updates, and does not close before there are enough."""
+    tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
+    """The workers on which a client has failed in the open round, and is not asked again."""
+    server_state: tuple[Digest, ...] = ()
+    """What the server optimizer keeps beside the committed state, one blob per slot."""
+    accepted: tuple[Accepted, ...] = ()
+    """Set once the round is closed."""
+    num_needed: int | None = None
+    """The open round closes with so many updates; None: not before all have answered."""
+    deadline_s: float | None = None
+    late: Mapping[int, Late] = field(default_factory=dict)
+    """By client; empty where late updates are refused."""
+    to_evaluate: tuple[Base, ...] = ()
+    evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Round -> the clients that evaluate it on their own rows; else the helper does."""
+    evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
+    """Round -> client -> what it says."""
+    unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
+    """The workers that cannot build the model, where each has rows of its own."""
+    left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
+    """What was taken from a worker in this round, because it was lost."""
+    deaths: Mapping[str, Deaths] = field(default_factory=dict)
+    """Worker processes that ended in this round while they had this to do."""
+
+
+MAX_CLIENTS_AHEAD = 4
+"""Clients of one worker that are due at once: one trains while the updates of the others come in.
+It bounds what the worker keeps, and the work that every fact makes with thousands of clients."""
+
+
+def spec_of(job: JobSpec) -> Federated:
+    assert isinstance(job.strategy, Federated)
+    return job.strategy
+
+
+def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
+    """Other workers for some clients; remembers whose they were."""
+    moved = {a.client for a in fact.assignments}
+    kept = {c: a for c, a in value.assigned.items() if c not in moved}
+    new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
+    left = dict(value.left)
+    for client in sorted(moved & value.assigned.keys()):
+        member = value.assigned[client][0]
+        left[member] = (*left.get(member, ()), task_of(client))
+    return _assigned(replace(value, membership=fact.membership, left=left), {**kept, **new})
+
+
+def _assigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
+    todo = [c for c in value.selected if c not in value.updates and c not in value.rejected]
+    return replace(
+        value,
+        assigned=assigned,
+        holders=frozenset(assigned[c][0] for c in todo if c in assigned),
+        num_unassigned=sum(c not in assigned for c in todo),
+    )
+
+
+def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]:
+    """The clients of the open round that nobody trains now; asked with every fact, so it is quick
+    while there are none."""
+    if not value.num_unassigned and all(is_here(member) for member in value.holders):
+        return []
+    return [
+        client
+        for client in value.selected
+        if client not in value.updates
+        and client not in value.rejected
+        and (client not in value.assigned or not is_here(value.assigned[client][0]))
+    ]
+
+
+def due_clients(value: FederatedRun) -> list[int]:
+    """The clients to be trained next, in order: a few of each worker."""
+    num_due = Counter[Member]()
+    due = []
+    for client in value.selected:
+        if client in value.updates or client in value.rejected or client not in value.assigned:
+            continue
+        member = value.assigned[client][0]
+        if num_due[member] < MAX_CLIENTS_AHEAD:
+            num_due[member] += 1
+            due.append(client)
+            if len(due) == MAX_CLIENTS_AHEAD * len(value.holders):
+                break
+    return due
+
+
+def evaluates_at_clients(job: JobSpec) -> bool:
+    """Rows that never leave their worker can be evaluated only there."""
+    return job.data.worker_local is not None and job.evaluation is not None
+
+
+def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
+    """Fold what happens between the opening of a round and its closing."""
+    match fact:
+        case ClientsSelected():
+            return replace(
+                value,
+                selected=fact.clients,
+                num_unassigned=len(fact.clients),
+                deadline_s=fact.deadline_s,
+                num_needed=fact.num_needed,
+            )
+        case ClientsAssigned():
+            return with_assignments(value, fact)
+        case UpdateReceived():
+            updates = {**value.updates, fact.client: fact}
+            return replace(value, updates=updates, trained=_counted(value, fact))
+        case UpdateRejected():
+            return replace(value, rejected={**value.rejected, fact.client: fact})
+        case RoundWaits():
+            return _waiting(value, fact)
+        case RoundClosed():
+            trained = {**value.trained, **fact.metrics}
+            return replace(value, accepted=fact.accepted, deadline_s=None, trained=trained)
+        case _:
+            return value
+
+
+def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
+    """No deadline any more; some of the clients that have failed have another chance."""
+    again = set(fact.asked_again)
+    tried = {
+        client: value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        for client in again & value.assigned.keys()
+    }
+    value = replace(
+        value,
+        is_waiting=True,
+        deadline_s=None,
+        num_needed=fact.num_needed,
+        tried={**value.tried, **tried},
+        rejected={c: each for c, each in value.rejected.items() if c not in again},
+        deaths={t: each for t, each in value.deaths.items() if t not in map(task_of, again)},
+    )
+    return _assigned(value, {c: a for c, a in value.assigned.items() if c not in again})
+
+
+def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
+    """Workers have forgotten the run. Clients of the open round that have failed are asked again,
+    and it has its whole time."""
+    time_s = spec_of(job).options.round_deadline_s
+    has_deadline = time_s is not None and value.selected and not value.accepted
+    fresh = replace(
+        value,
+        helper=(),
+        rejected={} if not value.accepted else value.rejected,
+        is_waiting=False,
+        tried={},
+        unfit={},
+        deadline_s=now_s + time_s if has_deadline and time_s is not None else value.deadline_s,
+        late={},
+        left={},
+        deaths={},
+    )
+    return _assigned(fresh, {})
+
+
+def task_of(client: int) -> str:
+    """What a client has to do in a round, as the key of its deaths."""
+    return f"client {client}"
+
+
+def _with_rejections(value: FederatedRun) -> Mapping[int, tuple[int, str]]:
+    if not value.rejected:
+        return value.rejections
+    new = {
+        client: (value.rejections.get(client, (0, ""))[0] + 1, fact.reason)
+        for client, fact in value.rejected.items()
+    }
+    return {**value.rejections, **new}
+
+
+def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
+    """What versions that counted skipped steps when an update came have counted."""
+    if update.num_steps or SKIPPED_STEPS not in update.metrics:
+        return value.trained
+    num_skipped = value.trained.get(SKIPPED_STEPS, 0) + update.metrics[SKIPPED_STEPS]
+    return {**value.trained, SKIPPED_STEPS: num_skipped}
+
+
+def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
+    base = Base(fact.segment, fact.step, fact.digest)
+    evaluation = job.evaluation
+    rounds = spec_of(job).rounds
+    due = evaluation is not None and (
+        fact.segment % evaluation.every.count == 0 or fact.segment == rounds
+    )
+    evaluators = dict(value.evaluators)
+    if due and evaluates_at_clients(job):
+        evaluators[fact.segment] = tuple(accepted.client for accepted in value.accepted)
+    return replace(
+        value,
+        committed=base,
+        evaluators=evaluators,
+        server_state=fact.server_state,
+        round_num=fact.segment + 1,
+        selected=(),
+        assigned={},
+        holders=frozenset(),
+        num_unassigned=0,
+        updates={},
+        rejected={},
+        rejections=_with_rejections(value),
+        is_waiting=False,
+        tried={},
+        accepted=(),
+        left={},
+        deaths={},
+        to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,
+    )

@@ -1,0 +1,85 @@
+"""How a federated run stands, for people and for the strategy around it."""
+
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ByCapability
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import Outlook
+from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, lacking, spec_of
+from stratagem.coordinator.strategies.federated.update_rejections import said
+from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
+
+
+def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
+    """How the run stands."""
+    strategy = spec_of(job)
+    phase, strategy_phase, reason = _phase(job, value, world)
+    done = value.committed.segment if value.committed else 0
+    members = value.holders | set(value.helper)
+    return Outlook(
+        phase=phase,
+        strategy_phase=strategy_phase,
+        reason=reason,
+        step=done,
+        num_steps=strategy.rounds,
+        segment=done,
+        num_segments=strategy.rounds,
+        num_clients_done=len(value.updates) + len(value.rejected),
+        num_clients=len(value.selected),
+        members=tuple(sorted(members, key=lambda m: m.worker_id)),
+    )
+
+
+def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+    if value.committed is None and not value.helper:
+        return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
+    if value.committed is None:
+        return RunPhase.RUNNING, "BUILDING", ""
+    if not value.roster:
+        return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
+    if value.accepted:
+        return RunPhase.RUNNING, "AGGREGATING", ""
+    if not value.selected:
+        return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
+    answered = len(value.updates) + len(value.rejected)
+    count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    if value.rejected:
+        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if value.is_waiting and not lacking(value, world.holds):
+        count += "; that is too few: it waits for other workers of failed clients"
+        return RunPhase.RECOVERING, "TRAINING", count
+    if value.late:
+        count += f", {len(value.late)} of earlier rounds train on"
+    if lost := lacking(value, world.holds):
+        names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
+        return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
+    return RunPhase.RUNNING, "TRAINING", count
+
+
+def _why_not_evaluated(value: FederatedRun) -> str:
+    """For whom an evaluation waits, each on rows that only it has; "" where all are here."""
+    here = {member.worker_id for member in value.helper}
+    for base in value.to_evaluate:
+        left = evaluators_left(value, base.segment) if base.segment in value.evaluators else ()
+        away = [c for c in left if value.roster[c].worker_id not in here]
+        if away:
+            names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in away[:4])
+            return f"round {base.segment} waits to be evaluated by {names}, not here"
+    return ""
+
+
+def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
+    strategy = spec_of(job)
+    usable = eligible(job, world, value.fingerprint)
+    if not usable:
+        return why_none(job, world, value.fingerprint)
+    if job.data.worker_local is not None:
+        having = [w for w in usable if job.data.worker_local in w.capability.local_data]
+        return (
+            f"{strategy.num_clients} workers with data {job.data.worker_local!r} are needed, "
+            f"{len(having)} are here"
+        )
+    if isinstance(strategy.client_selection, ByCapability):
+        tags = ", ".join(strategy.client_selection.required_tags)
+        return f"no client has a worker with the tags {tags}"
+    return why_none(job, world, value.fingerprint)

@@ -1,0 +1,169 @@
+"""Clients that a round was closed without, and that train on: their updates enter a later round.
+
+Only where the job says so (`options.late_updates`). What such a client has changed on its own base
+is made to the present state and counts n · d^staleness, staleness being the rounds between the one
+it trained for and the one it enters (as in FedAsync, https://arxiv.org/abs/1903.03934, and FedBuff,
+https://arxiv.org/abs/2106.06639). Pure functions of the run value; federated.py asks them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.effects import TrainClient
+from stratagem.coordinator.core.facts import (
+    Accepted,
+    Assignment,
+    ClientsAssigned,
+    Fact,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.federated.federated_run import (
+    FederatedRun,
+    Late,
+    due_clients,
+    spec_of,
+)
+
+
+def max_staleness(job: JobSpec) -> int:
+    """Rounds for which updates of a closed round may still be needed; 0: late ones are refused."""
+    strategy = job.strategy
+    if not isinstance(strategy, Federated) or strategy.options.late_updates is None:
+        return 0
+    return strategy.options.max_staleness
+
+
+def weight(job: JobSpec, accepted: Accepted) -> float:
+    """What an update counts for in the mean of its round."""
+    policy = spec_of(job).options.late_updates
+    discount = 1.0 if policy is None else policy.discount
+    return float(accepted.num_samples * discount**accepted.staleness)
+
+
+def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> FederatedRun:
+    """A round has closed: those that were training train on; late updates that it took are gone."""
+    if not max_staleness(job):
+        return value
+    assert before.committed is not None
+    late = {client: each for client, each in before.late.items() if each.update is None}
+    for client in due_clients(before):
+        member, membership = before.assigned[client]
+        late[client] = Late(before.round_num, before.committed, member, membership)
+    return replace(value, late=late)
+
+
+def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
+    """The next round begins: who would be too stale in it is given up, and all after the last."""
+    is_over = value.round_num > spec_of(job).rounds
+    limit = -1 if is_over else max_staleness(job)
+    late = {c: each for c, each in value.late.items() if value.round_num - each.round_num <= limit}
+    return replace(value, late=late)
+
+
+def after_selection(value: FederatedRun) -> FederatedRun:
+    """A client that is selected again trains for the new round."""
+    chosen = set(value.selected)
+    return replace(value, late={c: each for c, each in value.late.items() if c not in chosen})
+
+
+def is_late(value: FederatedRun, fact: Fact) -> bool:
+    """Whether a fact is about clients that an earlier round was closed without."""
+    match fact:
+        case UpdateReceived() | UpdateRejected():
+            each = value.late.get(fact.client)
+            return each is not None and each.round_num == fact.round_num
+        case ClientsAssigned():
+            return all(
+                (each := value.late.get(a.client)) is not None and each.round_num == fact.round_num
+                for a in fact.assignments
+            )
+        case _:
+            return False
+
+
+def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
+    """Fold such a fact: an update that waits for the next closing, or a client that is given up."""
+    late = dict(value.late)
+    match fact:
+        case UpdateReceived():
+            late[fact.client] = replace(late[fact.client], update=fact)
+        case UpdateRejected():
+            del late[fact.client]
+        case ClientsAssigned():
+            for assignment in fact.assignments:
+                del late[assignment.client]
+            value = replace(value, membership=fact.membership)
+    return replace(value, late=late)
+
+
+def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
+    """Late clients whose worker is lost are not trained again; None while there are none."""
+    here = {worker.member for worker in workers}
+    lost = {c: each for c, each in _training(value) if each.member not in here}
+    if not lost:
+        return None
+    round_num = min(each.round_num for each in lost.values())
+    return ClientsAssigned(
+        party=value.party,
+        round_num=round_num,
+        membership=value.membership + 1,
+        assignments=tuple(
+            Assignment(client=client, member=None)
+            for client, each in sorted(lost.items())
+            if each.round_num == round_num
+        ),
+    )
+
+
+def accepted(value: FederatedRun) -> list[Accepted]:
+    """The late updates that the open round takes when it closes now."""
+    return [
+        Accepted(
+            client=client,
+            digest=each.update.digest,
+            num_samples=each.update.num_samples,
+            staleness=value.round_num - each.round_num,
+            base=each.base.digest,
+        )
+        for client, each in sorted(value.late.items())
+        if each.update is not None
+    ]
+
+
+def received(value: FederatedRun) -> list[UpdateReceived]:
+    """The same, as they came; in order of client."""
+    return [each.update for _, each in sorted(value.late.items()) if each.update is not None]
+
+
+def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
+    """What the late clients train: the same as when their round was open."""
+    strategy = spec_of(job)
+    for client, each in _training(value):
+        yield TrainClient(
+            run_id=run_id,
+            party=value.party,
+            membership=each.membership,
+            round_num=each.round_num,
+            client=client,
+            num_clients=strategy.num_clients,
+            local_epochs=strategy.options.local_epochs,
+            member=each.member,
+            base=each.base,
+        )
+
+
+def blobs(value: FederatedRun) -> frozenset[Digest]:
+    """The states that late clients train from, or have."""
+    kept = {each.base.digest for each in value.late.values()}
+    return frozenset(kept | {each.base for each in value.accepted if each.base})
+
+
+def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:
+    for client, each in value.late.items():
+        if each.update is None:
+            yield client, each

@@ -1,0 +1,68 @@
+"""Who builds the model of a federation: where each worker has rows of its own, any that can.
+
+A site whose data or code raises when the model is built would otherwise end the federation before
+its first round. All its workers are tried, and the run fails when none can.
+"""
+
+from dataclasses import replace
+
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.crash_loops import why
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt, RunFailed
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.federated.client_crashes import BUILD
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
+
+
+def may_move(job: JobSpec) -> bool:
+    """Whether a build that fails on one worker may succeed on another one."""
+    if not isinstance(job.strategy, Federated) or job.data.worker_local is None:
+        return False
+    return job.strategy.options.on_client_error != FAIL
+
+
+def build_failed(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> BuildFailed | RunFailed | None:
+    """A worker whose processes the build ends one after the other; then, that none is left."""
+    deaths = value.deaths.get(BUILD)
+    if deaths is not None and deaths.latest and deaths.are_too_many and may_move(job):
+        reason = why("it", deaths)
+        return BuildFailed(party=value.party, member=deaths.latest.member, reason=reason)
+    if not value.unfit or not workers or fit(value, workers):
+        return None
+    said = [f"{name}: {fact.reason}" for name, fact in sorted(value.unfit.items())]
+    more = [f"{len(said) - MAX_NAMED} more"] if len(said) > MAX_NAMED else []
+    errors = [fact.error for _, fact in sorted(value.unfit.items()) if fact.error is not None]
+    text = f"no worker can build the model: {'; '.join(said[:MAX_NAMED] + more)}"
+    return RunFailed(reason=text, error=errors[0] if errors else None)
+
+
+def with_build(value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
+    """The first state; or somebody else is to build it."""
+    if isinstance(fact, ModelBuilt):
+        return replace(
+            value,
+            committed=Base(0, 0, fact.digest),
+            round_num=1,
+            num_rows=fact.num_rows,
+            left={},
+            deaths={},
+        )
+    name = fact.member.worker_id
+    return replace(
+        value,
+        helper=tuple(member for member in value.helper if member.worker_id != name),
+        unfit={**value.unfit, name: fact},
+        deaths={task: each for task, each in value.deaths.items() if task != BUILD},
+    )
+
+
+def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:
+    """The workers that have not failed to build, while there is no model."""
+    if value.committed is not None:
+        return workers
+    return [worker for worker in workers if worker.member.worker_id not in value.unfit]

@@ -1,0 +1,120 @@
+"""When a federated round closes, with which updates, and what follows when there are too few.
+
+Pure functions of the run value and of which workers there are; federated.py asks them.
+"""
+
+from collections import Counter
+
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    Accepted,
+    RoundClosed,
+    RoundWaits,
+    RunFailed,
+)
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.federated import late_updates
+from stratagem.coordinator.strategies.federated.client_selection import quorum_of
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.round_decisions import worker_for
+from stratagem.coordinator.strategies.federated.round_metrics import round_metrics
+from stratagem.coordinator.strategies.federated.update_rejections import (
+    commonest_error,
+    commonest_first,
+    said,
+)
+
+WAIT = "wait"
+
+
+def close(
+    job: JobSpec, value: FederatedRun, now_s: float
+) -> RoundClosed | RoundWaits | RunFailed | None:
+    """Close the round when all have answered, its deadline has passed, or enough are here."""
+    num_selected, num_updates = len(value.selected), len(value.updates)
+    num_answered = num_updates + len(value.rejected)
+    is_late = value.deadline_s is not None and now_s >= value.deadline_s
+    suffices = value.num_needed is not None and num_updates >= value.num_needed
+    if num_answered < num_selected and not is_late and not suffices:
+        return None
+    count = f"round {value.round_num}: {num_updates} of {num_selected} updates"
+    if num_answered < num_selected:
+        count += f", {value.num_needed} suffice" if suffices else ", deadline passed"
+    if num_updates < num_required(job, value):
+        return _missing(job, value, count)
+    if value.rejected:
+        count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    late = late_updates.accepted(value)
+    if late:
+        each = ", ".join(
+            f"client {a.client} of round {value.round_num - a.staleness}" for a in late
+        )
+        count += f", {len(late)} late ({each})"
+    on_time = [
+        Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
+        for client, update in value.updates.items()
+    ]
+    return RoundClosed(
+        party=value.party,
+        round_num=value.round_num,
+        accepted=tuple(sorted([*on_time, *late], key=lambda each: each.client)),
+        reason=count,
+        by_policy=num_answered < num_selected or bool(late),
+        metrics=round_metrics(
+            value.updates,
+            late_updates.received(value),
+            num_skipped=value.trained.get(SKIPPED_STEPS, 0.0),
+        ),
+    )
+
+
+def num_required(job: JobSpec, value: FederatedRun) -> int:
+    """The updates without which the round cannot close: the quorum, else any one of those that
+    did not fail."""
+    quorum = spec_of(job).options.quorum
+    if quorum is None:
+        return 1
+    return value.num_needed or quorum_of(quorum, len(value.selected))
+
+
+def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunFailed | None:
+    """Too few updates."""
+    needed = num_required(job, value)
+    if value.rejected:
+        count += f"; {commonest_first(job, value)}"
+    if needed > 1 or not value.rejected:
+        count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
+    if spec_of(job).options.on_missing_quorum != WAIT:
+        return RunFailed(reason=count, error=commonest_error(value))
+    if value.is_waiting:
+        return None
+    return RoundWaits(
+        party=value.party,
+        round_num=value.round_num,
+        reason=count,
+        num_needed=None if spec_of(job).options.quorum is None else needed,
+    )
+
+
+def ask_again(job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]) -> RoundWaits | None:
+    """Clients of a round that waits, which have failed, and for which there is another worker: a
+    new start of their own, where their rows lie on it."""
+    if not value.is_waiting or not value.rejected:
+        return None
+    alive = {worker.member.worker_id: worker for worker in workers}
+    again = []
+    for client in sorted(value.rejected.keys() & value.assigned.keys()):
+        tried = value.tried.get(client, frozenset()) | {value.assigned[client][0]}
+        if worker_for(job, value.roster[client], alive, Counter(), tried) is not None:
+            again.append(client)
+    if not again:
+        return None
+    num_updates, num_selected = len(value.updates), len(value.selected)
+    return RoundWaits(
+        party=value.party,
+        round_num=value.round_num,
+        reason=f"round {value.round_num}: {num_updates} of {num_selected} updates",
+        num_needed=value.num_needed,
+        asked_again=tuple(again),
+    )

@@ -1,0 +1,176 @@
+"""What a federated round decides, in the order of the round.
+
+Pure functions of the run value and of which workers there are; federated.py asks them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import WorkerId
+from stratagem.common.base.wording import counted
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ByCapability
+from stratagem.coordinator.core.facts import (
+    Assignment,
+    ClientBinding,
+    ClientsAssigned,
+    ClientsSelected,
+    Member,
+    MembersFormed,
+    RosterFormed,
+    RunCompleted,
+)
+from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.strategies.federated.client_selection import quorum_of, select
+from stratagem.coordinator.strategies.federated.federated_run import (
+    FederatedRun,
+    evaluates_at_clients,
+    lacking,
+    spec_of,
+)
+from stratagem.coordinator.strategies.federated.update_rejections import in_all, in_closed_rounds
+
+
+def new_helper(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> MembersFormed | None:
+    """Somebody must build at first, and evaluate later."""
+    alive = {worker.member for worker in workers}
+    helper = tuple(member for member in value.helper if member in alive)
+    if evaluates_at_clients(job) and value.roster:
+        names = {binding.worker_id for binding in value.roster}
+        everybody = sorted((w.member for w in workers), key=lambda member: member.worker_id)
+        helper = tuple(member for member in everybody if member.worker_id in names)
+    elif not helper and workers:
+        helper = (workers[0].member,)
+    if helper == value.helper:
+        return None
+    fingerprint = value.fingerprint
+    if helper and not fingerprint and job.execution.deterministic:
+        fingerprint = workers[0].capability.numerics_fingerprint
+    reason = f"{helper[0].worker_id} builds and evaluates" if helper else "no worker is left"
+    if len(helper) > 1:
+        reason = f"{len(helper)} clients evaluate"
+    return MembersFormed(
+        party=value.party,
+        membership=value.membership + 1,
+        members=helper,
+        reason=reason,
+        fingerprint=fingerprint,
+    )
+
+
+def form_roster(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> RosterFormed | None:
+    """Bind every client to a worker; None while the workers that it takes are not here."""
+    strategy = spec_of(job)
+    by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
+    if job.data.worker_local is not None:
+        by_name = [w for w in by_name if job.data.worker_local in w.capability.local_data]
+        if len(by_name) < strategy.num_clients:
+            return None
+    if not by_name:
+        return None
+    bindings = tuple(
+        ClientBinding(
+            client=client,
+            worker_id=by_name[client % len(by_name)].member.worker_id,
+            tags=by_name[client % len(by_name)].capability.tags,
+        )
+        for client in range(strategy.num_clients)
+    )
+    if not select(strategy.client_selection, bindings, job.seed, 1):
+        return None
+    return RosterFormed(party=value.party, clients=bindings)
+
+
+def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
+    strategy = spec_of(job)
+    deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
+    selection, roster, number = strategy.client_selection, value.roster, value.round_num
+    clients = select(selection, roster, job.seed, number, num_extra)
+    num_needed = None
+    if num_extra:
+        num_wanted = len(select(selection, roster, job.seed, number))
+        num_needed = quorum_of(strategy.options.quorum, num_wanted, of_all=num_wanted)
+    return ClientsSelected(
+        party=value.party,
+        round_num=value.round_num,
+        clients=clients,
+        deadline_s=None if deadline is None else now_s + deadline,
+        num_needed=num_needed,
+    )
+
+
+def assign(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
+) -> ClientsAssigned | None:
+    """A live worker for every client that has none: its own, else the one with fewest clients."""
+    alive = {worker.member.worker_id: worker for worker in workers}
+    if not lacking(value, lambda member: _is_alive(alive, member)):
+        return None
+    waiting = [c for c in value.selected if c not in value.updates and c not in value.rejected]
+    current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
+    held = {c: m for c, m in current.items() if _is_alive(alive, m)}
+    load = Counter(member.worker_id for member in held.values())
+    new = []
+    for client in waiting:
+        if client in held:
+            continue
+        tried = value.tried.get(client, frozenset())
+        worker = worker_for(job, value.roster[client], alive, load, tried)
+        if worker is not None:
+            load[worker.member.worker_id] += 1
+        elif client not in current:
+            continue
+        new.append(Assignment(client=client, member=worker.member if worker else None))
+    if not new:
+        return None
+    return ClientsAssigned(
+        party=value.party,
+        round_num=value.round_num,
+        membership=value.membership + 1,
+        assignments=tuple(new),
+    )
+
+
+def _is_alive(alive: Mapping[WorkerId, WorkerRecord], member: Member) -> bool:
+    return member.worker_id in alive and alive[member.worker_id].member == member
+
+
+def worker_for(
+    job: JobSpec,
+    binding: ClientBinding,
+    alive: Mapping[WorkerId, WorkerRecord],
+    load: Counter[WorkerId],
+    tried: frozenset[Member],
+) -> WorkerRecord | None:
+    """Where a client trains: on its own worker, else on the one with fewest; on none of `tried`."""
+    own = alive.get(binding.worker_id)
+    if own is not None and own.member not in tried:
+        return own
+    if job.data.worker_local is not None:
+        return None
+    selection = spec_of(job).client_selection
+    required = set(selection.required_tags) if isinstance(selection, ByCapability) else set()
+    fitting = [
+        worker
+        for worker in alive.values()
+        if required <= set(worker.capability.tags) and worker.member not in tried
+    ]
+    return min(
+        fitting,
+        key=lambda w: (load[w.member.worker_id], w.member.worker_id),
+        default=None,
+    )
+
+
+def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
+    if value.to_evaluate:
+        return None
+    assert value.committed is not None
+    done = f"{counted(value.committed.segment, 'round')} committed"
+    return RunCompleted(
+        reason="; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))
+    )

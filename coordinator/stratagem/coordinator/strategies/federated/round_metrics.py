@@ -1,0 +1,82 @@
+"""What is said of the training of a federated round: of all its accepted updates together.
+
+It depends on which updates were accepted and on nothing else: neither on the order in which they
+came nor on what a coordinator that was killed had seen of them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from stratagem.coordinator.core.facts import SKIPPED_STEPS, UpdateReceived
+from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
+
+_LARGEST = f"{TRAIN_SPLIT}.max_"
+
+
+def round_metrics(
+    on_time: Mapping[int, UpdateReceived],
+    late: Sequence[UpdateReceived] = (),
+    num_skipped: float = 0.0,
+) -> dict[str, float]:
+    """By name, of the clients of a round and of the late ones that it takes.
+
+    The loss is the mean over rows and, with its spread over clients, that of the clients of the
+    round: late ones have trained another state. Bytes and skipped steps are sums, norms the
+    largest ones, of all. num_skipped: steps that earlier rounds have skipped, which are added.
+    """
+    in_order = [update for _, update in sorted(on_time.items())]
+    everybody = [*in_order, *late]
+    found = {**_loss(in_order), **_of_steps(everybody), **_traffic(everybody)}
+    if SKIPPED_STEPS in found:
+        found[SKIPPED_STEPS] += num_skipped
+    return found
+
+
+def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
+    weights = [update.num_samples for update in updates]
+    losses = [update.loss for update in updates]
+    total = sum(weights)
+    if not total:
+        return {}
+    mean = _sum(w * loss for w, loss in zip(weights, losses, strict=True)) / total
+    variance = _sum(w * (loss - mean) ** 2 for w, loss in zip(weights, losses, strict=True)) / total
+    name = f"{TRAIN_SPLIT}.loss"
+    return {
+        name: mean,
+        f"{name}_min": min(losses),
+        f"{name}_max": max(losses),
+        f"{name}_std": math.sqrt(variance),
+    }
+
+
+def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
+    """Of what clients say of their steps: the largest, the sum, or the mean over rows."""
+    found = {}
+    for name in sorted({name for update in updates for name in update.metrics}):
+        saying = [update for update in updates if name in update.metrics]
+        values = [update.metrics[name] for update in saying]
+        if name == SKIPPED_STEPS:
+            # What an earlier version has received is counted already.
+            found[name] = _sum(each.metrics[name] for each in saying if each.num_steps)
+        elif name.startswith(_LARGEST):
+            found[name] = max(values)
+        else:
+            weighted = _sum(each.num_samples * each.metrics[name] for each in saying)
+            found[name] = weighted / sum(each.num_samples for each in saying)
+    return found
+
+
+def _traffic(updates: Sequence[UpdateReceived]) -> dict[str, float]:
+    names = sorted({name for update in updates for name in update.traffic})
+    return {
+        f"{TRAIN_SPLIT}.{name}": float(sum(update.traffic.get(name, 0) for update in updates))
+        for name in names
+    }
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Left to right: fsum refuses what overflows."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total

@@ -1,0 +1,348 @@
+"""Federated averaging over silos: a client is not one worker but a party that trains together.
+
+Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
+selected client is a party (`client0`, `client1`, ...) that trains the global state on the client's
+rows under the inner strategy; what it commits is its update. So gradients stay inside a silo, and
+only models leave it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Digest, Party, RunId, child_party
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy import (
+    All,
+    Federated,
+    FedProx,
+    Local,
+    PopulationBased,
+    Random,
+    dump_strategy,
+)
+from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
+from stratagem.coordinator.core.facts import (
+    ClientsSelected,
+    Fact,
+    Member,
+    ModelBuilt,
+    PartyFailed,
+    ProcessDied,
+    RunResumed,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import Outlook, PartyView, Standing
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated import federated
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.round_closing import WAIT
+from stratagem.coordinator.strategies.federated.update_rejections import (
+    cause_of,
+    reason_of,
+    rejection,
+)
+from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
+
+
+@dataclass(frozen=True, slots=True)
+class SiloRun:
+    """The rounds, and the parties of the clients that have taken part so far."""
+
+    rounds: FederatedRun
+    strategies: Strategies
+    """Out of which the clients' own comes."""
+    clients: Mapping[int, Child]
+    failures: Mapping[int, PartyFailed] = field(default_factory=dict)
+    """By client, in the open round; each becomes the rejection of its client alone."""
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Refuse what a silo cannot do, and an inner strategy that cannot run."""
+    spec, violations = spec_of(job), []
+    if isinstance(spec.aggregation, FedProx):
+        text = "FedProx changes a client's steps; with an inner strategy use FedAvg or FedYogi"
+        violations.append(Violation("strategy.aggregation.method", text))
+    if not isinstance(spec.client_selection, All | Random):
+        text = "ByCapability needs clients that live on one worker; use All or Random"
+        violations.append(Violation("strategy.client_selection.method", text))
+    if job.data.worker_local is not None:
+        text = "lies on single workers, and a silo is several"
+        violations.append(Violation("data.worker_local", text))
+    if spec.options.late_updates is not None:
+        text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
+        violations.append(Violation("strategy.options.late_updates", text))
+    if job.optimizer.schedule is not None:
+        text = "counts rounds under Federated, and steps inside a silo; leave it out"
+        violations.append(Violation("optimizer.schedule", text))
+    if spec.options.on_missing_quorum == WAIT:
+        text = 'a silo that has failed is not asked again in its round; use "fail"'
+        violations.append(Violation("strategy.options.on_missing_quorum", text))
+    if isinstance(spec.options.inner, PopulationBased):
+        text = "a population is no client: its members end with different models"
+        violations.append(Violation("strategy.options.inner", text))
+    if isinstance(spec.options.inner, Federated):
+        text = "a federation is no client: rows are divided among clients once; use more clients"
+        violations.append(Violation("strategy.options.inner", text))
+    return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
+
+
+def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
+    """What a client trains in a round: its own rows, with a fresh optimizer and its own order."""
+    spec = spec_of(job)
+    epochs = spec.options.local_epochs
+    partition = job.document().get("partition") or {"method": "contiguous"}
+    assert isinstance(partition, dict)
+    fields: dict[str, JSON] = {
+        "strategy": dump_strategy(spec.options.inner or Local()),
+        "partition": {
+            **partition,
+            "client": client,
+            "num_clients": spec.num_clients,
+            "seed": job.seed,
+        },
+        "evaluation": None,
+        "epochs": epochs,
+        "checkpoint.every": f"{epochs} epochs",
+        "seed": client_seed(job.seed, client, round_num),
+    }
+    return with_fields(job, fields)
+
+
+def client_seed(seed: int, client: int, round_num: int) -> int:
+    """The seed of one client's part of one round."""
+    key = hashlib.sha256(f"silo/{seed}/{client}/{round_num}".encode()).digest()
+    return int.from_bytes(key[:4])
+
+
+def init(job: JobSpec, party: Party, strategies: Strategies) -> SiloRun:
+    """No client yet."""
+    return SiloRun(federated.init(job, party, strategies), strategies, {})
+
+
+def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
+    """The next step of the round; between its opening and its closing, those of the clients."""
+    rounds = value.rounds
+    if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
+        return None  # nothing is built for silos that have no place
+    return federated.decide_round(
+        job, rounds, world, now_s, lambda _: _of_clients(value, world, now_s)
+    )
+
+
+def _failed(value: SiloRun) -> UpdateRejected | None:
+    """The rejection of the first client whose party has failed."""
+    for client in _unanswered(value):
+        if (fact := value.failures.get(client)) is None:
+            continue
+        cause, reason = fact.cause, fact.reason
+        if fact.error is not None:
+            cause, reason = cause_of(fact.error), reason_of(fact.error)
+        elif cause is Cause.UNKNOWN:
+            cause = Cause.EXCEPTION
+        return rejection(value.rounds, client, cause, reason, fact.error)
+    return None
+
+
+def _has_begun(rounds: FederatedRun) -> bool:
+    return rounds.committed is not None or bool(rounds.helper)
+
+
+def _sample(job: JobSpec, value: SiloRun) -> Child:
+    """Any silo before its first round; all need the same kinds of workers."""
+    party = child_party(value.rounds.party, "client0")
+    return nested.begin(party, client_job(job, 0, 1), 0, value.strategies)
+
+
+def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
+    if failed := _failed(value):
+        return failed
+    training = _in_training(value)
+    for client, child in training.items():
+        siblings = [other for number, other in training.items() if number != client]
+        if fact := nested.decide(child, nested.world_beside(world, siblings), now_s):
+            return fact
+    return None
+
+
+def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRun:
+    """Fold one fact: of the rounds, or of a client's party."""
+    for client, child in value.clients.items():
+        if nested.is_of(child, fact):
+            if isinstance(fact, PartyFailed):
+                return replace(value, failures={**value.failures, client: fact})
+            folded = nested.transition(child, fact, now_s)
+            if isinstance(fact, ModelBuilt) and fact.party == child.party:
+                # It was built to know the client's rows; what is trained is the global state.
+                folded = _based(job, value, client, folded)
+            return _with_client(value, client, folded)
+    value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
+    if isinstance(fact, ClientsSelected):
+        return _opened(job, value)
+    if isinstance(fact, RunResumed):
+        clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
+        return replace(value, clients=clients, failures={})
+    return value
+
+
+def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
+    """The selected clients begin; those that have taken part before, from the new global state."""
+    clients = dict(value.clients)
+    for client in value.rounds.selected:
+        known = clients.get(client)
+        if known is not None and nested.standing(known).num_rows:
+            clients[client] = _based(job, value, client, known)
+        else:
+            party = child_party(value.rounds.party, f"client{client}")
+            begun = nested.begin(party, client_job(job, client, 1), 0, value.strategies)
+            # One that has failed before it knew its rows goes on from its membership.
+            clients[client] = begun if known is None else nested.again(known)
+    return replace(value, clients=clients, failures={})
+
+
+def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
+    rounds = value.rounds
+    assert rounds.committed is not None
+    base = Base(0, 0, rounds.committed.digest)
+    of_round = client_job(job, client, rounds.round_num)
+    return nested.rebased(child, of_round, base, nested.standing(child).num_rows, horizon=1)
+
+
+def _with_client(value: SiloRun, client: int, child: Child) -> SiloRun:
+    return replace(value, clients={**value.clients, client: child})
+
+
+def is_welcome(job: JobSpec, value: SiloRun, fact: Fact) -> str:
+    """As the client, or the round, says."""
+    for client, child in value.clients.items():
+        if nested.is_of(child, fact):
+            if client not in _in_training(value):
+                return f"client {client} has ended its part of round {value.rounds.round_num}"
+            return "" if isinstance(fact, PartyFailed) else nested.is_welcome(child, fact)
+    return federated.is_welcome(job, value.rounds, fact)
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None = None
+) -> frozenset[Effect]:
+    """What the round needs, but that clients train as parties."""
+    of_rounds = federated.pending(run_id, job, value.rounds, horizon)
+    effects = set[Effect](each for each in of_rounds if not isinstance(each, TrainClient))
+    for child in _in_training(value).values():
+        effects |= nested.pending(run_id, child)
+    return frozenset(effects | _collecting(run_id, value))
+
+
+def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
+    """The updates of the clients that have trained."""
+    rounds, effects = value.rounds, set[Effect]()
+    for client in _unanswered(value):
+        standing = nested.standing(value.clients[client])
+        done = standing.committed
+        if done is None or done.segment == 0 or rounds.committed is None:
+            continue
+        effects.add(
+            CollectUpdate(
+                run_id=run_id,
+                party=rounds.party,
+                round_num=rounds.round_num,
+                client=client,
+                digest=done.digest,
+                num_samples=standing.num_rows[TRAIN_SPLIT],
+                num_steps=done.step,
+                loss=standing.loss,
+                base=rounds.committed,
+                metrics=tuple(sorted(standing.metrics.items())),
+                traffic=tuple(sorted(standing.traffic.items())),
+            )
+        )
+    return effects
+
+
+def _unanswered(value: SiloRun) -> list[int]:
+    """The clients of the open round without an update."""
+    rounds = value.rounds
+    if rounds.accepted:
+        return []
+    return [c for c in rounds.selected if c not in rounds.updates and c not in rounds.rejected]
+
+
+def _in_training(value: SiloRun) -> dict[int, Child]:
+    """The clients that have not trained yet; one is built first (horizon 0)."""
+    found = {}
+    for client in _unanswered(value):
+        child = value.clients[client]
+        if child.horizon == 0 or not nested.is_at_horizon(child):
+            found[client] = child
+    return found
+
+
+def next_deadline(value: SiloRun) -> float | None:
+    """When the open round closes."""
+    return federated.next_deadline(value.rounds)
+
+
+def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
+    """How the rounds stand, with the workers of all silos."""
+    found = federated.outlook(job, value.rounds, world)
+    members = nested.members(value.clients.values()) or found.members
+    if not _has_begun(value.rounds):
+        reason = nested.why_waiting(_sample(job, value), world)
+        return replace(found, reason=reason)
+    if found.strategy_phase != "TRAINING":
+        return replace(found, members=members)
+    count = f"round {value.rounds.round_num}: {found.num_clients_done} of {found.num_clients}"
+    reason, phase = f"{count} clients have answered", RunPhase.RUNNING
+    waiting = [n for n, child in _in_training(value).items() if not nested.members([child])]
+    if waiting:
+        names = ", ".join(f"client {client}" for client in waiting[:4])
+        why = nested.why_waiting(value.clients[waiting[0]], world)
+        reason, phase = f"{reason}; without workers: {names}: {why}", RunPhase.RECOVERING
+    return replace(found, members=members, phase=phase, reason=reason)
+
+
+def parties(value: SiloRun) -> Mapping[Party, PartyView]:
+    """Those of the silos."""
+    return nested.parties(value.clients.values())
+
+
+def deaths(value: SiloRun, member: Member) -> tuple[ProcessDied, ...]:
+    """What the worker had to do in the round, and in the silos that still train."""
+    in_silos = nested.deaths(_in_training(value).values(), member)
+    return (*federated.deaths(value.rounds, member), *in_silos)
+
+
+def reform(value: SiloRun, party: Party, reason: str) -> Fact | None:
+    """Ask the silo whose party it is."""
+    return nested.reform(value.clients.values(), party, reason)
+
+
+def job_of(job: JobSpec, value: SiloRun, party: Party) -> JobSpec:
+    """A silo trains on its own rows."""
+    return nested.job_of(value.clients.values(), party) or job
+
+
+def blobs(value: SiloRun) -> frozenset[Digest]:
+    """The global state, and what the silos have committed."""
+    return federated.blobs(value.rounds) | nested.blobs(value.clients.values())
+
+
+def standing(value: SiloRun) -> Standing:
+    """The committed round."""
+    return federated.standing(value.rounds)
+
+
+def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
+    """The next round begins from the state that was given."""
+    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
+
+
+def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, float]) -> SiloRun:
+    """The rounds go back."""
+    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))

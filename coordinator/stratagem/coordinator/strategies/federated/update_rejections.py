@@ -1,0 +1,163 @@
+"""Why updates of federated clients do not count, in words, and what an exception says of its cause.
+
+A client that fails is rejected alone, with a cause and a reason; the round goes on without it. What
+becomes of a round that has too few updates left is decided in round_closing.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from stratagem.common.base.wording import counted
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.facts import ErrorRecord, RunFailed, UpdateRejected
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.strategy_contract import RejectedClient
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+
+FAIL: Final = "fail"
+MAX_REASON_CHARS: Final = 300
+MAX_NAMED: Final = 8
+"""Clients that a sentence names one by one."""
+
+_VERBS: Final = {
+    Cause.EXCEPTION: "raised",
+    Cause.CRASHED: "crashed:",
+    Cause.MEMORY: "ran out of memory:",
+    Cause.TIMEOUT: "timed out:",
+    Cause.REFUSED_BY_SITE: "refused:",
+    Cause.NOT_FINITE: "not finite:",
+    Cause.NOT_FINITE_LOSS: "not finite:",
+}
+_OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
+_NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
+"""In what torch says of memory with an exception that has no type of its own."""
+_NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
+"""In what a worker says of an entry point that its `--allow` does not have."""
+
+
+def cause_of(error: ErrorRecord) -> Cause:
+    """What kind of failure an exception is; one without a traceback is a worker's own word."""
+    kind = error.type.rpartition(".")[2]
+    if kind.endswith(_OUT_OF_MEMORY):
+        return Cause.MEMORY
+    if kind == "RuntimeError" and any(words in error.message for words in _NO_MEMORY_LEFT):
+        return Cause.MEMORY
+    if kind == "TimeoutError":
+        return Cause.TIMEOUT
+    if not error.traceback and kind == "FloatingPointError":
+        return Cause.NOT_FINITE_LOSS
+    if not error.traceback and any(words in error.message for words in _NOT_ALLOWED):
+        return Cause.REFUSED_BY_SITE
+    return Cause.EXCEPTION
+
+
+def reason_of(error: ErrorRecord) -> str:
+    """Type and message in one line; the message alone where nothing was raised."""
+    text = f"{error.type}: {error.message}" if error.traceback else error.message
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
+
+
+def rejection(
+    value: FederatedRun, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
+) -> UpdateRejected:
+    """The rejection of a client of the open round."""
+    return UpdateRejected(
+        party=value.party,
+        round_num=value.round_num,
+        client=client,
+        reason=reason,
+        cause=cause,
+        error=error,
+    )
+
+
+def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
+    """The end of a run that no client may fail, once one has."""
+    if spec_of(job).options.on_client_error != FAIL or not value.rejected:
+        return None
+    client = min(value.rejected)
+    fact = value.rejected[client]
+    who = names(job, value, [client])
+    return RunFailed(reason=f"round {value.round_num}: {who}: {fact.reason}", error=fact.error)
+
+
+def said(job: JobSpec, value: FederatedRun) -> str:
+    """ "client 0: not finite; clients 1, 3: KeyError: 'label'" of the open round."""
+    groups = _groups(value)
+    return "; ".join(f"{names(job, value, who)}: {reason}" for (_, reason), who in groups)
+
+
+def commonest_first(job: JobSpec, value: FederatedRun) -> str:
+    """ "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not finite: ... (client 1)"."""
+    return "; ".join(
+        f"{len(who)} {_VERBS.get(cause, 'rejected:')} {reason} ({names(job, value, who)})"
+        for (cause, reason), who in _by_number(value)
+    )
+
+
+def commonest_error(value: FederatedRun) -> ErrorRecord | None:
+    """An exception for the commonest reason for which there is one."""
+    for _, who in _by_number(value):
+        for client in who:
+            if (error := value.rejected[client].error) is not None:
+                return error
+    return None
+
+
+def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
+    """ "clients 0, 2"; with their workers where each has its own rows on one."""
+    has_homes = job.data.worker_local is not None
+    shown = [
+        f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
+        for client in clients[:MAX_NAMED]
+    ]
+    more = f" and {len(clients) - MAX_NAMED} more" if len(clients) > MAX_NAMED else ""
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(shown)}{more}"
+
+
+Group = tuple[tuple[Cause, str], list[int]]
+
+
+def _groups(value: FederatedRun) -> list[Group]:
+    """The rejected clients by cause and reason; in order of their first client."""
+    found: dict[tuple[Cause, str], list[int]] = defaultdict(list)
+    for client, fact in sorted(value.rejected.items()):
+        found[fact.cause, fact.reason].append(client)
+    return list(found.items())
+
+
+def _by_number(value: FederatedRun) -> list[Group]:
+    return sorted(_groups(value), key=lambda group: -len(group[1]))
+
+
+def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
+    """The clients that rounds have left out, in order of client."""
+    return tuple(
+        RejectedClient(client, value.roster[client].worker_id, count, reason)
+        for client, (count, reason) in sorted(value.rejections.items())
+    )
+
+
+def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
+    """Each client once, with the rounds of all and its newest reason."""
+    found: dict[int, RejectedClient] = {}
+    for each in rejected:
+        before = found[each.client].num_rounds if each.client in found else 0
+        found[each.client] = replace(each, num_rounds=before + each.num_rounds)
+    return tuple(found.values())
+
+
+def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
+    """The rejected clients of the whole run, for its last sentence; "" when there were none."""
+    order = sorted(together(rejected), key=lambda each: (-each.num_rounds, each.client))
+    has_homes = job.data.worker_local is not None
+    parts = [
+        f"client {each.client}{f' ({each.worker_id})' if has_homes else ''} in "
+        f"{counted(each.num_rounds, 'round')} ({each.reason})"
+        for each in order[:MAX_NAMED]
+    ]
+    more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
+    return f"rejected: {'; '.join(parts)}{more}" if parts else ""

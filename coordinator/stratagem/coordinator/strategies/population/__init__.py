@@ -1,0 +1,1 @@
+"""Population-based training: members that copy and vary hyperparameters."""

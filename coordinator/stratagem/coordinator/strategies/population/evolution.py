@@ -1,0 +1,196 @@
+"""How a population evolves: who copies whom, and how what was copied is varied.
+
+Population based training, https://arxiv.org/abs/1711.09846. Pure functions over one snapshot of
+the scores (higher is better, None is invalid: missing, not finite, or failed). Every member draws
+from a stream of its own, so the outcome depends neither on the number of workers nor on timing.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from random import Random
+
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy import (
+    Binary,
+    ExploitStrategy,
+    ExploreStrategy,
+    Perturbation,
+    Resample,
+    Truncation,
+)
+from stratagem.common.strategy.search_space import (
+    Categorical,
+    Conditional,
+    Dimension,
+    Float,
+    Int,
+    Ordinal,
+    Scale,
+    SearchSpace,
+)
+
+Params = Mapping[str, JSON]
+Scores = Sequence[float | None]
+Plain = Float | Int | Categorical | Ordinal
+Draw = Callable[[Plain], JSON]
+
+
+def stream(seed: int, member: int, generation: int) -> Random:
+    """The random numbers of one member in one generation; generation 0 draws the first values."""
+    key = hashlib.sha256(f"population/{seed}/{member}/{generation}".encode()).digest()
+    return Random(int.from_bytes(key[:8]))
+
+
+def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) -> dict[int, int]:
+    """Member -> the member that it copies, for those that copy."""
+    match exploit:
+        case Truncation(fraction=fraction):
+            return _truncation(scores, fraction, streams)
+        case Binary(threshold=threshold):
+            return _binary(scores, threshold, streams)
+        case _:
+            raise AssertionError(f"unknown exploit {exploit!r}")
+
+
+def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> dict[int, int]:
+    """Each of the k worst, and each invalid one, copies a uniformly drawn one of the k best."""
+    num = len(scores)
+    k = min(math.ceil(num * fraction - 1e-9), num // 2)
+    ranked = sorted(range(num), key=lambda m: (_rank(scores[m]), -m), reverse=True)
+    best = [member for member in ranked[:k] if scores[member] is not None]
+    if not best:
+        return {}
+    worst = [m for m in range(num) if m in ranked[num - k :] or scores[m] is None]
+    return {member: streams[member].choice(best) for member in worst}
+
+
+def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict[int, int]:
+    """Each member draws another one and copies it when it is better by more than the threshold."""
+    copies = {}
+    for member, score in enumerate(scores):
+        others = [other for other in range(len(scores)) if other != member]
+        if not others:
+            continue
+        drawn = streams[member].choice(others)
+        theirs = scores[drawn]
+        if theirs is not None and (score is None or theirs > score + threshold):
+            copies[member] = drawn
+    return copies
+
+
+def _rank(score: float | None) -> float:
+    return -math.inf if score is None else score
+
+
+def explored(
+    explore: ExploreStrategy,
+    space: SearchSpace,
+    params: Params,
+    rng: Random,
+    kept: Set[str] = frozenset(),
+) -> dict[str, JSON]:
+    """Copied hyperparameters, varied but for those that are kept."""
+
+    def value_of(each: Plain) -> JSON:
+        varied = _varied(explore, each, params, rng)  # which takes its place in the stream
+        return params[each.name] if each.name in kept and each.name in params else varied
+
+    return _assemble(space, value_of)
+
+
+def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Random) -> JSON:
+    match explore:
+        case Resample():
+            return _drawn(dimension, rng)
+        case Perturbation(factor=factor):
+            return _perturbed(dimension, params, factor, rng)
+        case _:
+            raise AssertionError(f"unknown explore {explore!r}")
+
+
+def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
+    """Hyperparameters from the search space; a conditional one only where its parent allows it."""
+    return _assemble(space, lambda each: _drawn(each, rng))
+
+
+def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
+    """Every dimension is asked, in order, so that each has its own place in the stream."""
+    return active_values(space, {_name(each): value_of(plain(each)) for each in space.dimensions})
+
+
+def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
+    """Of one value for each dimension those whose conditions are met, and what is frozen."""
+    conditions = {each.name: each for each in space.dimensions if isinstance(each, Conditional)}
+
+    def is_active(name: str) -> bool:
+        condition = conditions.get(name)
+        if condition is None:
+            return True
+        parent = conditions.get(condition.parent)
+        parent_name = _name(parent) if parent else condition.parent
+        return is_active(condition.parent) and values[parent_name] in condition.parent_values
+
+    active = {_name(each): values[_name(each)] for each in space.dimensions if is_active(each.name)}
+    return {**space.frozen, **active}
+
+
+def _name(dimension: Dimension) -> str:
+    """The hyperparameter that a dimension sets."""
+    return plain(dimension).name
+
+
+def plain(dimension: Dimension) -> Plain:
+    """The dimension itself, without the conditions that it stands under."""
+    while isinstance(dimension, Conditional):
+        dimension = dimension.dimension
+    return dimension
+
+
+def _drawn(dimension: Plain, rng: Random) -> JSON:
+    match dimension:
+        case Float(low=low, high=high, scale=scale):
+            return on_scale(low, high, scale, rng.random())
+        case Int(low=low, high=high, scale=Scale.LINEAR):
+            return rng.randint(low, high)
+        case Int(low=low, high=high, scale=scale):
+            return min(max(round(on_scale(low, high, scale, rng.random())), low), high)
+        case Categorical(choices=choices) | Ordinal(choices=choices):
+            return choices[rng.randrange(len(choices))]
+
+
+def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
+    """The point a share of the way from low to high."""
+    match scale:
+        case Scale.LINEAR:
+            value = low + (high - low) * share
+        case Scale.LOG:
+            value = low * (high / low) ** share
+        case Scale.REVERSE_LOG:
+            value = high + low - low * (high / low) ** (1 - share)
+    return min(max(value, low), high)
+
+
+def _perturbed(dimension: Plain, params: Params, factor: float, rng: Random) -> JSON:
+    drawn = rng.random()
+    if dimension.name not in params:  # its condition was not met so far
+        return _drawn(dimension, rng)
+    value = params[dimension.name]
+    times = 1 - factor + 2 * factor * drawn
+    match dimension:
+        case Float(low=low, high=high):
+            assert isinstance(value, int | float)
+            return min(max(value * times, low), high)
+        case Int(low=low, high=high):
+            assert isinstance(value, int)
+            moved = round(value * times)
+            if moved == value and value * times != value:
+                moved += 1 if value * times > value else -1
+            return min(max(moved, low), high)
+        case Ordinal(choices=choices):
+            index = choices.index(value)
+            neighbours = [i for i in (index - 1, index + 1) if 0 <= i < len(choices)]
+            at = int(drawn * len(neighbours))
+            return choices[neighbours[at]] if neighbours else value
+        case Categorical():
+            return value

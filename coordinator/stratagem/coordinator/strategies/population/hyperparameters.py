@@ -1,0 +1,161 @@
+"""Which fields of a job a population may vary.
+
+What a member copies is a state and hyperparameters; afterwards it goes on from that state with
+other hyperparameters. So a field can be varied where the state does not depend on it.
+"""
+
+from collections.abc import Iterator
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job import JobSpec, check_optimizer
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy.search_space import (
+    Categorical,
+    Conditional,
+    Dimension,
+    Float,
+    Int,
+    Ordinal,
+    SearchSpace,
+)
+from stratagem.coordinator.strategies.population.evolution import (
+    Params,
+    Plain,
+    active_values,
+    draw,
+    plain,
+    stream,
+)
+from stratagem.coordinator.strategies.population.population_run import member_job, space_of
+from stratagem.coordinator.strategies.population.structural_hyperparameters import (
+    BY_DEFINITION,
+    spread,
+    values_of,
+)
+
+_PREFIXES = ("optimizer.", "loss.kwargs.", "model.kwargs.")
+_PHASES = "phases."
+_OPTIMIZER = "optimizer.name"
+_MAX_CHOICES = 64
+_OF_PHASES = (
+    "correct_every",
+    "trust",
+    "max_relative_error",
+    "min_correlation",
+    "correction_weight",
+    "predictor.decay",
+    "predictor.damping",
+    "predictor.momentum",
+    "adaptive.loss_threshold",
+)
+_LENGTHS = "the lengths of the phases belong to the state that is copied, and adaptation moves them"
+_HISTORY = "the gradients that a copied state remembers are those of its predictor"
+_WHY_NOT = {
+    "full_steps": _LENGTHS,
+    "predict_steps": _LENGTHS,
+    "warmup_steps": "only the first cycle of a run has a warm-up, and a copied state is behind it",
+    "predictor.kind": _HISTORY,
+    "predictor.history": _HISTORY,
+}
+
+
+def check_params(job: JobSpec) -> list[Violation]:
+    """Every hyperparameter must be a field of the job that can be varied."""
+    space = space_of(job)
+    names = [plain(each).name for each in space.dimensions]
+    found = [each for name in (*names, *space.frozen) for each in _check_name(job, name)]
+    if found:
+        return found
+    for each in map(plain, space.dimensions):
+        if each.name in BY_DEFINITION and each.options.structural is False:
+            text = "must not be false: it decides what the optimizer keeps"
+            return [Violation(f"search_space.{each.name}.structural", text)]
+    found = [violation for each in space.dimensions for violation in _check_values(job, each)]
+    return found or [each for at in space.dimensions for each in _check_optimizers(job, at)]
+
+
+def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
+    where = f"search_space.{name}"
+    if name.startswith(_PREFIXES):
+        return
+    if not name.startswith(_PHASES):
+        text = f"is not a hyperparameter; those start with {', '.join(_PREFIXES)}, {_PHASES}"
+        yield Violation(where, text)
+    elif name.removeprefix(_PHASES) not in _OF_PHASES:
+        reason = _WHY_NOT.get(name.removeprefix(_PHASES), "it has no meaning by itself")
+        allowed = ", ".join(f"{_PHASES}{each}" for each in _OF_PHASES)
+        yield Violation(where, f"cannot be varied: {reason}; {allowed} can")
+    elif job.phases is None:
+        yield Violation(where, "the job has no phases; add that section, empty for its defaults")
+
+
+def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
+    """What is wrong with the ends of a range, or with a choice."""
+    space, name = space_of(job), plain(dimension).name
+    needed = _conditions(space, dimension)
+    others = draw(space, stream(job.seed, 0, 0))
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    for value in _extremes(plain(dimension)):
+        alone = {**space.frozen, **needed, name: value}
+        # It may need what others of the space say.
+        together = active_values(space, {**first, **others, **needed, name: value})
+        why = _why_not(job, alone)
+        if why and _why_not(job, together):
+            return [Violation(f"search_space.{name}", why)]
+    return []
+
+
+def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
+    """A keyword that is drawn beside an optimizer which does not take it."""
+    space, name = space_of(job), plain(dimension).name
+    chosen = next((each for each in space.dimensions if plain(each).name == _OPTIMIZER), None)
+    if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
+        return
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    needed = {**_conditions(space, chosen), **_conditions(space, dimension)}
+    for optimizer in _extremes(plain(chosen)):
+        params = active_values(space, {**first, **needed, _OPTIMIZER: optimizer})
+        if name in params and (why := _unknown(job, params, name)):
+            text = f"{why}; draw it where it is taken: when: {{{_OPTIMIZER}: [...]}}"
+            yield Violation(f"search_space.{name}", text)
+            return
+
+
+def _unknown(job: JobSpec, params: Params, name: str) -> str:
+    """Why the optimizer of a member does not take this keyword; "" when it does, and where what is
+    drawn beside it makes no job."""
+    try:
+        optimizer = member_job(job, 0, params).optimizer
+    except InvalidInputError:
+        return ""
+    assert optimizer is not None  # a member trains
+    field = f"optimizer.{name.rpartition('.')[2]}"
+    return next((each.message for each in check_optimizer(optimizer) if each.field == field), "")
+
+
+def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
+    """Values of others under which the dimension is there."""
+    by_name = {each.name: each for each in space.dimensions}
+    found: dict[str, JSON] = {}
+    while isinstance(dimension, Conditional):
+        parent = by_name[dimension.parent]
+        found[plain(parent).name] = dimension.parent_values[0]
+        dimension = parent
+    return found
+
+
+def _extremes(dimension: Plain) -> list[JSON]:
+    match dimension:
+        case Categorical(choices=choices) | Ordinal(choices=choices):
+            return [choices[at] for at in spread(len(choices), _MAX_CHOICES)]
+        case Float(low=low, high=high) | Int(low=low, high=high):
+            return [low, high]
+
+
+def _why_not(job: JobSpec, params: Params) -> str:
+    """Why a member cannot have these hyperparameters; "" when it can."""
+    try:
+        optimizer = member_job(job, 0, params).optimizer
+    except InvalidInputError as error:
+        return "; ".join(each.message for each in error.violations) or str(error)
+    return "; ".join(each.message for each in check_optimizer(optimizer)) if optimizer else ""

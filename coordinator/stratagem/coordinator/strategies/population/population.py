@@ -1,0 +1,235 @@
+"""PopulationBased: members train side by side; the worse copy the better and explore from there.
+
+Population based training, https://arxiv.org/abs/1711.09846. One generation:
+
+    TRAINING    every member trains steps_per_generation steps under the inner strategy, and is
+                evaluated and committed
+    (exploit)   some copy the state and the hyperparameters of better ones
+    (explore)   what was copied is varied
+
+Members may outnumber the workers: they take turns. A member whose worker is lost trains its
+generation again elsewhere. One that fails has no valid score and is replaced by a better one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.wording import counted, values_text
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated, PopulationBased
+from stratagem.coordinator.core.effects import Build, Effect
+from stratagem.coordinator.core.facts import (
+    Fact,
+    GenerationClosed,
+    Member,
+    MemberEvolved,
+    ModelBuilt,
+    PartyFailed,
+    PopulationFormed,
+    ProcessDied,
+    RunCompleted,
+    RunResumed,
+)
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated.update_rejections import in_all
+from stratagem.coordinator.strategies.population.evolution import draw, stream
+from stratagem.coordinator.strategies.population.hyperparameters import check_params
+from stratagem.coordinator.strategies.population.population_run import (
+    MemberRun,
+    PopulationRun,
+    close_generation,
+    closed,
+    evolve_one,
+    evolved,
+    form,
+    formed,
+    found,
+    inner_of,
+    is_scored,
+    member_job,
+    rejected,
+    space_of,
+    spec_of,
+)
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
+    violations = check_params(job)
+    if violations:
+        return violations
+    inner = inner_of(job)
+    if isinstance(inner, Federated) and inner.rounds != job.steps_per_generation:
+        message = (
+            f"{inner.rounds} is not steps_per_generation, {job.steps_per_generation}; "
+            "a federated member counts its steps in rounds"
+        )
+        return [Violation("strategy.options.inner.rounds", message)]
+    if isinstance(inner, PopulationBased):
+        text = "a population is no member: one member has one model and one score"
+        return [Violation("strategy.options.inner", text)]
+    params = draw(space_of(job), stream(job.seed, 0, 0))
+    return nested.check_inside(lambda: member_job(job, 0, params), strategies)
+
+
+def init(job: JobSpec, party: Party, strategies: Strategies) -> PopulationRun:
+    """No member yet."""
+    del job
+    return PopulationRun(party, strategies)
+
+
+def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
+    """The members' own decisions; then what follows from their scores."""
+    if not value.members:
+        return form(job, value)
+    if value.generation > spec_of(job).generations:
+        return _completed(job, value)
+    for member in _in_training(value):
+        siblings = [child for child in value.children() if child is not member.child]
+        beside = nested.world_beside(world, siblings)
+        if fact := nested.decide(member.child, beside, now_s):
+            return fact
+    if spec_of(job).options.asynchronous and (fact := evolve_one(job, value)):
+        return fact
+    return close_generation(job, value)
+
+
+def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> PopulationRun:
+    """Fold one fact: the population's own, or one of a member's party."""
+    match fact:
+        case PopulationFormed():
+            return formed(job, value, fact)
+        case GenerationClosed(party=value.party):
+            return closed(job, value, fact)
+        case MemberEvolved(party=value.party):
+            return evolved(job, value, fact)
+        case _:
+            members = tuple(_folded(member, fact, now_s) for member in value.members)
+            value = replace(value, members=members)
+    match fact:
+        case ModelBuilt():
+            return found(job, value, fact)
+        case PartyFailed():
+            numbers = {member.child.party: number for number, member in enumerate(value.members)}
+            if fact.party in numbers:
+                failures = value.failures.with_one(numbers[fact.party], fact)
+                return replace(value, failures=failures)
+    return value
+
+
+def is_welcome(job: JobSpec, value: PopulationRun, fact: Fact) -> str:
+    """What the member says; a member that has failed wants nothing more in this generation."""
+    del job
+    for member in value.members:
+        if nested.is_of(member.child, fact):
+            if is_scored(member):
+                return f"{member.child.party} has ended generation {member.generation}"
+            if isinstance(fact, PartyFailed) and fact.party == member.child.party:
+                return ""
+            return nested.is_welcome(member.child, fact)
+    return f"there is no party {getattr(fact, 'party', '')!r}"
+
+
+def pending(
+    run_id: RunId, job: JobSpec, value: PopulationRun, horizon: int | None = None
+) -> frozenset[Effect]:
+    """What the members that still train need."""
+    del horizon
+    looks = value.structural is not None and spec_of(job).generations > 1
+    return frozenset(
+        replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
+        for member in _in_training(value)
+        for effect in nested.pending(run_id, member.child)
+    )
+
+
+def next_deadline(value: PopulationRun) -> float | None:
+    """The members' earliest."""
+    return nested.next_deadline(member.child for member in _in_training(value))
+
+
+def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
+    """How the run stands."""
+    done, generations = value.generation - 1, spec_of(job).generations
+    training = _in_training(value)
+    members = nested.members(value.children())
+    scored = len(value.members) - len(training)
+    reason = f"generation {value.generation}: {scored} of {len(value.members)} members have a score"
+    if failed := value.failures.text(len(value.members)):
+        reason = f"{reason}; {failed}"
+    phase, strategy_phase = RunPhase.RUNNING, "TRAINING"
+    waiting = next(filter(None, (nested.why_waiting(m.child, world) for m in training)), "")
+    if not members:
+        has_begun = any(nested.standing(child).committed for child in value.children())
+        phase = RunPhase.RECOVERING if has_begun else RunPhase.PLACING
+        strategy_phase, reason = "WAITING", waiting
+    elif waiting:
+        phase, reason = RunPhase.RECOVERING, f"{reason}; {waiting}"
+    return Outlook(
+        phase=phase,
+        strategy_phase=strategy_phase,
+        reason=reason,
+        step=done,
+        num_steps=generations,
+        segment=done,
+        num_segments=generations,
+        members=members,
+        origins=value.origins,
+    )
+
+
+def parties(value: PopulationRun) -> Mapping[Party, PartyView]:
+    """Those of the members that train together."""
+    return nested.parties(value.children())
+
+
+def deaths(value: PopulationRun, member: Member) -> tuple[ProcessDied, ...]:
+    """What the worker did for members that still train."""
+    return nested.deaths([each.child for each in _in_training(value)], member)
+
+
+def reform(value: PopulationRun, party: Party, reason: str) -> Fact | None:
+    """Ask the member whose party it is."""
+    return nested.reform(value.children(), party, reason)
+
+
+def job_of(job: JobSpec, value: PopulationRun, party: Party) -> JobSpec:
+    """Every member trains with its own hyperparameters."""
+    return nested.job_of(value.children(), party) or job
+
+
+def blobs(value: PopulationRun) -> frozenset[Digest]:
+    """The members' states, which others may copy."""
+    return nested.blobs(value.children())
+
+
+def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
+    """The end of the run: whose state is the result, and what has not gone well."""
+    number = value.generation - 1
+    parts = [f"{counted(number, 'generation')} committed"]
+    origin = value.origins.get(number)
+    if origin is not None:
+        values = values_text(origin.schedule[-1].values)
+        parts.append(f"member {origin.member} is best, with {values}")
+    parts.append(value.failures.text(len(value.members)))
+    parts.append(in_all(job, chain.from_iterable(map(rejected, value.members))))
+    return RunCompleted(reason="; ".join(filter(None, parts)))
+
+
+def _in_training(value: PopulationRun) -> list[MemberRun]:
+    return [member for member in value.members if not is_scored(member)]
+
+
+def _folded(member: MemberRun, fact: Fact, now_s: float) -> MemberRun:
+    """The member with a fact of its party, or of the whole run, folded in."""
+    if isinstance(fact, PartyFailed) and fact.party == member.child.party:
+        return replace(member, failure=fact)
+    if nested.is_of(member.child, fact) or isinstance(fact, RunResumed):
+        return replace(member, child=nested.transition(member.child, fact, now_s))
+    return member

@@ -1,0 +1,391 @@
+"""The run value of a population, and what follows from how its members stand.
+
+Every member is a party of its own (`member0`, `member1`, ...) that trains generation after
+generation under an inner strategy. Pure functions; population.py asks them.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from stratagem.common.base.ids import Party, child_party
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy import Federated, Local, PopulationBased, Strategy, dump_strategy
+from stratagem.common.strategy.search_space import SearchSpace
+from stratagem.coordinator.core.effects import Base
+from stratagem.coordinator.core.facts import (
+    Copied,
+    GenerationClosed,
+    MemberEvolved,
+    ModelBuilt,
+    PartyFailed,
+    PopulationFormed,
+    RunFailed,
+    Setting,
+)
+from stratagem.coordinator.core.strategy_contract import Origin, RejectedClient
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.federated.update_rejections import together
+from stratagem.coordinator.strategies.nested import Child
+from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
+from stratagem.coordinator.strategies.population.member_failures import Failures
+from stratagem.coordinator.strategies.population.structural_hyperparameters import (
+    known_structure,
+    with_parents,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRun:
+    """One member: how it trains, and what its newest score was."""
+
+    child: Child
+    params: Mapping[str, JSON]
+    schedule: tuple[Setting, ...]
+    """What its state has been trained with, and last what it trains with now; a copy's begins as
+    that of its donor."""
+    generation: int = 1
+    """The generation that it trains now."""
+    failure: PartyFailed | None = None
+    """Why it has no score in this generation."""
+    scores: tuple[float | None, ...] = ()
+    """Of the generations behind it, higher is better; None: invalid."""
+    rejected: tuple[RejectedClient, ...] = ()
+    """Of a federation: those of the rounds before it went on from another state."""
+
+
+@dataclass(frozen=True, slots=True)
+class PopulationRun:
+    party: Party
+    strategies: Strategies
+    """Out of which the members' own comes."""
+    generation: int = 1
+    """The generation that not all members have closed yet."""
+    members: tuple[MemberRun, ...] = ()
+    structural: frozenset[str] | None = None
+    """Hyperparameters that copies have from their donors; None: see PopulationFormed."""
+    failures: Failures = field(default_factory=Failures)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
+    """Of the generations whose commits are kept."""
+    best: tuple[float, int] | None = None
+    """The best metric of a closed generation (higher is better), and the first that had it."""
+
+    def children(self) -> tuple[Child, ...]:
+        """The members' parties."""
+        return tuple(member.child for member in self.members)
+
+
+def spec_of(job: JobSpec) -> PopulationBased:
+    assert isinstance(job.strategy, PopulationBased)
+    return job.strategy
+
+
+def space_of(job: JobSpec) -> SearchSpace:
+    assert job.search_space is not None
+    return job.search_space
+
+
+def inner_of(job: JobSpec) -> Strategy:
+    return spec_of(job).options.inner or Local()
+
+
+def _segments(job: JobSpec) -> int:
+    """Segments of one generation: a federated member commits every round."""
+    return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
+
+
+def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
+    """What a member trains: the run's job with its hyperparameters and a seed of its own."""
+    spec, per_generation = spec_of(job), job.steps_per_generation or 1
+    inner = inner_of(job)
+    total = spec.generations * per_generation
+    fields: dict[str, JSON] = {
+        "search_space": None,
+        "steps_per_generation": None,
+        "strategy": dump_strategy(inner),
+        "seed": member_seed(job.seed, member),
+    }
+    if isinstance(inner, Federated):
+        fields["strategy"] = dump_strategy(replace(inner, rounds=total))
+        fields["evaluation.every"] = f"{per_generation} rounds"
+    else:
+        fields["steps"] = total
+        fields["evaluation.every"] = fields["checkpoint.every"] = f"{per_generation} steps"
+    return with_fields(job, {**fields, **params})
+
+
+def member_seed(seed: int, member: int) -> int:
+    """Independent streams for the members; every one a seed that torch takes."""
+    key = hashlib.sha256(f"member/{seed}/{member}".encode()).digest()
+    return int.from_bytes(key[:4])
+
+
+# ---- decisions ----
+
+
+def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
+    """Draw the first hyperparameters."""
+    spec = spec_of(job)
+    drawn = [
+        draw(space_of(job).in_order(), stream(job.seed, member, 0))
+        for member in range(spec.population_size)
+    ]
+    structural = tuple(sorted(known_structure(space_of(job))))
+    return PopulationFormed(party=value.party, params=tuple(drawn), structural=structural)
+
+
+def is_scored(member: MemberRun) -> bool:
+    """The member has done with its generation, well or badly."""
+    return member.failure is not None or nested.is_at_horizon(member.child)
+
+
+def score_of(job: JobSpec, member: MemberRun) -> float | None:
+    """The member's score in the generation that it has just trained; higher is better."""
+    evaluation = job.evaluation
+    assert evaluation is not None
+    if member.failure is not None:
+        return None
+    metric = nested.standing(member.child).metrics.get(f"{evaluation.split}.{evaluation.best}")
+    if metric is None or not math.isfinite(metric):
+        return None
+    return metric if evaluation.mode == "max" else -metric
+
+
+def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | RunFailed | None:
+    """The end of a generation once every member has a score for it, and who copies whom."""
+    number, spec = value.generation, spec_of(job)
+    if spec.options.asynchronous:
+        if any(len(member.scores) < number for member in value.members):
+            return None
+        scores = tuple(member.scores[number - 1] for member in value.members)
+    else:
+        if not all(is_scored(member) for member in value.members):
+            return None
+        scores = tuple(score_of(job, member) for member in value.members)
+    if all(score is None for score in scores):
+        return _all_failed(value)
+    evolves = not spec.options.asynchronous and number < spec.generations
+    best = max(range(len(scores)), key=lambda m: (_or_least(scores[m]), -m))
+    member = value.members[best]
+    standing = nested.standing(member.child)
+    assert standing.committed is not None
+    return GenerationClosed(
+        party=value.party,
+        generation=number,
+        scores=scores,
+        best=best,
+        digest=standing.committed.digest,
+        step=standing.committed.step,
+        metrics=standing.metrics,
+        params=trained_with(member, standing.committed.step)[-1].values,
+        copied=_evolution(job, value, scores) if evolves else (),
+        by_policy=spec.options.asynchronous,
+    )
+
+
+def _evolution(
+    job: JobSpec, value: PopulationRun, scores: tuple[float | None, ...]
+) -> tuple[Copied, ...]:
+    spec = spec_of(job)
+    streams = [stream(job.seed, member, value.generation) for member in range(len(scores))]
+    copies = donors(spec.exploit, scores, streams)
+    found = []
+    for member, donor in sorted(copies.items()):
+        base = nested.standing(value.members[donor].child).committed
+        assert base is not None
+        params = _explored(job, value, value.members[donor], streams[member])
+        found.append(
+            Copied(member=member, donor=donor, digest=base.digest, step=base.step, params=params)
+        )
+    return tuple(found)
+
+
+def _explored(
+    job: JobSpec, value: PopulationRun, donor: MemberRun, rng: Random
+) -> Mapping[str, JSON]:
+    """What a copy of the donor trains with."""
+    explore, space = spec_of(job).explore, space_of(job)
+    if value.structural is None:
+        return explored(explore, space, donor.params, rng)
+    return explored(explore, space.in_order(), donor.params, rng, value.structural)
+
+
+def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
+    """Asynchronous: the first member that has trained its generation goes on at once."""
+    for number, member in enumerate(value.members):
+        if len(member.scores) < member.generation and is_scored(member):
+            return _evolved(job, value, number)
+    return None
+
+
+def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
+    """One member's score, and whom it copies: judged by the newest scores of all."""
+    member, spec = value.members[number], spec_of(job)
+    score = score_of(job, member)
+    scores = [each.scores[-1] if each.scores else None for each in value.members]
+    scores[number] = score
+    # Somebody without any score yet is nobody's donor, and is not judged here.
+    streams = [stream(job.seed, m, member.generation) for m in range(len(scores))]
+    copied = None
+    is_last = member.generation == spec.generations
+    donor = None if is_last else donors(spec.exploit, scores, streams).get(number)
+    base = None
+    if donor is not None:
+        base = nested.standing(value.members[donor].child).committed
+    if donor is not None and base is not None:
+        params = _explored(job, value, value.members[donor], streams[number])
+        copied = Copied(
+            member=number, donor=donor, digest=base.digest, step=base.step, params=params
+        )
+    return MemberEvolved(
+        party=value.party,
+        generation=member.generation,
+        member=number,
+        score=score,
+        copied=copied,
+    )
+
+
+def trained_with(member: MemberRun, step: int) -> tuple[Setting, ...]:
+    """What the member's committed state of this step was trained with."""
+    return member.schedule[:1] + tuple(s for s in member.schedule[1:] if s.from_step < step)
+
+
+def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
+    """The clients that the member's rounds have left out; one of several states, several times."""
+    return (*member.rejected, *nested.standing(member.child).rejected)
+
+
+def _or_least(score: float | None) -> float:
+    return -math.inf if score is None else score
+
+
+def _all_failed(value: PopulationRun) -> RunFailed:
+    failures = Failures()
+    for number, member in enumerate(value.members):
+        if member.failure is not None:
+            failures = failures.with_one(number, member.failure)
+    # Asynchronous members that have failed may be on their way again.
+    commonest = (failures if failures.num_failures else value.failures).commonest()
+    why = commonest.text(len(value.members)) if commonest else "no member has a finite score"
+    return RunFailed(
+        reason=f"generation {value.generation}: no member is valid; {why}",
+        error=commonest.error if commonest else None,
+    )
+
+
+# ---- folding ----
+
+
+def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> PopulationRun:
+    """The members begin."""
+    members = tuple(
+        MemberRun(
+            nested.begin(
+                child_party(value.party, f"member{number}"),
+                member_job(job, number, params),
+                _segments(job),
+                value.strategies,
+            ),
+            params,
+            (Setting(from_step=0, values=params),),
+        )
+        for number, params in enumerate(fact.params)
+    )
+    structural = None if fact.structural is None else frozenset(fact.structural)
+    return replace(value, members=members, structural=structural)
+
+
+def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
+    """A member's model has shown which hyperparameters are structural."""
+    if value.structural is None or not fact.structural:
+        return value
+    names = with_parents(space_of(job), value.structural | frozenset(fact.structural))
+    return replace(value, structural=names)
+
+
+def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
+    """The next generation; synchronous members have waited for it."""
+    value = with_origin(job, value, fact)
+    value = replace(value, generation=fact.generation + 1)
+    if spec_of(job).options.asynchronous:
+        return value
+    rows = _rows(value)
+    copied = {each.member: each for each in fact.copied}
+    members = tuple(
+        _next(job, value, number, fact.scores[number], copied.get(number), rows)
+        for number in range(len(value.members))
+    )
+    return replace(value, members=members)
+
+
+def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
+    """The population, which knows what the new commit was trained with.
+
+    Of the older ones it keeps what is kept of the commits: the newest, and the best one.
+    """
+    evaluation = job.evaluation
+    assert evaluation is not None
+    metric = fact.metrics.get(f"{evaluation.split}.{evaluation.best}", math.nan)
+    score, best = metric if evaluation.mode == "max" else -metric, value.best
+    if not math.isnan(score) and (best is None or score > best[0]):
+        best = score, fact.generation
+    origin = Origin(fact.best, trained_with(value.members[fact.best], fact.step))
+    newest = fact.generation - job.retention
+    origins = {
+        generation: each
+        for generation, each in {**value.origins, fact.generation: origin}.items()
+        if generation > newest or (best is not None and generation == best[1])
+    }
+    return replace(value, origins=origins, best=best)
+
+
+def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> PopulationRun:
+    """One member goes on alone."""
+    members = list(value.members)
+    members[fact.member] = _next(job, value, fact.member, fact.score, fact.copied, _rows(value))
+    return replace(value, members=tuple(members))
+
+
+def _rows(value: PopulationRun) -> Mapping[str, int]:
+    """The rows of the data, as any member that has built the model knows them."""
+    found = (nested.standing(member.child).num_rows for member in value.members)
+    return next((rows for rows in found if rows), {})
+
+
+def _next(
+    job: JobSpec,
+    value: PopulationRun,
+    number: int,
+    score: float | None,
+    copied: Copied | None,
+    rows: Mapping[str, int],
+) -> MemberRun:
+    """The member with its score noted, ready for the next generation if there is one."""
+    member, segments = value.members[number], _segments(job)
+    generation = member.generation
+    scored = replace(member, scores=(*member.scores, score))
+    if generation == spec_of(job).generations:
+        return scored
+    horizon = (generation + 1) * segments
+    committed = nested.standing(member.child).committed
+    num_rows = nested.standing(member.child).num_rows or rows
+    params, child = member.params, replace(member.child, horizon=horizon)
+    if copied is not None:
+        params = copied.params
+        before = trained_with(value.members[copied.donor], copied.step)
+        now = Setting(from_step=copied.step, values=params)
+        scored = replace(scored, schedule=(*before, now))
+        base = Base(generation * segments, copied.step, copied.digest)
+        scored = replace(scored, rejected=together(rejected(member)))
+        child = nested.rebased(child, member_job(job, number, params), base, num_rows, horizon)
+    elif member.failure is not None and committed is not None:
+        # It failed and nobody was there to copy: once more, from what it last committed.
+        base = Base(generation * segments, committed.step, committed.digest)
+        scored = replace(scored, rejected=together(rejected(member)))
+        child = nested.rebased(child, child.job, base, num_rows, horizon)
+    return replace(scored, child=child, params=params, generation=generation + 1, failure=None)

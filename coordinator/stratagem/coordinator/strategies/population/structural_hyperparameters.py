@@ -1,0 +1,128 @@
+"""Which hyperparameters of a population are structural.
+
+They decide the layout of the state that members copy, or its optimizer, so a state cannot go on
+under another value: a copy has its donor's, and exploring leaves it alone. `optimizer.name` is
+structural by definition; a search space may say it of any; the rest is found where the models are
+built, by building them with other values too. Pure: here stands only what is to be tried.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from stratagem.common.job import JobSpec
+from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy.search_space import (
+    Categorical,
+    Conditional,
+    Float,
+    Int,
+    Ordinal,
+    SearchSpace,
+)
+from stratagem.coordinator.strategies.population.evolution import (
+    Params,
+    Plain,
+    active_values,
+    on_scale,
+    plain,
+)
+
+BY_DEFINITION: Final = frozenset({"optimizer.name"})
+_CANNOT_BE: Final = ("optimizer.lr", "optimizer.clip_norm", "optimizer.schedule")
+_MAY_BE: Final = ("model.kwargs.", "optimizer.")
+_MAX_CHOICES: Final = 16
+_MAX_INTEGERS: Final = 8
+# Not the ends: a momentum of exactly 0 has no state, but is never drawn.
+_SHARES: Final = (1 / 64, 63 / 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A member's job with another value of one hyperparameter."""
+
+    name: str
+    fields: Mapping[str, JSON]
+    """What differs, by dotted path; None: the field is not there."""
+
+
+def known_structure(space: SearchSpace) -> frozenset[str]:
+    """The hyperparameters that are structural whatever the model is."""
+    each = map(plain, space.dimensions)
+    named = (dim.name for dim in each if dim.options.structural or dim.name in BY_DEFINITION)
+    return with_parents(space, frozenset(named))
+
+
+def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
+    """Also those that decide whether one of these is there at all."""
+    by_name = {dimension.name: dimension for dimension in space.dimensions}
+    found = set(names)
+    for dimension in space.dimensions:
+        if plain(dimension).name in names:
+            while isinstance(dimension, Conditional):
+                dimension = by_name[dimension.parent]
+                found.add(plain(dimension).name)
+    return frozenset(found)
+
+
+def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
+    """What to build beside a member with these hyperparameters, to see which are structural.
+
+    job: of the population.
+    """
+    space = job.search_space
+    assert space is not None
+    document, decided = job.document(), known_structure(space)
+    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    for dimension in map(plain, space.in_order().dimensions):
+        name = dimension.name
+        if name in params and name not in decided and _may_be_structural(dimension):
+            for value in values_of(dimension):
+                if value != params[name]:
+                    tried = active_values(space, {**first, **params, name: value})
+                    fields = {each: thawed(tried[each]) for each in _changed(tried, params)}
+                    left = (each for each in params if each not in tried)
+                    yield Variant(name, fields | {each: _given(document, each) for each in left})
+
+
+def _may_be_structural(dimension: Plain) -> bool:
+    return (
+        dimension.options.structural is None
+        and dimension.name.startswith(_MAY_BE)
+        and not dimension.name.startswith(_CANNOT_BE)
+    )
+
+
+def _changed(tried: Params, params: Params) -> Iterator[str]:
+    return (name for name in tried if name not in params or tried[name] != params[name])
+
+
+def _given(document: Mapping[str, JSON], path: str) -> JSON:
+    """What the job itself says there; None where that is nothing."""
+    *parents, last = path.split(".")
+    place: JSON = dict(document)
+    for key in parents:
+        place = place.get(key) if isinstance(place, dict) else None
+    if not isinstance(place, dict):
+        return None
+    kwargs = place.get("kwargs")
+    return place.get(last, kwargs.get(last) if isinstance(kwargs, dict) else None)
+
+
+def values_of(dimension: Plain) -> Iterator[JSON]:
+    """Some values that are as far apart as they can be."""
+    match dimension:
+        case Float(low=low, high=high, scale=scale):
+            yield from (on_scale(low, high, scale, share) for share in _SHARES)
+        case Int(low=low, high=high):
+            yield from (low + at for at in spread(high - low + 1, _MAX_INTEGERS))
+        case Categorical(choices=choices) | Ordinal(choices=choices):
+            yield from (choices[at] for at in spread(len(choices), _MAX_CHOICES))
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Positions of a row of `count`, its two ends among them, and not more than `most`."""
+    if count <= most:
+        return list(range(count))
+    return sorted({at * (count - 1) // (most - 1) for at in range(most)})

@@ -1,0 +1,1 @@
+"""Which workers a run gets, and where its steps are cut into segments."""

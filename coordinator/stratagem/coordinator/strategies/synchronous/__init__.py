@@ -1,0 +1,1 @@
+"""Strategies of parties that train in step, and the evaluation of one state."""

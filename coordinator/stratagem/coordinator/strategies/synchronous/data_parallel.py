@@ -1,0 +1,108 @@
+"""DataParallel: every global batch is cut into num_replicas logical shards.
+
+Gradients are summed over the shards in a fixed binary tree and divided once (synchronous SGD as in
+https://arxiv.org/abs/1706.02677, weighted by rows). The sum does not depend on how many workers
+there are: with fewer than num_replicas some compute several shards, with the same bits. So a lost
+worker is not waited for; the survivors redo the step, and a replacement joins when it comes.
+
+AllReduce moves the gradients between the workers; ParameterServer moves them through the
+coordinator, which only adds them up. Decentralized sums no gradients: each shard is a node with
+parameters of its own, which it averages with its neighbours' after every step (D-PSGD,
+https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only copy. So it is with
+the residuals of shards where the job's codec keeps any; the rest of the state all workers have.
+"""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import (
+    AllReduce,
+    DataParallel,
+    Decentralized,
+    Local,
+    ModelParallel,
+    ParameterServer,
+    describe,
+)
+from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
+from stratagem.common.strategy.gossip_topology import graph_of
+from stratagem.coordinator.core.effects import ExchangeMethod
+from stratagem.coordinator.strategies.synchronous import model_parallel
+from stratagem.coordinator.strategies.synchronous.segments import (
+    Shape,
+    Synchronous,
+    one_part,
+    part_per_member,
+)
+
+_EXCHANGES: Mapping[type, ExchangeMethod] = {
+    AllReduce: ExchangeMethod.ALL_REDUCE,
+    ParameterServer: ExchangeMethod.PARAMETER_SERVER,
+    Decentralized: ExchangeMethod.GOSSIP,
+}
+
+
+def _shape(job: JobSpec) -> Shape:
+    strategy = job.strategy
+    assert isinstance(strategy, DataParallel)
+    options = strategy.options
+    if isinstance(options.inner, ModelParallel):
+        return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
+    exchange = _EXCHANGES[type(strategy.aggregation)]
+    # Residuals of a codec belong to shards: whoever owns a shard has the only copy of its residual.
+    has_residuals = job.compression is not None and job.compression.keeps_state
+    is_sole_copy = exchange is ExchangeMethod.GOSSIP or has_residuals
+    return Shape(
+        strategy.num_replicas,
+        options.min_replicas,
+        exchange,
+        parts_of=part_per_member if is_sole_copy else one_part,
+        is_sole_copy=is_sole_copy,
+    )
+
+
+def _check(job: JobSpec) -> list[Violation]:
+    """Refuse what cannot be trained: more replicas than rows, a topology that does not fit."""
+    strategy = job.strategy
+    assert isinstance(strategy, DataParallel)
+    violations = _check_inner(job, strategy)
+    if isinstance(strategy.aggregation, Decentralized):
+        try:
+            graph_of(strategy.aggregation.topology, strategy.num_replicas, job.seed)
+        except ValueError as error:
+            message = f"{error}; known topologies: {KNOWN_TOPOLOGIES}"
+            violations.append(Violation("strategy.aggregation.topology", message))
+    if strategy.num_replicas > job.batch_size:
+        message = (
+            f"{strategy.num_replicas} replicas cannot share batches of {job.batch_size} rows; "
+            "must be <= batch_size"
+        )
+        violations.append(Violation("strategy.num_replicas", message))
+    return violations
+
+
+def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
+    """A replica is one worker, or a pipeline whose gradients are all-reduced stage by stage."""
+    inner = strategy.options.inner
+    if inner is None or isinstance(inner, Local):
+        return []
+    if not isinstance(inner, ModelParallel):
+        message = (
+            f"{describe(inner)} cannot be a replica, which takes part in every step; "
+            "Local and ModelParallel can"
+        )
+        return [Violation("strategy.options.inner", message)]
+    if not isinstance(strategy.aggregation, AllReduce):
+        message = (
+            f"{type(strategy.aggregation).__name__!r} does not go together with an inner "
+            "ModelParallel; AllReduce does"
+        )
+        return [Violation("strategy.aggregation.method", message)]
+    return [
+        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
+        for each in model_parallel.check_partitions(job, inner)
+    ]
+
+
+STRATEGY = Synchronous(_check, _shape)

@@ -1,0 +1,60 @@
+"""ModelParallel: the nodes of the model are spread over workers, which pass activations on.
+
+    Direct      a batch goes through the stages as a whole, worker to worker
+    Pipeline    in micro-batches, several under way at once (1F1B, https://arxiv.org/abs/2006.09503)
+    DataStore   as Direct, through an object store
+
+Every stage is a sole copy: when a worker is lost, a replacement takes its partitions and all stages
+return to the last commit. The result has the same bits for any cut of the model.
+"""
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job import JobSpec
+from stratagem.common.model.program import flatten
+from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.strategy import ModelParallel
+from stratagem.coordinator.core.effects import ExchangeMethod
+from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
+    part_per_rank,
+    place_replicas,
+    why_missing,
+)
+from stratagem.coordinator.strategies.synchronous.segments import Shape, Synchronous
+
+
+def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> Shape:
+    """One pipeline, or several that share the rows of each batch."""
+    return Shape(
+        num_shards=num_replicas,
+        min_members=1,
+        exchange=ExchangeMethod.ALL_REDUCE,
+        parts_of=part_per_rank,
+        is_sole_copy=True,
+        place=place_replicas(spec, num_replicas, min_replicas),
+        why_missing=why_missing(spec),
+    )
+
+
+def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
+    """Partitions that do not tile a graph model; other models are known to the workers only."""
+    if job.model.graph is None:
+        return []
+    try:
+        plan_stages(flatten(job.model.graph), [each.node_ids for each in spec.partitions])
+    except InvalidInputError as error:
+        return [Violation(f"strategy.{each.field}", each.message) for each in error.violations]
+    return []
+
+
+def _shape(job: JobSpec) -> Shape:
+    assert isinstance(job.strategy, ModelParallel)
+    return shape_of(job.strategy)
+
+
+def _check(job: JobSpec) -> list[Violation]:
+    """Refuse partitions that do not tile the model."""
+    assert isinstance(job.strategy, ModelParallel)
+    return check_partitions(job, job.strategy)
+
+
+STRATEGY = Synchronous(_check, _shape)

@@ -1,0 +1,146 @@
+"""Which workers become the stages of a pipeline, and of its replicas.
+
+A replica needs a worker for every partition: the one of the given name, or one that carries the
+tag, the first registered that has no partition of the run yet, else the one with fewest. A worker
+that owns several partitions is one rank. Replicas share no worker. Pure functions of the job and of
+which workers there are.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from stratagem.common.base.ids import WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ModelParallel, Partition, Tag
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.strategies.scheduling.placement import eligible
+from stratagem.coordinator.strategies.synchronous.segments import Parts, PartyRun, Placed
+
+Place = Callable[[JobSpec, PartyRun, World], Placed]
+
+
+def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) -> Place:
+    """As many whole replicas as the workers suffice for, those that are whole kept as they are."""
+
+    def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
+        workers = _by_registration(job, run, world)
+        replicas = _whole_replicas(run, workers)
+        is_whole = bool(replicas) and len(replicas) * _width(run) == len(run.members)
+        if is_whole and run.finished:
+            # Any change would return the run to its last commit: not before there is a new one.
+            return Placed(run.members, run.ranks)
+        if replicas and _spreads_better(spec, workers, run):
+            replicas = []
+        ranks = run.ranks if replicas else ()
+        while len(replicas) < num_replicas:
+            found = _replica(spec, workers, {m.worker_id for each in replicas for m in each}, ranks)
+            if found is None:
+                break
+            members, ranks = found
+            replicas.append(members)
+        if len(replicas) < min_replicas:
+            return Placed(())
+        return Placed(tuple(member for each in replicas for member in each), ranks)
+
+    return place
+
+
+def part_per_rank(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
+    """The same rank of every replica holds the same nodes."""
+    width = len(set(ranks)) or 1
+    return tuple(tuple(members[rank::width]) for rank in range(min(width, len(members))))
+
+
+def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str]:
+    """Names the partitions that no worker is there for."""
+
+    def why(job: JobSpec, run: PartyRun, world: World) -> str:
+        workers = _by_registration(job, run, world)
+        missing = [
+            f"partition {number} needs {_wanted(partition)}"
+            for number, partition in enumerate(spec.partitions)
+            if not _fitting(partition, workers)
+        ]
+        known = ", ".join(map(_named, workers.values())) or "no worker is available"
+        if missing:
+            return f"{'; '.join(missing)}; registered are: {known}"
+        return f"the replicas need workers of their own; registered are: {known}"
+
+    return why
+
+
+def _spreads_better(
+    spec: ModelParallel, workers: Mapping[WorkerId, WorkerRecord], run: PartyRun
+) -> bool:
+    """Whether stages that share a worker could now have more of them."""
+    found = _replica(spec, workers, set(), ())
+    return found is not None and len(found[0]) > _width(run)
+
+
+def _by_registration(job: JobSpec, run: PartyRun, world: World) -> Mapping[WorkerId, WorkerRecord]:
+    """Eligible workers in the order in which they registered."""
+    fitting = {worker.member.worker_id for worker in eligible(job, world, run.fingerprint)}
+    return {name: record for name, record in world.workers.items() if name in fitting}
+
+
+def _width(run: PartyRun) -> int:
+    return len(set(run.ranks)) or 1
+
+
+def _whole_replicas(
+    run: PartyRun, workers: Mapping[WorkerId, WorkerRecord]
+) -> list[tuple[Member, ...]]:
+    """The replicas of which every member is still there."""
+    alive = {record.member for record in workers.values()}
+    width = _width(run)
+    replicas = [run.members[i : i + width] for i in range(0, len(run.members), width)]
+    return [replica for replica in replicas if set(replica) <= alive]
+
+
+def _replica(
+    spec: ModelParallel,
+    workers: Mapping[WorkerId, WorkerRecord],
+    taken: set[WorkerId],
+    ranks: tuple[int, ...],
+) -> tuple[tuple[Member, ...], tuple[int, ...]] | None:
+    """(members by rank, rank of each partition) of one more replica; None without the workers.
+
+    All replicas are cut in the same way: a further one has the ranks of the first.
+    """
+    free = {name: record for name, record in workers.items() if name not in taken}
+    owners: list[WorkerId] = []
+    for number, partition in enumerate(spec.partitions):
+        fitting = _fitting(partition, free)
+        if ranks:
+            same = [owners[i] for i in range(number) if ranks[i] == ranks[number]]
+            others = {owners[i] for i in range(number) if ranks[i] != ranks[number]}
+            fitting = [name for name in fitting if name not in others]
+            fitting = [name for name in fitting if name in same] if same else fitting
+        if not fitting:
+            return None
+        used = Counter(owners)
+        owners.append(min(fitting, key=lambda name: used[name]))  # the first among equals
+    order = list(dict.fromkeys(owners))
+    if ranks:
+        order = [owners[ranks.index(rank)] for rank in range(len(set(ranks)))]
+    members = tuple(free[name].member for name in order)
+    return members, tuple(order.index(name) for name in owners)
+
+
+def _fitting(partition: Partition, workers: Mapping[WorkerId, WorkerRecord]) -> list[WorkerId]:
+    target = partition.target
+    if isinstance(target, Tag):
+        return [name for name, w in workers.items() if target.tag in w.capability.tags]
+    return [target.worker_id] if target.worker_id in workers else []
+
+
+def _wanted(partition: Partition) -> str:
+    target = partition.target
+    return f"a worker tagged {target.tag!r}" if isinstance(target, Tag) else repr(target.worker_id)
+
+
+def _named(worker: WorkerRecord) -> str:
+    tags: Sequence[str] = worker.capability.tags
+    name = str(worker.member.worker_id)
+    return f"{name} ({', '.join(tags)})" if tags else name

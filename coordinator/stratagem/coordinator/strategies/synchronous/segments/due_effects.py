@@ -1,0 +1,79 @@
+"""What a synchronous party needs done: the commit that is due, and the segment to train."""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import RunId
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
+from stratagem.coordinator.core.facts import SKIPPED_STEPS
+from stratagem.coordinator.strategies.scheduling.segment_schedule import Schedule, schedule_of
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import PartyRun, Shape
+
+MAX_UNCOMMITTED = 2
+"""Finished segments whose snapshots may wait for their commit; bounds the workers' memory."""
+
+
+def pending(
+    run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape, horizon: int | None = None
+) -> frozenset[Effect]:
+    """The commit that is due, and the segment to train."""
+    if run.committed is None:
+        if not run.members:
+            return frozenset()
+        return frozenset({Build(run_id, run.party, run.membership, run.members[0])})
+    effects: set[Effect] = set()
+    if run.finished:
+        done = run.finished[0]
+        parts = tuple(
+            tuple(member for member in part if member in run.members)
+            for part in shape.parts_of(done.sources, run.ranks)
+        )
+        metrics = tuple(sorted(done.metrics.items()))
+        effects.add(
+            CommitSegment(
+                run_id, run.party, done.segment, done.step, run.membership, parts, metrics
+            )
+        )
+    schedule = schedule_of(job, run.num_rows)
+    may_begin = horizon is None or run.open_segment <= horizon
+    if run.members and may_begin and _has_open(schedule, run) and _has_room(run):
+        effects.add(_segment(run_id, job, run, shape, schedule))
+    return frozenset(effects)
+
+
+def _has_room(run: PartyRun) -> bool:
+    return len(run.finished) < MAX_UNCOMMITTED
+
+
+def _has_open(schedule: Schedule, run: PartyRun) -> bool:
+    return 0 < run.open_segment <= len(schedule.ends())
+
+
+def _segment(
+    run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape, schedule: Schedule
+) -> RunSegment:
+    assert run.committed is not None
+    to_step = schedule.ends()[run.open_segment - 1]
+    evaluation = job.evaluation
+    splits = (evaluation.split,) if evaluation and schedule.evaluates_at(to_step) else ()
+    return RunSegment(
+        run_id=run_id,
+        party=run.party,
+        membership=run.membership,
+        segment=run.open_segment,
+        to_step=to_step,
+        base=run.committed,
+        lineage=run.lineage,
+        members=run.members,
+        num_shards=shape.num_shards,
+        exchange=shape.exchange,
+        parts=shape.parts_of(run.members, run.ranks),
+        ranks=run.ranks,
+        evaluate=splits,
+        num_skipped=int(_latest_metrics(run).get(SKIPPED_STEPS, 0)),
+    )
+
+
+def _latest_metrics(run: PartyRun) -> Mapping[str, float]:
+    """Of the segment before the open one."""
+    return run.finished[-1].metrics if run.finished else run.metrics

@@ -1,0 +1,113 @@
+"""What a synchronous party decides: who belongs to it, and when it ends."""
+
+from collections.abc import Callable
+
+from stratagem.common.base.ids import Party
+from stratagem.common.base.wording import counted
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.crash_loops import why
+from stratagem.coordinator.core.facts import Fact, Member, MembersFormed, RunCompleted, RunFailed
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.scheduling.placement import eligible
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    PartyRun,
+    Placed,
+    Shape,
+    num_segments,
+)
+
+
+def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | None:
+    """The next fact: a death too many, the end, or other members."""
+    if run.deaths.are_too_many:
+        reason = why(f"segment {run.open_segment}", run.deaths)
+        return RunFailed(reason=reason, cause=Cause.CRASHED)
+    if run.committed is not None and run.committed.segment == num_segments(job, run):
+        return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
+    return members_due(job, run, shape, world)
+
+
+def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
+    if not job.only_evaluates or job.evaluation is None:
+        return f"{counted(num_steps, 'step')} committed"
+    split = job.evaluation.split
+    return f"{run.num_rows[split]} rows of {split} evaluated"
+
+
+def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
+    """Other members than the present ones, if there should be."""
+    placed = (shape.place or _any_workers(shape))(job, run, world)
+    members = placed.members
+    if members == run.members:
+        return None
+    first = world.workers[members[0].worker_id].capability if members else None
+    fingerprint = run.fingerprint or (first.numerics_fingerprint if first else "")
+    return MembersFormed(
+        party=run.party,
+        membership=run.membership + 1,
+        members=members,
+        reason=_why_reformed(run.members, members, shape, world),
+        fingerprint=fingerprint if job.execution.deterministic else "",
+        ranks=placed.ranks,
+    )
+
+
+def _any_workers(shape: Shape) -> Callable[[JobSpec, PartyRun, World], Placed]:
+    """The members that are left and any that can join, up to one per shard."""
+
+    def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
+        alive = tuple(member for member in run.members if world.holds(member))
+        members = alive + _joining(job, run, shape, world, alive)
+        return Placed(members if len(members) >= shape.min_members else ())
+
+    return place
+
+
+def _joining(
+    job: JobSpec, run: PartyRun, shape: Shape, world: World, alive: tuple[Member, ...]
+) -> tuple[Member, ...]:
+    if shape.is_sole_copy and run.finished and alive == run.members:
+        # They would return the party to its last commit: let them wait until there is a new one.
+        return ()
+    if len(alive) >= shape.num_shards:
+        return ()
+    spare = [
+        worker for worker in eligible(job, world, run.fingerprint) if worker.member not in alive
+    ]
+    return tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
+
+
+def _why_reformed(
+    old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape, world: World
+) -> str:
+    gone = [member for member in old if member not in new]
+    by_how = {
+        "lost": [m for m in gone if not _has_left(world, m) and not world.holds(m)],
+        "left": [m for m in gone if _has_left(world, m)],
+        "released": [m for m in gone if world.holds(m)],
+        "joined": [m for m in new if m not in old],
+    }
+    parts = [f"{', '.join(m.worker_id for m in who)} {how}" for how, who in by_how.items() if who]
+    count = f"{len(new)} workers" if shape.place else f"{len(new)} of {shape.num_shards} workers"
+    return ", ".join([*parts, count])
+
+
+def _has_left(world: World, member: Member) -> bool:
+    """It was told to end, and drains or is gone."""
+    record = world.workers.get(member.worker_id)
+    return record is None or (record.member == member and record.is_alive and record.is_draining)
+
+
+def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
+    """The same members under a new membership, after their exchange has failed."""
+    if party != run.party:
+        return None
+    return MembersFormed(
+        party=party,
+        membership=run.membership + 1,
+        members=run.members,
+        reason=reason,
+        fingerprint=run.fingerprint,
+        ranks=run.ranks,
+    )

@@ -1,0 +1,81 @@
+"""What the rest of the coordinator, and a strategy around this one, ask of a party."""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import Digest, Party
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.facts import Member, ProcessDied
+from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.strategy_contract import Outlook, PartyView, Standing
+from stratagem.coordinator.strategies.scheduling.placement import why_none
+from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    PartyRun,
+    Shape,
+    num_segments,
+)
+
+
+def parties(run: PartyRun) -> Mapping[Party, PartyView]:
+    """The party itself."""
+    return {run.party: PartyView(run.membership, run.members)}
+
+
+def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
+    """A member works on the open segment, or did until it was lost."""
+    if member not in run.members and member not in run.left:
+        return ()
+    return (ProcessDied(party=run.party, member=member, segment=run.open_segment),)
+
+
+def job_of(job: JobSpec, run: PartyRun, party: Party) -> JobSpec:
+    """All members train the same."""
+    del run, party
+    return job
+
+
+def blobs(run: PartyRun) -> frozenset[Digest]:
+    """The state to return to."""
+    return frozenset({run.committed.digest} if run.committed else ())
+
+
+def standing(run: PartyRun) -> Standing:
+    """The committed segment."""
+    is_idle = not run.finished
+    return Standing(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
+
+
+def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:
+    """How the party stands."""
+    ends: tuple[int, ...] = ()
+    if run.committed is not None:
+        ends = schedule_of(job, run.num_rows).ends()
+    trained = run.finished[-1] if run.finished else run.committed
+    phase, strategy_phase, reason = _phase(job, run, shape, world)
+    return Outlook(
+        phase=phase,
+        strategy_phase=strategy_phase,
+        reason=reason,
+        step=trained.step if trained else 0,
+        num_steps=ends[-1] if ends else 0,
+        segment=trained.segment if trained else 0,
+        num_segments=len(ends),
+        members=run.members,
+    )
+
+
+def _phase(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> tuple[RunPhase, str, str]:
+    if not run.members:
+        need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
+        reason = f"{need}: {why_none(job, world, run.fingerprint)}"
+        if shape.why_missing is not None:
+            reason = shape.why_missing(job, run, world)
+        phase = RunPhase.RECOVERING if run.is_recovering else RunPhase.PLACING
+        return phase, "WAITING", reason
+    if run.open_segment == 0:
+        return RunPhase.RUNNING, "BUILDING", run.why
+    if run.open_segment > num_segments(job, run):
+        return RunPhase.RUNNING, "COMMITTING", run.why
+    if run.is_recovering:
+        return RunPhase.RECOVERING, "TRAINING", run.why
+    return RunPhase.RUNNING, "TRAINING", run.why

@@ -1,0 +1,221 @@
+"""The run value of a synchronous party, and the fold of facts into it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from stratagem.common.base.ids import Party
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.crash_loops import Deaths, after
+from stratagem.coordinator.core.effects import Base, ExchangeMethod
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    MembersFormed,
+    ModelBuilt,
+    ProcessDied,
+    RunResumed,
+    SegmentCommitted,
+    SegmentFinished,
+)
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    segment: int
+    step: int
+    metrics: Mapping[str, float]
+    sources: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartyRun:
+    """Members of one synchronous party and how far they have come."""
+
+    party: Party
+    membership: int = 0
+    members: tuple[Member, ...] = ()
+    fingerprint: str = ""
+    ranks: tuple[int, ...] = ()
+    """See MembersFormed."""
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    committed: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the committed segment."""
+    loss: float = 0.0
+    """Of the newest segment that was trained."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Of the same; see SegmentFinished."""
+    lineage: int = 0
+    """How often the party has begun from a given state."""
+    open_segment: int = 0
+    """The segment being trained; 0 until the model is built."""
+    finished: tuple[Finished, ...] = ()
+    """Trained by all members and not yet committed, in order."""
+    left: frozenset[Member] = frozenset()
+    """Members that were lost inside the open segment."""
+    deaths: Deaths = field(default_factory=Deaths)
+    """Worker processes that have ended inside the open segment."""
+    is_recovering: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Who is to belong to a party; nobody while not all that it takes are there."""
+
+    members: tuple[Member, ...]
+    ranks: tuple[int, ...] = ()
+
+
+Parts = tuple[tuple[Member, ...], ...]
+"""Per part of a state, the members that hold it, any of which will do."""
+
+
+def one_part(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
+    """Every member holds the whole state."""
+    del ranks
+    return (members,)
+
+
+def part_per_member(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
+    """Every member holds what no other one has."""
+    del ranks
+    return tuple((member,) for member in members)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What tells one synchronous strategy from another."""
+
+    num_shards: int
+    min_members: int
+    exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE
+    parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
+    """How members, in order of rank, divide the state among them; also from the party's ranks."""
+    place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
+    """Who is to belong to the party, where not any workers will do."""
+    why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
+    """What `place` waits for, for people."""
+    is_sole_copy: bool = False
+    """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
+    any change of members, and any failed exchange, returns the party to its last commit."""
+
+
+def transition(run: PartyRun, fact: Fact, shape: Shape, now_s: float) -> PartyRun:
+    """Fold a fact; facts of other kinds leave the party as it is."""
+    match fact:
+        case MembersFormed():
+            return _with_members(run, fact, shape)
+        case ProcessDied():
+            return replace(run, deaths=after(run.deaths, fact, now_s, run.left.union(run.members)))
+        case ModelBuilt():
+            base = Base(0, 0, fact.digest)
+            return replace(
+                run,
+                num_rows=fact.num_rows,
+                committed=base,
+                open_segment=1,
+                left=frozenset(),
+                deaths=Deaths(),
+            )
+        case SegmentFinished():
+            done = Finished(fact.segment, fact.step, fact.metrics, run.members)
+            return replace(
+                run,
+                finished=(*run.finished, done),
+                loss=fact.loss,
+                traffic=fact.traffic,
+                open_segment=fact.segment + 1,
+                left=frozenset(),
+                deaths=Deaths(),
+                is_recovering=False,
+            )
+        case SegmentCommitted():
+            left = tuple(f for f in run.finished if f.segment > fact.segment)
+            base = Base(fact.segment, fact.step, fact.digest)
+            return replace(run, finished=left, committed=base, metrics=fact.metrics)
+        case RunResumed():
+            stopped = replace(run, members=(), left=frozenset(), deaths=Deaths())
+            return _returned_to_commit(replace(stopped, is_recovering=False))
+        case _:
+            return run
+
+
+def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
+    formed = replace(
+        run,
+        membership=fact.membership,
+        members=fact.members,
+        fingerprint=fact.fingerprint,
+        ranks=fact.ranks,
+        # Who joins disturbs nobody; a loss does, and so does an exchange that has failed.
+        is_recovering=run.is_recovering or _is_setback(run, fact),
+        why=fact.reason,
+        left=run.left | (set(run.members) - set(fact.members)),
+    )
+    survivors = set(run.members) & set(fact.members)
+    # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
+    held = (run.members, *(done.sources for done in run.finished))
+    parts = (part for members in held for part in shape.parts_of(members, run.ranks))
+    is_whole = all(survivors & set(part) for part in parts)
+    if is_whole and not shape.is_sole_copy:
+        return formed
+    # What members still hold, they hold at different steps and as parts of segments that begin
+    # anew: it is not to be gone on with.
+    return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
+
+
+def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
+    """Whether members, or what they had begun, are lost with the membership before."""
+    if run.open_segment == 0 or not run.members:
+        return False
+    return fact.members == run.members or not set(run.members) <= set(fact.members)
+
+
+def _returned_to_commit(run: PartyRun) -> PartyRun:
+    segment = run.committed.segment + 1 if run.committed else 0
+    return replace(run, open_segment=segment, finished=())
+
+
+def is_welcome(run: PartyRun, fact: Fact) -> str:
+    """Why a reported fact is stale; "" when it is the one waited for."""
+    match fact:
+        case ModelBuilt():
+            return "" if run.open_segment == 0 else "the model is built already"
+        case SegmentFinished():
+            expected = (run.open_segment, run.membership)
+            got = (fact.segment, fact.membership)
+            return "" if got == expected else f"expected (segment, membership) {expected}"
+        case SegmentCommitted():
+            waiting = [f.segment for f in run.finished]
+            first = waiting[0] if waiting else None
+            return "" if fact.segment == first else f"segment {first} is to be committed next"
+        case _:
+            return ""
+
+
+def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
+    """The members drop what they hold, meet again, and begin after the base."""
+    del job
+    return replace(
+        run,
+        membership=run.membership + 1,
+        num_rows=num_rows,
+        committed=base,
+        metrics={},
+        lineage=run.lineage + 1,
+        open_segment=base.segment + 1,
+        finished=(),
+        left=frozenset(),
+        deaths=Deaths(),
+        is_recovering=False,
+    )
+
+
+def num_segments(job: JobSpec, run: PartyRun) -> int:
+    """Segments of the whole run; -1 while the number of rows is unknown."""
+    if run.committed is None:
+        return -1
+    return len(schedule_of(job, run.num_rows).ends())

@@ -1,0 +1,1 @@
+"""Updates of clients: received, spooled, checked and folded into the next state."""

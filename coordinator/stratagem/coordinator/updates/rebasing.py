@@ -1,0 +1,51 @@
+"""Updates of earlier rounds beside a fold: their changes, made to the present state.
+
+    x_k <- (x_k - base_k) + x        in float64, for every trained floating parameter
+
+A whole model of an earlier round would pull the state back to where it was then; its change does
+not. Buffers (running statistics) and frozen parameters enter as they are: a sum of changes could
+leave their range, a variance below zero for one. Memory is some windows. Knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import TensorSpec
+from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.updates.numpy_floats import Wide
+from stratagem.coordinator.updates.state_reader import averaged_names, open_state
+
+
+class Rebasing:
+    """For one fold; states are read at the offsets of its windows."""
+
+    def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
+        """bases: of each late update, by its place among the updates."""
+        with ExitStack() as files:
+            opened = {
+                digest: open_state(files, store, digest) for digest in {state, *bases.values()}
+            }
+            self._files = files.pop_all()
+        manifest, self._state = opened[state]
+        self._averaged = averaged_names(manifest)
+        self._bases = {index: opened[digest][1] for index, digest in bases.items()}
+
+    def is_late(self, index: int) -> bool:
+        return index in self._bases
+
+    def is_rebased(self, spec: TensorSpec) -> bool:
+        """Parameters that are trained."""
+        return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
+
+    def apply(self, index: int, dtype: str, offset: int, values: Wide) -> None:
+        """In place, one window of an update; offset: of the window in the state."""
+        if index in self._bases:
+            values -= self._bases[index].read(dtype, offset, values.size)
+            values += self._state.read(dtype, offset, values.size)
+
+    def close(self) -> None:
+        self._files.close()

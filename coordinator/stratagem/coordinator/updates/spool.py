@@ -1,0 +1,323 @@
+"""The updates of federated rounds, in files that survive a crash.
+
+    root/<run>/<party>/<round>/<client>.<token>.safetensors   data, whole or on their way
+    root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
+
+Owns files, quota and removal; `spool_keys.py` owns the names of the folders, and `spool_upload.py`
+how one update comes in. Where there is an object store (shared.py), an update is accepted when that
+has it, and the files here are copies: what another coordinator has accepted is fetched. Knows
+nothing of rounds beyond their number, and does not decide who takes part in them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from stratagem.common.base.errors import IntegrityError, LimitError, NotFoundError
+from stratagem.common.base.ids import Digest, Party
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.coordinator.store.blobs.durable_file import MakeRoom, make_folder, no_room
+from stratagem.coordinator.updates.shared_spool import SharedSpool, SharedUpdate
+from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool_upload import (
+    SpoolEntry,
+    SpoolWriter,
+    Upload,
+    noted_offset,
+    remove_files,
+)
+from stratagem.coordinator.updates.update_checks import UpdateRejectedError, check_layout
+
+__all__ = [
+    "Spool",
+    "SpoolEntry",
+    "SpoolKey",
+    "SpoolRun",
+    "SpoolWriter",
+    "UpdateRejectedError",
+    "check_layout",
+]
+
+_DATA: Final = ".safetensors"
+_ENTRY: Final = ".json"
+Publish = Callable[[SpoolEntry], None]
+_log = structlog.get_logger(__name__)
+
+
+class Spool:
+    """The updates under one folder, which is made if absent; for any thread."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        quota_bytes: int,
+        shared: SharedSpool | None = None,
+        make_room: MakeRoom = no_room,
+    ) -> None:
+        """shared: where updates last longer than this disk; make_room: asked while that is full."""
+        self._root = root
+        self._make_room = make_room
+        self._shared = shared
+        self._of_others: dict[str, dict[int, list[SharedUpdate]]] = {}  # by round, when first seen
+        self._quota_bytes = quota_bytes
+        self._lock = threading.Lock()
+        self._used: dict[Path, int] = {}
+        root.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
+        self._of_client: dict[Path, set[Path]] = {}  # folder/client -> its data files
+        for path in root.glob(f"*/*/*/*{_DATA}"):
+            self._note(path, path.stat().st_size)
+        self._found = [folder.name for folder in root.iterdir()]
+        """Of whom earlier coordinators have left something."""
+
+    def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
+        """A writer for the update that `manifest` announces; `writer.offset` says where to go on.
+
+        An earlier upload of the same key goes on if it was of an equal manifest from the same
+        `source` (the incarnation of a worker: another one may compute other bits); else it starts
+        anew. A writer that is still open on the key is replaced: its commit will fail as stale.
+        Raises LimitError when the quota does not allow the update.
+        """
+        return self._open(key, manifest, source, self._publish(key))
+
+    def _open(
+        self, key: SpoolKey, manifest: Manifest, source: str, publish: Publish | None
+    ) -> SpoolWriter:
+        folder = self._folder_of(key, make=True)
+        upload = Upload(
+            path=folder / f"{key.client}.{secrets.token_hex(8)}{_DATA}",
+            entry_path=folder / f"{key.client}{_ENTRY}",
+            manifest=manifest,
+            header=header_bytes(manifest),
+            source=source,
+            make_room=self._make_room,
+        )
+        for path in self._unfinished(folder, key.client):
+            try:
+                return self._writer(replace(upload, path=path), publish)
+            except BlockingIOError:
+                self._remove(path)
+        return self._writer(upload, publish)
+
+    def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
+        """The accepted update of a client, if there is one, else from where to ask for it."""
+        self._folder_of(key, make=True)
+        try:
+            entry = self.entry(key)
+        except (IntegrityError, NotFoundError) as error:  # the client still has it
+            _log.warning("an update in the object store is of no use", reason=str(error))
+            entry = None
+        return entry, self.likely_offset(key)
+
+    def likely_offset(self, key: SpoolKey) -> int:
+        """From where to ask for an update before its manifest is known.
+
+        Only the writer, once open, knows for sure; asking from too far on is refused by `write_at`,
+        and is not repeated, since an upload that starts anew forgets what was noted.
+        """
+        folder = self._folder_of(key)
+        return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
+
+    def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
+        """The accepted update of a client, if there is one; also after a restart.
+
+        With a digest, that update: the client may have sent others to other coordinators. Raises
+        IntegrityError when the object store has damaged it.
+        """
+        folder = self._folder_of(key)
+        entry = SpoolEntry.read(folder / f"{key.client}{_ENTRY}")
+        if self._shared is None or (entry is not None and digest in (None, entry.digest)):
+            return entry
+        updates = self._updates(key, is_fresh=digest is not None).get(key.client, [])
+        wanted = [each for each in updates if digest in (None, each.digest)]
+        return self._fetch(key, wanted[-1]) if wanted else None
+
+    def entries(self, run: SpoolRun, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
+        """All accepted updates of a round, in client order."""
+        folder = self._root / run.folder_of(party, round_num)
+        clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
+        if self._shared is not None:
+            clients |= self._shared.find(self._relative(folder)).keys()
+        found = (
+            (client, self.entry(SpoolKey(run, party, round_num, client)))
+            for client in sorted(clients)
+        )
+        return {client: entry for client, entry in found if entry is not None}
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the quota, by updates that are here or announced."""
+        with self._lock:
+            return sum(self._used.values())
+
+    def delete_round(self, run: SpoolRun, party: Party, round_num: int) -> None:
+        """Forget a round: accepted updates and unfinished uploads."""
+        folder = run.folder_of(party, round_num).as_posix()
+        self._delete_here(self._root / folder)
+        self._delete_shared(folder, lambda _name: True)
+
+    def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
+        """Forget some accepted updates, entry first."""
+        for key in keys:
+            folder = self._folder_of(key)
+            path = folder / f"{key.client}{_ENTRY}"
+            entry = SpoolEntry.read(path)
+            if entry is not None:
+                path.unlink(missing_ok=True)
+                self._remove(entry.path)
+            if self._shared is not None:
+                self._shared.delete(f"{self._relative(folder)}/{key.client}")
+
+    def distrust(self, entries: Iterable[SpoolEntry]) -> None:
+        """Forget files that were not what they should be, where they are mere copies."""
+        if self._shared is None:
+            return
+        for entry in entries:
+            _client_of(entry.path).with_suffix(_ENTRY).unlink(missing_ok=True)
+            self._remove(entry.path)
+
+    def delete_run(self, run: SpoolRun) -> None:
+        """Forget all rounds of a submission of a run."""
+        self._delete_here(self._root / run.folder)
+        self._delete_shared(run.folder, lambda _name: True)
+
+    def delete_returned(self, run: SpoolRun) -> None:
+        """Forget what was accepted before the run last went back; what came since then stays."""
+        self._delete_returned_here(run)
+        self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
+
+    def clean(self, kept: Iterable[SpoolRun]) -> None:
+        """Forget what crashes have left of all runs but these.
+
+        `kept` was read from the journal after this was made: whom it does not know is over, also
+        where a later coordinator has the same folder, for what that has begun was not found.
+        """
+        kept = list(kept)
+        folders = {run.folder for run in kept}
+        for name in self._found:
+            if name not in folders:
+                self._delete_here(self._root / name)
+        for run in kept:
+            self._delete_returned_here(run)
+        if self._shared is not None:
+            self._shared.clean(folders)
+
+    def _publish(self, key: SpoolKey) -> Publish | None:
+        shared = self._shared
+        if shared is None:
+            return None
+        return lambda entry: shared.put(f"{key.folder}/{key.client}", entry)
+
+    def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
+        """What the object store has of a round: by now, or since this coordinator first looked.
+
+        What it has accepted itself lies here. So one look a round is enough, except for updates
+        that the journal names.
+        """
+        assert self._shared is not None
+        folder = key.folder.as_posix()
+        if is_fresh or folder not in self._of_others:
+            self._of_others[folder] = self._shared.find(folder)
+        return self._of_others[folder]
+
+    def _fetch(self, key: SpoolKey, update: SharedUpdate) -> SpoolEntry:
+        assert self._shared is not None
+        self._folder_of(key, make=True)
+        manifest, pieces = self._shared.read(update)
+        with closing(self._open(key, manifest, update.found.name, None)) as writer:
+            offset = 0
+            try:
+                for piece in pieces:
+                    writer.write_at(offset, piece)
+                    offset += len(piece)
+                is_whole = writer.digest == update.digest
+            except UpdateRejectedError:
+                is_whole = False
+            if is_whole:
+                return writer.commit(manifest, update.num_samples)
+            writer.discard()
+        raise IntegrityError(f"the accepted update {update.found.name} is damaged")
+
+    def _relative(self, folder: Path) -> str:
+        return folder.relative_to(self._root).as_posix()
+
+    def _writer(self, upload: Upload, publish: Publish | None) -> SpoolWriter:
+        self._reserve(upload.path, upload.num_bytes)
+        return SpoolWriter(upload, self._remove, publish)
+
+    def _unfinished(self, folder: Path, client: int) -> Iterator[Path]:
+        """The data files of a client that its entry does not name."""
+        entry = SpoolEntry.read(folder / f"{client}{_ENTRY}")
+        accepted = entry.path if entry is not None else None
+        for path in sorted(self._of_client.get(folder / str(client), ())):
+            if path != accepted:
+                yield path
+
+    def _folder_of(self, key: SpoolKey, *, make: bool = False) -> Path:
+        path = self._root
+        for name in key.folder.parts:
+            path = path / name
+            if make:
+                make_folder(path)
+        return path
+
+    def _reserve(self, path: Path, num_bytes: int) -> None:
+        with self._lock:
+            used = sum(self._used.values()) - self._used.get(path, 0)
+            if used + num_bytes > self._quota_bytes:
+                raise LimitError(
+                    f"spool: an update of {num_bytes} bytes does not fit, "
+                    f"{used} of {self._quota_bytes} bytes are in use"
+                )
+            self._note(path, num_bytes)
+
+    def _note(self, path: Path, num_bytes: int) -> None:
+        self._used[path] = num_bytes
+        self._of_client.setdefault(_client_of(path), set()).add(path)
+
+    def _remove(self, path: Path) -> None:
+        remove_files(path)
+        with self._lock:
+            self._used.pop(path, None)
+            self._of_client.get(_client_of(path), set()).discard(path)
+
+    def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
+        """What lies below a folder, in an object store; is_meant is asked about names in there."""
+        if self._shared is not None:
+            self._shared.delete(folder, is_meant)
+            below = [each for each in self._of_others if Path(each).is_relative_to(folder)]
+            for seen in filter(is_meant, below):
+                self._of_others.pop(seen, None)
+
+    def _delete_returned_here(self, run: SpoolRun) -> None:
+        for folder in (self._root / run.folder).glob("root*"):
+            if run.is_over(folder.name):
+                self._delete_here(folder)
+
+    def _delete_here(self, folder: Path) -> None:
+        failpoint("coordinator.spool.before_delete")
+        shutil.rmtree(folder, ignore_errors=True)
+        with self._lock:
+            self._used = {p: n for p, n in self._used.items() if folder not in p.parents}
+            self._of_client = {
+                client: paths
+                for client, paths in self._of_client.items()
+                if folder not in client.parents
+            }
+
+
+def _client_of(path: Path) -> Path:
+    """folder/client, of a data file."""
+    return path.parent / path.name.partition(".")[0]

@@ -1,0 +1,78 @@
+"""Whose update it is, and in which folder below the spool it lies:
+
+    <run>.<submission>/<party>/<round>      where the party is root, root-<returns>, root.<path>, ..
+
+A run's folder is that of one submission of it, and a party's that of the time since the run last
+went back to an earlier commit. So no update is met by a run, or in a round, that it was not made
+for, whether or not what is over has been deleted. Knows nothing of what lies in the folders.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final, Self
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Party, RunId, check_run_id
+from stratagem.coordinator.core.state import EndedRun, RunRecord
+
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolRun:
+    """Of which run updates are, and since when."""
+
+    run_id: RunId
+    submission: str = ""
+    """See RunSubmitted."""
+    num_returns: int = 0
+    """How often the run has gone back to an earlier commit: its rounds happen anew then, perhaps
+    from other states, and what was accepted for them before is none of theirs."""
+
+    @classmethod
+    def of(cls, run: RunRecord | EndedRun) -> Self:
+        """The present one."""
+        num_returns = run.num_returns if isinstance(run, RunRecord) else 0
+        return cls(run.run_id, run.submission, num_returns)
+
+    @property
+    def folder(self) -> str:
+        """The run's, with all parties and returns. Raises InvalidInputError for what is no name."""
+        name = check_run_id(self.run_id)
+        if not self.submission:
+            return name
+        if not _SEGMENT.fullmatch(self.submission):
+            raise InvalidInputError.at("submission", f"{self.submission!r} is no name")
+        return f"{name}.{self.submission}"
+
+    def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
+        """Of a round. Raises InvalidInputError for what is no name."""
+        segments = party.split("/") if party else []
+        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+            raise InvalidInputError.at("party", f"{party!r} is no path of names")
+        root = f"root-{self.num_returns}" if self.num_returns else "root"
+        return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
+
+    def is_over(self, party_folder: str) -> bool:
+        """Whether what is in a party's folder was accepted before the run last went back."""
+        found = _ROOT.fullmatch(party_folder)
+        return found is not None and int(found[1] or 0) < self.num_returns
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolKey:
+    """Whose update it is."""
+
+    run: SpoolRun
+    party: Party
+    round_num: int
+    client: int
+
+    @property
+    def folder(self) -> PurePosixPath:
+        """Of its round."""
+        return self.run.folder_of(self.party, self.round_num)

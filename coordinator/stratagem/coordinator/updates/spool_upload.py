@@ -1,0 +1,320 @@
+"""One update on its way into the spool: a data file, and a note of how much of it is durable.
+
+Owns resuming: what the note claims is read again and must have the checksum that was noted, so a
+resumed upload is as sure as a new one. An upload ends in one rename, of the entry that names its
+data. Knows nothing of the spool around it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from stratagem.common.base.errors import IntegrityError, StaleError, StratagemError
+from stratagem.common.base.ids import Digest
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.store.blobs.durable_file import (
+    DurableFile,
+    MakeRoom,
+    no_room,
+    space_needed,
+    sync_folder,
+)
+from stratagem.coordinator.updates.update_checks import (
+    DataCheck,
+    UpdateRejectedError,
+    check_layout,
+)
+
+CHECKPOINT_BYTES: Final = 32 << 20
+"""A power cut costs an upload at most this much."""
+
+_NOTE: Final = ".progress"
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolEntry:
+    """An accepted update: a canonical safetensors file, and what the fold needs to know of it."""
+
+    path: Path
+    digest: Digest
+    """"crc32c:" and the checksum of the data in hex. It tells updates of one client apart and finds
+    damage; against malice it need not help, as a client may send what it likes anyway."""
+    num_samples: int
+    data_start: int
+    data_bytes: int
+    crc32c: int
+    """Of the data, for the fold to see whether the disk has kept them."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The entry that `write` left; None when there is none."""
+        try:
+            facts = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        return cls(**facts | {"path": path.with_name(facts["path"])})
+
+    def write(self, path: Path) -> None:
+        """Replace the file durably, in one rename."""
+        temporary = path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self) | {"path": self.path.name}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint("coordinator.spool.before_rename")
+        temporary.replace(path)
+        sync_folder(path.parent)
+        failpoint("coordinator.spool.after_rename")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What is uploaded, where to, and from whom."""
+
+    path: Path
+    """The data file: <client>.<token>.safetensors."""
+    entry_path: Path
+    manifest: Manifest
+    header: bytes
+    """Of the file, made from the manifest."""
+    source: str
+    make_room: MakeRoom = no_room
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the complete file."""
+        return len(self.header) + self.manifest.total_bytes
+
+
+class SpoolWriter:
+    """One upload, for one thread at a time. After an error it can be opened again to go on."""
+
+    def __init__(
+        self,
+        upload: Upload,
+        drop: Callable[[Path], None],
+        publish: Callable[[SpoolEntry], None] | None = None,
+    ) -> None:
+        """Go on where the file ends if it is of the same upload, else at 0.
+
+        `drop` removes a data file; `publish` takes a complete update to where it lasts longer than
+        on this disk, before it is accepted. Raises BlockingIOError while another writer holds the
+        file.
+        """
+        self._upload = upload
+        self._drop = drop
+        self._publish = publish
+        self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
+        self._file = DurableFile(_open_locked(upload.path), upload.make_room)
+        self._check = DataCheck(upload.manifest)
+        self._noted_bytes = 0
+        if not self._resume():
+            self._start()
+
+    @property
+    def offset(self) -> int:
+        """The next byte of the data that is wanted; when just opened, all before it is durable."""
+        return self._check.num_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither committed, discarded nor closed."""
+        return self._file.descriptor >= 0
+
+    @property
+    def digest(self) -> Digest:
+        """Of the data so far."""
+        return update_digest(self._check.crc32c)
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""
+        view = memoryview(data).cast("B")
+        total_bytes = self._upload.manifest.total_bytes
+        try:
+            if self.offset + len(view) > total_bytes:
+                raise UpdateRejectedError(
+                    Cause.SIZE, f"more than the announced {total_bytes} bytes"
+                )
+            self._file.write(view)
+            self._check.see(view)  # afterwards: of what it has seen, all is in the file
+        except UpdateRejectedError:
+            self.discard()
+            raise
+        if self._file.num_bytes - self._noted_bytes >= CHECKPOINT_BYTES:
+            self._note_progress()
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Append what is new of a piece that begins at `offset`: a sender may start too early.
+
+        Raises IntegrityError when it starts too late.
+        """
+        if offset > self.offset:
+            raise IntegrityError(
+                f"bytes from {offset} on came, those from {self.offset} are wanted"
+            )
+        self.write(memoryview(data).cast("B")[self.offset - offset :])
+
+    def commit(
+        self,
+        expected: Manifest,
+        num_samples: int,
+        when_checked: Callable[[SpoolEntry], None] = lambda _entry: None,
+    ) -> SpoolEntry:
+        """Accept the update, durably, as one of num_samples.
+
+        when_checked: told of the entry once its update is known to be right and lies in its file,
+        before that is durable.
+        Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
+        are missing; StaleError when a later upload of the same client has taken its place.
+        """
+        manifest = self._upload.manifest
+        if self.offset < manifest.total_bytes:
+            raise IntegrityError(f"{self.offset} of {manifest.total_bytes} bytes are here")
+        entry = SpoolEntry(
+            path=self._upload.path,
+            digest=self.digest,
+            num_samples=num_samples,
+            data_start=len(self._upload.header),
+            data_bytes=manifest.total_bytes,
+            crc32c=self._check.crc32c,
+        )
+        try:
+            check_layout(manifest, expected)
+            self._check_announced(entry)
+        except UpdateRejectedError:
+            self.discard()
+            raise
+        self._refuse_if_replaced()
+        when_checked(entry)
+        self._file.sync()
+        if self._publish is not None:
+            self._publish(entry)
+            self._refuse_if_replaced()
+        before = SpoolEntry.read(self._upload.entry_path)
+        with space_needed():
+            entry.write(self._upload.entry_path)
+        self._note_path.unlink(missing_ok=True)
+        if before is not None:
+            self._drop(before.path)
+        self._file.close()
+        return entry
+
+    def close(self) -> None:
+        """Stop for now, and keep what is here; no error after an end of any kind."""
+        if self.is_open:
+            with suppress(StratagemError):  # what cannot be noted is sent again
+                self._note_progress()
+            self._file.close()
+
+    def discard(self) -> None:
+        """Leave nothing of the upload."""
+        if os.fstat(self._file.descriptor).st_nlink:
+            self._drop(self._upload.path)
+        self._file.close()
+
+    @property
+    def _note_path(self) -> Path:
+        return self._upload.path.with_suffix(_NOTE)
+
+    def _start(self) -> None:
+        self._note_path.unlink(missing_ok=True)
+        descriptor = self._file.descriptor
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        self._file = DurableFile(descriptor, self._upload.make_room)
+        self._check = DataCheck(self._upload.manifest)
+        self._noted_bytes = 0
+        self._file.write(self._upload.header)
+
+    def _resume(self) -> bool:
+        """Take up what the note claims; False when it is not of this upload, or not true."""
+        try:
+            note = json.loads(self._note_path.read_text())
+            identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
+        except (FileNotFoundError, ValueError, KeyError):  # none, or cut by a crash
+            return False
+        left = len(self._upload.header)
+        header = os.pread(self._file.descriptor, left, 0)
+        if identity != self._identity or num_bytes < left or header != self._upload.header:
+            return False
+
+        def see(piece: memoryview) -> None:
+            nonlocal left
+            self._check.see(piece[left:])
+            left = max(0, left - len(piece))
+
+        try:
+            self._file.resume(num_bytes, see)
+        except UpdateRejectedError:
+            return False  # it was finite when it was noted: the disk is at fault
+        self._noted_bytes = num_bytes
+        return bool(self._check.crc32c == crc32c)
+
+    def _note_progress(self) -> None:
+        """Make what is here durable, and note it. The note itself may get lost: it only helps."""
+        self._refuse_if_replaced()
+        self._file.sync()
+        note = {
+            "identity": self._identity,
+            "num_bytes": len(self._upload.header) + self.offset,
+            "crc32c": self._check.crc32c,
+            "offset": self.offset,
+        }
+        temporary = self._note_path.with_suffix(".note")
+        with space_needed():
+            temporary.write_text(json.dumps(note))
+            temporary.replace(self._note_path)
+        self._noted_bytes = self._file.num_bytes
+        failpoint("coordinator.spool.after_checkpoint")
+
+    def _check_announced(self, entry: SpoolEntry) -> None:
+        """What the sender said beside the layout must be true as well."""
+        if entry.num_samples < 1:
+            raise UpdateRejectedError(
+                Cause.NUM_SAMPLES, f"num_samples is {entry.num_samples}, must be at least 1"
+            )
+
+    def _refuse_if_replaced(self) -> None:
+        if os.fstat(self._file.descriptor).st_nlink == 0:
+            raise StaleError("a later upload of the same client has taken the place of this one")
+
+
+def update_digest(crc32c: int) -> Digest:
+    """What an update is called whose data have that checksum."""
+    return Digest(f"crc32c:{crc32c:08x}")
+
+
+def noted_offset(path: Path) -> int:
+    """Where the upload into a data file would probably go on; 0 when nothing is noted."""
+    try:
+        return int(json.loads(path.with_suffix(_NOTE).read_text())["offset"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0
+
+
+def remove_files(path: Path) -> None:
+    """Remove a data file and its note."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(_NOTE).unlink(missing_ok=True)
+
+
+def _open_locked(path: Path) -> int:
+    """The lock keeps two writers, of this coordinator or a fenced one, out of one file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,96 @@
+"""What an update must be to be accepted: the layout of the run, and finite values.
+
+Checks the data while they stream by, so that no second pass is needed. A client that fails is
+rejected alone, with a sentence that says why. Knows nothing of files or rounds.
+"""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.updates.numpy_floats import is_finite, storage
+
+
+class UpdateRejectedError(StratagemError):
+    """This update cannot enter the round; `reason` is the sentence to show."""
+
+    def __init__(self, cause: Cause, reason: str) -> None:
+        self.cause, self.reason = cause, reason
+        super().__init__(reason)
+
+
+def check_layout(found: Manifest, expected: Manifest) -> None:
+    """Names, shapes and types must be those of the run, in its order; names the first difference.
+
+    May be called before the first byte is pulled: the layout stands in the announcement.
+    """
+    ours, theirs = expected.stored(), found.stored()
+    for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
+        if have.name != want.name:
+            raise UpdateRejectedError(
+                Cause.LAYOUT, f"tensor {index} is {have.name!r}, expected {want.name!r}"
+            )
+        for what, value, allowed in (
+            ("shape", have.shape, want.shape),
+            ("dtype", have.dtype, want.dtype),
+        ):
+            if value != allowed:
+                raise UpdateRejectedError(
+                    Cause.LAYOUT, f"{want.name!r} has {what} {value}, expected {allowed}"
+                )
+    if len(theirs) != len(ours):
+        longer, problem = (ours, "is missing") if len(ours) > len(theirs) else (theirs, "is extra")
+        name = longer[min(len(ours), len(theirs))].name
+        raise UpdateRejectedError(
+            Cause.LAYOUT, f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
+        )
+    if _aliases(found) != _aliases(expected):
+        raise UpdateRejectedError(
+            Cause.LAYOUT, "other tensors share their storage than in the run's model"
+        )
+
+
+def _aliases(manifest: Manifest) -> dict[str, str]:
+    return {each.name: each.alias_of for each in manifest.tensors if each.alias_of is not None}
+
+
+class DataCheck:
+    """Sees the data of a manifest in order, in pieces of any size, each byte once."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.crc32c = 0
+        self.num_bytes = 0
+        self._specs = [each for each in manifest.stored() if each.size_bytes]
+        self._index = 0
+        self._split_element = b""  # the first bytes of an element that two pieces share
+
+    def see(self, data: memoryview) -> None:
+        """Take the next piece. Raises UpdateRejectedError where a value is not finite."""
+        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(data, np.uint8))
+        while data:
+            spec = self._specs[self._index]
+            part = data[: spec.offset + spec.size_bytes - self.num_bytes]
+            if dtype_named(spec.dtype).is_floating:
+                self._check(spec, part)
+            data = data[len(part) :]
+            self.num_bytes += len(part)
+            self._index += self.num_bytes == spec.offset + spec.size_bytes
+
+    def _check(self, spec: TensorSpec, part: memoryview) -> None:
+        item_bytes = dtype_named(spec.dtype).item_bytes
+        if self._split_element:
+            num_missing = item_bytes - len(self._split_element)
+            joined = self._split_element + bytes(part[:num_missing])
+            part = part[num_missing:]
+            self._split_element = b""
+            self._check(spec, memoryview(joined))
+        num_whole = len(part) - len(part) % item_bytes
+        if not is_finite(spec.dtype, np.frombuffer(part[:num_whole], storage(spec.dtype))):
+            raise UpdateRejectedError(Cause.NOT_FINITE, f"values of {spec.name!r} are not finite")
+        if part[num_whole:]:
+            self._split_element = bytes(part[num_whole:])

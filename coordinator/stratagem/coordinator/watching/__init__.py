@@ -1,1 +1,0 @@
-"""What people and programs see of runs: events, logs, profiles, metrics."""

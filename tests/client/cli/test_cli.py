@@ -1,0 +1,432 @@
+"""The command line: exit codes, exact texts, JSON, and what Ctrl-C means."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from stratagem.client.cli.main import app
+from stratagem.client.cli.options import tag_arguments
+from stratagem.client.cli.progress import ProgressLine
+from stratagem.client.cli.reporting import complain_of_warnings, describe
+from stratagem.client.cli.run_commands import LocalRun
+from stratagem.client.sdk.planning import import_folders
+from stratagem.client.sdk.views import Event, Phase, Progress
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import JobSpec, entry_points
+from tests.client.fake_coordinator import JOB, FakeCoordinator
+from tests.patience import PATIENCE_S
+
+PROGRAM = [sys.executable, "-m", "stratagem.program"]
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def json_lines(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---- run ----
+
+
+def test_run_shows_events_and_ends_with_the_status(address: str, job_file: Path) -> None:
+    done = invoke("run", job_file, "--coordinator", address, "--run-id", "mine")
+    assert done.exit_code == 0, done.output
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert lines[:2] == ["mine  PENDING  submitted", "mine  PENDING  submitted"]
+    assert "mine  RUNNING  segment 1 committed" in lines
+    assert "mine  COMPLETED  1 epoch done" in lines
+    assert "strategy  Local" in lines
+    assert "metrics   test.accuracy 0.97  train.loss 0.1" in lines
+
+
+def test_run_as_json_is_one_object_per_line(address: str, job_file: Path) -> None:
+    done = invoke("run", job_file, "--coordinator", address, "--format", "json")
+    assert done.exit_code == 0
+    lines = json_lines(done.stdout)
+    assert [line["type"] for line in lines[:2]] == ["event", "progress"]
+    assert lines[-1]["type"] == "status"
+    assert lines[-1]["phase"] == "COMPLETED"
+
+
+def test_run_detached_prints_the_id(address: str, job_file: Path) -> None:
+    arguments = ("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
+    assert invoke(*arguments).stdout == "mine\n"
+    assert json_lines(invoke(*arguments, "--format", "json").stdout) == [{"run_id": "mine"}]
+
+
+def test_run_overrides_fields_and_writes_the_state(
+    address: str, job_file: Path, tmp_path: Path, fake: FakeCoordinator
+) -> None:
+    output = tmp_path / "final.safetensors"
+    done = invoke(
+        *("run", job_file, "--coordinator", address, "--run-id", "mine"),
+        *("--set", "optimizer.lr=0.5", "--set", "model.kwargs.hidden=8", "--output", output),
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f"state written to {output}"
+    assert output.stat().st_size > 8_000_000
+    job = fake.runs["mine"].job
+    assert (job.optimizer.lr, job.model.kwargs) == (0.5, {"hidden": 8})
+
+
+def test_a_wrong_job_file_is_one_line_per_violation(job_file: Path) -> None:
+    job = {**JOB, "batch_sise": 3, "strategy": {"type": "DataParallel", "num_replicas": 2}}
+    job["strategy"]["aggregation"] = {"method": "AllReduse"}
+    job_file.write_text(yaml.safe_dump(job))
+    done = invoke("run", job_file)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+    assert (
+        "error: strategy.aggregation.method: 'AllReduse' is not one of AllReduce, "
+        "ParameterServer, Decentralized; did you mean AllReduce?"
+    ) in lines
+
+
+def test_what_is_warned_of_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    complain_of_warnings()
+    try:
+        job = {**JOB, "strategy": {"type": "Local", "replicas": 2}}
+        JobSpec.parse(job)
+        structlog.get_logger().info("nobody wants to know")
+    finally:
+        structlog.reset_defaults()
+    assert tuple(capsys.readouterr()) == ("", "warning: unknown key is ignored (key replicas)\n")
+
+
+@pytest.mark.parametrize("group", [(), ("certs",), ("token",)])
+def test_every_command_is_summed_up_in_a_line_that_fits(group: tuple[str, ...]) -> None:
+    shown = invoke(*group, "--help").stdout
+    assert "Commands:" in shown
+    assert "..." not in shown.partition("Commands:")[2]
+
+
+def test_a_missing_job_file_is_one_line(tmp_path: Path) -> None:
+    done = invoke("run", tmp_path / "no.yaml")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"error: {tmp_path}/no.yaml: No such file or directory\n",
+    )
+
+
+def test_nobody_at_the_address_says_what_to_start(job_file: Path) -> None:
+    done = invoke("run", job_file, "--coordinator", "127.0.0.1:9")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines() == [
+        "error: no coordinator answers at 127.0.0.1:9: connection refused",
+        "Start one with `stratagem up`, name another with --coordinator HOST:PORT or "
+        "STRATAGEM_COORDINATOR, or run without a server: `stratagem run JOB --local 2`. "
+        "`stratagem doctor` says more.",
+    ]
+
+
+def test_an_exception_of_the_users_code_shows_its_traceback(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
+    fake.ending = "user error"
+    done = invoke("run", job_file, "--coordinator", address)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "m.py", line 3, in f',
+        "ValueError: bad hidden",
+        "error: ValueError in your code on worker-1, build model",
+    ]
+
+
+def test_a_mistake_in_the_job_that_a_worker_has_found_is_no_exception_of_the_users_code() -> None:
+    error = UserCodeError("InvalidInputError", "loss.name: 'x' is unknown", "", "w0", "building")
+    assert list(describe(error)) == ["error: loss.name: 'x' is unknown (on w0, building)"]
+
+
+def test_a_failed_run_ends_with_its_reason(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
+    fake.ending = "failed"
+    done = invoke("run", job_file, "--coordinator", address, "--run-id", "mine")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "error: run mine failed: worker-0 died three times\n",
+    )
+
+
+def test_detach_needs_a_coordinator_that_stays(job_file: Path) -> None:
+    done = invoke("run", job_file, "--local", "2", "--detach")
+    assert done.exit_code == 1
+    assert done.stderr == "error: --detach needs a coordinator that stays; leave out --local\n"
+
+
+# ---- questions ----
+
+
+def test_list_status_workers(address: str, job_file: Path) -> None:
+    assert invoke("list", "--coordinator", address).stdout == "no runs\n"
+    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
+    listed = invoke("list", "--coordinator", address).stdout
+    assert "mine" in listed
+    assert "COMPLETED" in listed
+    shown = invoke("status", "mine", "--coordinator", address).stdout
+    for text in ("engine    solo", "reason    1 epoch done", "/f", "best", "step 20/20"):
+        assert text in shown
+    workers = invoke("workers", "--coordinator", address).stdout
+    assert "silent for 40 s" in workers
+    assert "no heartbeat for 10 s" in workers
+
+
+def test_answers_as_json(address: str, job_file: Path) -> None:
+    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
+    options = ("--coordinator", address, "--format", "json")
+    assert json.loads(invoke("list", *options).stdout)[0]["run_id"] == "mine"
+    assert json.loads(invoke("status", "mine", *options).stdout)["commits"][1]["path"] == "/f"
+    assert json.loads(invoke("workers", *options).stdout)[0]["worker_id"] == "worker-0"
+    assert json_lines(invoke("logs", "mine", *options).stdout)[1]["text"] == "hello"
+
+
+def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoordinator) -> None:
+    fake.ending = "never"
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
+    lines = invoke("logs", "mine", *options, "--worker", "worker-0", "-f").stdout.splitlines()
+    assert [line.split()[1:] for line in lines] == [["worker-0", "info", "hello"]] * 2
+    stopped = invoke("stop", "mine", *options)
+    assert stopped.exit_code == 0
+    assert "stratagem resume mine" in stopped.stderr
+    resumed = invoke("resume", "mine", *options)
+    assert resumed.exit_code == 0
+    assert resumed.stdout.startswith("mine  PENDING  resumed\n")
+    nowhere = job_file.with_name("none") / "best.safetensors"
+    refused = invoke("download", "mine", *options, "--output", nowhere)
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        f"error: {nowhere}: No such file or directory\n",
+    )
+    output = job_file.with_name("best.safetensors")
+    done = invoke("download", "mine", *options, "--which", "best", "--output", output)
+    assert (done.stdout, output.exists()) == (f"{output}\n", True)
+
+
+def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -> None:
+    options = ("--coordinator", address)
+    assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
+    deleted = invoke("delete", "mine", *options)
+    assert (deleted.exit_code, deleted.stderr) == (0, "run mine is deleted\n")
+    assert "mine" not in fake.runs
+    assert invoke("delete", "mine", *options).exit_code == 1
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine")
+    stopped = invoke("stop", "mine", *options)
+    assert (stopped.exit_code, stopped.stderr) == (0, "run mine has ended already: COMPLETED\n")
+
+
+def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None:
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
+    done = invoke("watch", "mine", *options, "--from-index", "2")
+    assert done.stdout.splitlines() == [
+        "    2  RUNNING     segment 1 committed",
+        "    3  COMPLETED   1 epoch done",
+    ]
+
+
+def test_an_unknown_run_is_one_line(address: str) -> None:
+    for verb in ("status", "attach", "watch", "logs", "stop", "resume", "delete", "download"):
+        done = invoke(verb, "nope", "--coordinator", address)
+        assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
+
+
+def test_the_environment_names_the_coordinator(address: str) -> None:
+    done = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
+    assert (done.exit_code, done.stdout) == (0, "no runs\n")
+
+
+# ---- Ctrl-C ----
+
+
+def test_ctrl_c_detaches_from_a_coordinator(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
+    fake.ending = "never"
+    arguments = ["run", str(job_file), "--coordinator", address, "--run-id", "mine"]
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "committed" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+        assert process.stderr.read().splitlines() == [
+            f"detached; run mine goes on at {address}",
+            f"see it again with: stratagem attach mine --coordinator {address}",
+        ]
+    assert fake.runs["mine"].phase == 3  # still running
+
+
+@pytest.mark.parametrize("imported", ["stratagem.common", "numpy.version"])
+def test_ctrl_c_while_the_program_is_imported_ends_it_without_a_traceback(
+    address: str, job_file: Path, fake: FakeCoordinator, imported: str
+) -> None:
+    fake.ending = "never"
+    program = [sys.executable, "-X", "importtime", *PROGRAM[1:]]
+    process = subprocess.Popen(
+        [*program, "run", str(job_file), "--coordinator", address],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        while (line := process.stderr.readline()).split("|")[-1].strip() != imported:
+            assert line, "it has ended"
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 130
+    # A signal that comes late, on a busy machine, detaches from the run.
+    words = [line for line in rest.splitlines() if not line.startswith("import time:")]
+    assert not [line for line in words if "detached" not in line and "attach" not in line]
+
+
+def test_the_help_says_what_ctrl_c_does() -> None:
+    text = " ".join(invoke("run", "--help").stdout.split())
+    assert "Ctrl-C then stops the run" in text
+    assert "Against a coordinator Ctrl-C only detaches" in text
+    assert "Exit code: 0 completed, 1 failed, 130 interrupted." in text
+    verbs = invoke("--help").stdout
+    for verb in (
+        *("up", "coordinator", "worker", "run", "list", "status", "logs", "watch", "attach"),
+        *("stop", "resume", "delete", "download", "workers"),
+    ):
+        assert f" {verb} " in verbs
+
+
+# ---- local runs ----
+
+
+def test_only_what_the_job_names_is_allowed() -> None:
+    job = {**JOB, "loss": "mine.losses:huber"}
+    names = entry_points(JobSpec.parse(job))
+    assert names == ("examples.digits:build_model", "examples.digits:load", "mine.losses:huber")
+
+
+def test_a_local_run_is_remembered_for_resume(tmp_path: Path) -> None:
+    known = LocalRun(("a:b",), ("/x",), ("worker-0=gpu",))
+    known.save(tmp_path, "mine")
+    assert LocalRun.load(tmp_path, "mine") == known
+    done = invoke("resume", "other", "--local", "1", "--data-dir", tmp_path)
+    assert done.stderr == f"error: no local run other in {tmp_path}\n"
+
+
+def test_tags_are_of_one_local_worker_or_of_all(job_file: Path) -> None:
+    found = tag_arguments(["worker-1=gpu", "large", "worker-1=near"], 2)
+    assert found == {"worker-0": ("--tags", "large"), "worker-1": ("--tags", "gpu,large,near")}
+    assert tag_arguments([], 2) == {}
+    for tag, reason in (("worker-2=x", "'worker-2' is not one of"), ("worker-1=", "holds no tag")):
+        with pytest.raises(InvalidInputError, match=reason):
+            tag_arguments([tag], 2)
+    done = invoke("run", job_file, "--tag", "gpu")
+    assert done.stderr == "error: --tag is of local workers; give --local N\n"
+
+
+def test_modules_are_found_beside_the_job_and_here(tmp_path: Path) -> None:
+    assert import_folders(tmp_path / "job.yaml") == (Path.cwd(), tmp_path)
+
+
+# ---- servers ----
+
+
+def test_coordinator_and_worker_become_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _path, command: called.append(command))
+    invoke("coordinator", "--help")
+    invoke("worker", "--name", "w", "--help")
+    assert called == [
+        [sys.executable, "-m", "stratagem.coordinator", "--help"],
+        [sys.executable, "-m", "stratagem.worker", "--name", "w", "--help"],
+    ]
+
+
+# ---- the live line ----
+
+
+def progress(**changes: float | str) -> Progress:
+    values = {
+        "step": 120,
+        "num_steps": 600,
+        "loss": 0.25,
+        "rows_per_s": 12345.0,
+        "num_clients_done": 0,
+        "num_clients": 0,
+        "segment": 3,
+        "num_segments": 40,
+        "strategy_phase": "TRAINING",
+    }
+    return Progress(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
+    line = ProgressLine("mine")
+    line.update(Event(0, 0.0, "RunSubmitted", "waits for 2 workers", {}, Phase.PLACING))
+    assert str(line) == "mine  PLACING  waits for 2 workers"
+    line.update(progress(reason="partition 0 needs tag gpu"))
+    assert str(line) == "mine  PLACING  partition 0 needs tag gpu"
+    metrics = {"metrics": {"test.accuracy": 0.9712, "note": "x"}}
+    line.update(Event(1, 0.0, "SegmentCommitted", "committed", metrics, Phase.RUNNING))
+    line.update(progress())
+    assert str(line) == "mine  step 120/600  loss 0.2500  12,345 rows/s  test.accuracy 0.9712"
+    line.update(progress(training_phase="PREDICT", rows_per_s=0.0))
+    assert str(line) == "mine  step 120/600  predict  loss 0.2500  test.accuracy 0.9712"
+    live = replace(progress(), metrics={"train.neighbour_distance": 0.125})
+    line.update(live)
+    assert str(line).endswith("test.accuracy 0.9712  train.neighbour_distance 0.125")
+    line.update(progress(num_clients=4, num_clients_done=2, loss=0.0, strategy_phase="AGGREGATING"))
+    assert str(line) == (
+        "mine  round 3/40  2 of 4 clients  aggregating  12,345 rows/s  test.accuracy 0.9712"
+    )
+
+
+def test_the_line_shows_no_single_client_and_no_single_member() -> None:
+    """Whichever answered last would look like the run."""
+    line = ProgressLine("mine")
+    closed = {"party": "", "metrics": {"train.max_grad_norm": 2.0}}
+    line.update(Event(0, 0.0, "RoundClosed", "closed", closed, Phase.RUNNING))
+    one = {"party": "", "metrics": {"train.max_grad_norm": 9.0}}
+    line.update(Event(1, 0.0, "UpdateReceived", "client 3", one, Phase.RUNNING))
+    member = {"party": "member2", "metrics": {"train.max_grad_norm": 9.0}}
+    line.update(Event(2, 0.0, "SegmentFinished", "member 2", member, Phase.RUNNING))
+    assert line.metrics == {"train.max_grad_norm": 2.0}
+
+
+def test_the_line_stays_one_line() -> None:
+    line = ProgressLine("mine" * 40)
+    console = Console(width=30)
+    assert len(console.render_lines(line)) == 1

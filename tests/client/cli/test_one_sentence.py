@@ -1,0 +1,135 @@
+"""What goes wrong first is said in one sentence by the real command, and what goes well in none."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stratagem.client.local.local_cluster import LocalCluster
+from tests.client.local.test_local_cluster import make_cluster
+from tests.crash.rig import until
+from tests.generate_stubs import ROOT
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.cluster
+
+PROGRAM = [sys.executable, "-m", "stratagem.program"]
+JOB = {
+    "name": "small",
+    "model": {"entrypoint": "brought:tied"},
+    "data": {"entrypoint": "brought:rows"},
+    "loss": "mse",
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "steps": 2,
+    "batch_size": 64,
+}
+INSIDE = """
+import torch
+from torch import nn
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+def rows():
+    return {"train": (torch.randn(10, 4), torch.randn(10, 4))}
+"""
+
+
+def said(*arguments: object, cwd: Path = ROOT) -> tuple[int, str, list[str]]:
+    """(exit code, stdout, lines of stderr) of a command."""
+    command = [*PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("device", "begin"),
+    [
+        ("cuda:99", "cuda:99"),  # "is built without CUDA", or "is not there"
+        ("gpu", "'gpu' is not cpu or cuda:N"),
+        ("cpu:1", "'cpu:1' is not cpu or cuda:N"),
+    ],
+)
+def test_a_worker_whose_device_is_not_there(device: str, begin: str) -> None:
+    worker = ("worker", "--coordinator", "127.0.0.1:9", "--name", "w", "--device", device)
+    status, out, (line,) = said(*worker)
+    assert (status, out) == (1, "")
+    assert line.startswith(f"stratagem worker: --device: {begin}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["list"], ["run", "examples/digits.yaml"], ["worker", "--name", "w"]],
+    ids=lambda each: each[0],
+)
+@pytest.mark.parametrize("address", ["localhost", "a:7070,b", "http://localhost:7070"])
+def test_an_address_without_a_port(command: list[str], address: str) -> None:
+    status, out, (line,) = said(*command, "--coordinator", address)
+    assert (status, out) == (1, "")
+    wrong = address.rpartition(",")[2]
+    assert line.endswith(f"coordinator: {wrong!r} is not HOST:PORT")
+
+
+def test_another_local_cluster_is_named_with_its_address(tmp_path: Path) -> None:
+    with make_cluster(tmp_path, workers=0) as cluster:
+        status, out, (line,) = said("up", "--data-dir", tmp_path)
+        assert (status, out) == (1, "")
+        assert line == (
+            f"error: another local cluster uses {tmp_path}; talk to it with --coordinator "
+            f"{cluster.address}, or name another folder with --data-dir"
+        )
+
+
+def test_a_new_journal_is_no_news(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    serve = ("coordinator", "--listen", "127.0.0.1:0", "--data-dir", tmp_path / "data")
+    command = [*PROGRAM, *map(str, serve), "--ready-file", str(ready)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until(ready.exists, "serving")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert "serving" in log
+    assert "alembic" not in log
+
+
+def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
+    """A model that another module defines, tied weights, and a batch larger than the data."""
+    (tmp_path / "brought").mkdir()
+    (tmp_path / "brought" / "__init__.py").write_text("from brought.inside import rows, tied\n")
+    (tmp_path / "brought" / "inside.py").write_text(INSIDE)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    status, out, errors = said("run", "job.yaml", "--local", 1, cwd=tmp_path)
+    assert (status, errors) == (0, []), out
+    warning = "warning: batch_size 64 is larger than the 10 rows of the train split"
+    assert f"model built: 24 parameters; {warning}, so every step takes all of them" in out
+
+
+def test_a_tied_model_loads_strictly_what_is_downloaded(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    (tmp_path / "brought.py").write_text(INSIDE)
+    namespace: dict[str, object] = {}
+    exec(INSIDE, namespace)
+    with (
+        LocalCluster(workers=1, threads=1, import_path=[tmp_path]) as cluster,
+        cluster.client() as client,
+    ):
+        result = client.submit(JOB).result()
+        state = result.state_dict()
+        plain = result.run.download(tmp_path / "plain.safetensors", plain=True)
+        status, out, errors = said(
+            *("download", result.run.run_id, "--plain", "--output", tmp_path / "b.safetensors"),
+            *("--coordinator", cluster.address),
+        )
+        assert (status, errors) == (0, []), out
+    model = namespace["tied"]()  # type: ignore[operator]
+    assert model.load_state_dict(state, strict=True)
+    for path in (plain, tmp_path / "b.safetensors"):
+        found = safetensors.load_file(path)
+        assert found.keys() == model.state_dict().keys()
+        assert all(found[name].equal(state[name]) for name in found)

@@ -1,0 +1,49 @@
+"""Whatever a coordinator says, or somebody has written there: nothing moves in a terminal."""
+
+import io
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from stratagem.client.cli.progress import ProgressLine, print_line
+from stratagem.client.cli.reporting import PlainConsole, complain
+from stratagem.common.base.printable_text import is_printable, printable
+
+WILD = "a\x1b[2J\x1b]0;title\x07\rb\u202ec\x9b1A\x00d"
+TAME = "a\\x1b[2J\\x1b]0;title\\x07\\x0db\\x202ec\\x9b1A\\x00d"
+
+
+def test_control_characters_are_written_out_and_lines_stay() -> None:
+    assert printable(WILD) == TAME
+    assert printable("one\n\ttwo\r\nthree") == "one\n\ttwo\nthree"
+    assert printable("one\n\ttwo", is_line=True) == "one\\x0a\\x09two"
+    assert printable("\x1b[1;31mred\x1b[0m") == "red"
+    assert printable("ä 漢 🧨") == "ä 漢 🧨"
+    assert is_printable("ä 漢 🧨")
+    assert not is_printable(WILD)
+    assert not is_printable("one\ntwo")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_console_shows_nothing_that_moves(is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = PlainConsole(file=out, force_terminal=is_terminal, width=400, color_system=None)
+    print_line(console, WILD)
+    console.print(Text.assemble(("name", "bold"), WILD))
+    console.print(WILD, markup=False)
+    table = Table("column")
+    table.add_row(WILD)
+    console.print(table)
+    line = ProgressLine("run")
+    line.sentence = WILD
+    console.print(line)
+    shown = out.getvalue()
+    for moving in ("\x1b[2J", "\x1b]", "\x07", "\u202e", "\x9b", "\x00"):
+        assert moving not in shown
+    assert shown.count("\\x1b[2J\\x1b]0;title") >= 4  # a cell of a table may be cut
+
+
+def test_complaints_show_nothing_that_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    complain(WILD)
+    assert capsys.readouterr().err == f"{TAME}\n"

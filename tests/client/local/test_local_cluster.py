@@ -1,0 +1,257 @@
+"""LocalCluster keeps processes alive and leaves none behind; stand-ins play the processes."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stratagem.client.local import parent_guard, preloaded_programs, process_supervisor
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.preloaded_programs import Process
+from stratagem.common.base.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from tests.patience import PATIENCE_S
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+PROGRAMS = {part: [sys.executable, str(STAND_IN)] for part in ("coordinator", "worker")}
+
+
+def make_cluster(folder: Path, **options: object) -> LocalCluster:
+    return LocalCluster(data_dir=folder, programs=PROGRAMS, **options)  # type: ignore[arg-type]
+
+
+def facts(folder: Path, name: str) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads((folder / name / "facts.json").read_text())
+    return loaded
+
+
+def test_all_processes_are_ready_inside_the_block_and_gone_after_it(tmp_path: Path) -> None:
+    with make_cluster(tmp_path, workers=2) as cluster:
+        views = cluster.processes
+        assert list(views) == ["coordinator", "worker-0", "worker-1"]
+        assert all(view.is_ready and view.pid is not None for view in views.values())
+        assert cluster.address == views["coordinator"].address
+        pids = [view.pid for view in views.values() if view.pid is not None]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(NotFoundError, match="not running"):
+        _ = cluster.address
+
+
+def test_processes_are_told_where_to_find_each_other(tmp_path: Path) -> None:
+    options = {
+        "workers": 2,
+        "allow": ("jobs.a:build", "jobs.a:load"),
+        "import_path": (Path("/modules"),),
+        "threads": 3,
+        "worker_arguments": {"worker-1": ("--tag", "gpu")},
+    }
+    with make_cluster(tmp_path, **options) as cluster:
+        coordinator = facts(tmp_path, "coordinator")["argv"]
+        worker = facts(tmp_path, "worker-1")["argv"]
+        address = cluster.address
+    assert coordinator == [
+        *("--listen", "127.0.0.1:0", "--health-port", "0"),
+        *("--data-dir", str(tmp_path / "coordinator")),
+        *("--ready-file", str(tmp_path / "ready" / "coordinator")),
+    ]
+    assert worker == [
+        *("--coordinator", address, "--name", "worker-1", "--listen", "127.0.0.1:0"),
+        *("--data-dir", str(tmp_path / "worker-1")),
+        *("--allow", "jobs.a:build", "--allow", "jobs.a:load", "--import-path", "/modules"),
+        *("--data-root", "/"),
+        *("--threads", "3", "--ready-file", str(tmp_path / "ready" / "worker-1")),
+        *("--tag", "gpu"),
+    ]
+
+
+def test_a_killed_process_comes_back_where_it_was(tmp_path: Path) -> None:
+    with make_cluster(tmp_path, workers=1) as cluster:
+        address, before = cluster.address, cluster.processes
+        for name in ("coordinator", "worker-0"):
+            cluster.kill(name)
+            cluster.wait_ready(PATIENCE_S)
+        after = cluster.processes
+        assert cluster.address == address
+        for name in ("coordinator", "worker-0"):
+            assert after[name].num_starts == 2
+            assert after[name].last_exit == -signal.SIGKILL
+            assert after[name].pid != before[name].pid
+    assert f"--listen {address}" in " ".join(facts(tmp_path, "coordinator")["argv"])  # type: ignore[arg-type]
+
+
+def test_a_process_that_ends_by_itself_comes_back(tmp_path: Path) -> None:
+    with make_cluster(tmp_path, workers=1) as cluster:
+        cluster.kill("worker-0", signal.SIGTERM)
+        with cluster._running()._changed:
+            came_back = cluster._running()._changed.wait_for(
+                lambda: cluster._running()._children["worker-0"].num_starts == 2, timeout=PATIENCE_S
+            )
+        assert came_back
+        cluster.wait_ready(PATIENCE_S)
+
+
+def test_failpoint_folders_are_named_only_when_asked_for(tmp_path: Path) -> None:
+    with make_cluster(tmp_path / "with", workers=1, failpoints=True) as cluster:
+        named = facts(tmp_path / "with", "worker-0")["failpoints"]
+        assert named == str(tmp_path / "with" / "failpoints" / "worker-0")
+        armed = cluster.failpoint_file("worker-0", "worker.step.before_backward")
+        assert armed.parent.is_dir()
+        assert str(armed.parent) == named
+    with make_cluster(tmp_path / "without", workers=1):
+        assert facts(tmp_path / "without", "worker-0")["failpoints"] is None
+
+
+def test_a_process_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "coordinator").mkdir()
+    (tmp_path / "coordinator" / "die").write_text("2")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "coordinator.log").write_text("what an earlier one has said\n")
+    with pytest.raises(UnavailableError) as caught:
+        make_cluster(tmp_path, workers=1).start()
+    assert str(caught.value) == (
+        "coordinator ended with status 2 before it was ready; "
+        f"{tmp_path}/logs/coordinator.log ends with:\nI was told to die"
+    )
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="listen: 'nowhere' is not HOST:PORT"):
+        make_cluster(tmp_path / "new", listen="nowhere")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_stubborn_or_frozen_process_is_killed_after_the_grace(tmp_path: Path) -> None:
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "worker-0" / "stubborn").touch()
+    cluster = make_cluster(tmp_path, workers=2).start()
+    cluster._running().grace_s = 0.2
+    cluster.kill("worker-1", signal.SIGSTOP)
+    pids = [view.pid for view in cluster.processes.values() if view.pid is not None]
+    cluster.close()
+    cluster.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_one_folder_serves_one_cluster_at_a_time(tmp_path: Path) -> None:
+    with (
+        make_cluster(tmp_path, workers=0),
+        pytest.raises(ConflictError, match="another local cluster uses"),
+    ):
+        make_cluster(tmp_path, workers=0).start()
+    with make_cluster(tmp_path, workers=0):
+        pass
+
+
+def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors left, say, when a process is to be started again."""
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+
+    def start(*args: Any, **options: Any) -> Process:
+        if failures:
+            raise failures.pop()
+        return preloaded_programs.start(*args, **options)
+
+    with make_cluster(tmp_path, workers=1) as cluster:
+        monkeypatch.setattr(process_supervisor, "start", start)
+        cluster.kill("worker-0")
+        cluster.wait_restarted("worker-0", 1)
+        assert failures == []
+        cluster.kill("worker-0")  # the thread is as good as before
+        cluster.wait_restarted("worker-0", 2)
+
+
+def test_an_end_that_cannot_be_watched_is_found_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_descriptor(_: Process) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(process_supervisor, "end_descriptor", end_descriptor)
+    with make_cluster(tmp_path, workers=1) as cluster:
+        pid = cluster.processes["worker-0"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        cluster.wait_restarted("worker-0", 1)
+
+
+def test_what_cannot_be_started_at_all_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, **__: Any) -> Process:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "python4")
+
+    monkeypatch.setattr(process_supervisor, "start", start)
+    said = "cannot be started: FileNotFoundError.*python4"
+    with pytest.raises(UnavailableError, match=said), make_cluster(tmp_path, workers=1):
+        pass
+
+
+def test_a_supervisor_that_fails_ends_its_processes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_cluster(tmp_path, workers=1) as cluster:
+        processes = [psutil.Process(view.pid) for view in cluster.processes.values()]
+
+        def wait(*_: object) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(process_supervisor.Supervisor, "_wait", wait)
+        os.kill(processes[1].pid, signal.SIGKILL)  # wakes the thread
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+        assert alive == []
+        said = pytest.raises(UnavailableError, match=r"have ended, because.*MemoryError: no room")
+        with said:
+            cluster.wait_restarted("worker-0", 1)
+        for ask in (lambda: cluster.address, lambda: cluster.kill("worker-0"), cluster.wait_ready):
+            with pytest.raises(UnavailableError, match="MemoryError: no room"):
+                ask()
+
+
+def test_wrong_names_and_counts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="workers: -1 is not 0 or more"):
+        make_cluster(tmp_path, workers=-1)
+    unknown = pytest.raises(NotFoundError, match="no process 'worker-9'; there are coordinator")
+    with make_cluster(tmp_path, workers=0) as cluster, unknown:
+        cluster.kill("worker-9")
+
+
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import signal, sys
+from pathlib import Path
+from stratagem.client.local.local_cluster import LocalCluster
+programs = {PROGRAMS!r}
+cluster = LocalCluster(workers=1, data_dir=Path({str(tmp_path)!r}), programs=programs).start()
+print(*[view.pid for view in cluster.processes.values()], flush=True)
+signal.pause()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+    assert alive == []
+
+
+def test_the_guard_refuses_to_start_without_its_parent() -> None:
+    command = [sys.executable, "-I", "-S", str(parent_guard.__file__), str(os.getpid() + 1)]
+    ended = subprocess.run([*command, sys.executable, "-c", "print('ran')"], capture_output=True)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def test_restarts_are_immediate_at_first_and_slow_down() -> None:
+    delays = [process_supervisor._restart_delay_s(num) for num in (0, 1, 2, 3, 4, 50)]
+    assert delays == [0.0, 0.0, 0.0, 0.2, 0.4, 5.0]

@@ -1,0 +1,183 @@
+"""Programs that are forks of a process which has imported them run as those started by exec."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stratagem.client.local import preloaded_programs
+from tests.generate_stubs import ROOT
+from tests.patience import PATIENCE_S
+
+REPORT = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv[1:],
+    "word": os.environ.get("WORD"),
+    "others": sorted(set(os.environ) - {"WORD"}),
+    "folder": os.getcwd(),
+    "path": sys.path[0],
+    "said": sys.stdin.read(),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "session": os.getsid(0) == os.getpid(),
+    "has_torch": "torch" in sys.modules,
+    "name": __name__,
+}))
+sys.exit(7)
+"""
+WAIT = "import signal; print('waits', flush=True); signal.pause()"
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="forks are Linux's")
+
+
+def program(folder: Path, text: str) -> list[str]:
+    file = folder / "program.py"
+    file.write_text(text)
+    return [sys.executable, str(file)]
+
+
+def started(
+    folder: Path, argv: list[str], environment: Mapping[str, str] = os.environ, text: bytes = b""
+) -> preloaded_programs.Process:
+    with (folder / "log").open("ab") as log:
+        process = preloaded_programs.start(argv, environment, log, with_input=bool(text))
+    if text:
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(text)
+    return process
+
+
+def report(folder: Path, process: preloaded_programs.Process) -> dict[str, Any]:
+    assert process.wait(PATIENCE_S) == 7, (folder / "log").read_text()
+    facts: dict[str, Any] = json.loads((folder / "log").read_text())
+    return facts
+
+
+def test_a_fork_sees_what_an_executed_program_sees(tmp_path: Path) -> None:
+    argv = [*program(tmp_path, REPORT), "one", "two words"]
+    environment = {"WORD": "wörd", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
+    early = dict(preloaded_programs._read_early(os.environ))
+    facts = []
+    for more in ({}, {"OMP_PROC_BIND": "false"}):  # OpenMP would have read it: no fork
+        (tmp_path / "log").unlink(missing_ok=True)
+        process = started(tmp_path, argv, {**environment, **early, **more}, b"hello")
+        facts.append(report(tmp_path, process))
+    forked, executed = facts
+    assert (forked.pop("has_torch"), executed.pop("has_torch")) == (sys.platform == "linux", False)
+    executed["others"].remove("OMP_PROC_BIND")
+    assert forked == executed
+    assert forked["argv"] == ["one", "two words"]
+    assert forked["said"] == "hello"
+
+
+@linux_only
+def test_a_module_is_run_as_by_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, REPORT)
+    monkeypatch.chdir(tmp_path)
+    facts = report(tmp_path, started(tmp_path, [sys.executable, "-m", "program", "one"]))
+    assert facts["argv"] == ["one"]
+    assert facts["path"] == facts["folder"] == str(tmp_path)
+    assert facts["name"] == "__main__"
+    assert facts["has_torch"]
+
+
+def test_signals_and_how_it_ended(tmp_path: Path) -> None:
+    process = started(tmp_path, program(tmp_path, WAIT))
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.kill()
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert (process.poll(), process.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
+    process.terminate()  # too late, and no error
+
+
+@linux_only
+def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
+    process = started(tmp_path, program(tmp_path, "raise ValueError('told')"))
+    assert process.wait(PATIENCE_S) == 1
+    assert (tmp_path / "log").read_text().endswith("ValueError: told\n")
+
+
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded_programs._ForkServer]:
+    """Not the one that other tests' clusters are forks of."""
+    servers: dict[preloaded_programs.Early, preloaded_programs._ForkServer] = {}
+    monkeypatch.setattr(preloaded_programs, "_servers", servers)
+    server = preloaded_programs._server_for(os.environ)
+    assert server is not None
+    yield server
+    server.close()
+
+
+@linux_only
+def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
+    tmp_path: Path, own_server: preloaded_programs._ForkServer
+) -> None:
+    orphan = started(tmp_path, program(tmp_path, WAIT))
+    server = own_server._process
+    assert server is not None
+    server.kill()
+    assert orphan.wait(PATIENCE_S) == -signal.SIGKILL
+    assert report_of_the_next(tmp_path)["has_torch"]
+    assert own_server._process is not server
+
+
+def report_of_the_next(folder: Path) -> dict[str, Any]:
+    (folder / "log").unlink()
+    return report(folder, started(folder, program(folder, REPORT)))
+
+
+@linux_only
+def test_nothing_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    argv = program(tmp_path, WAIT)
+    script = f"""
+import os, signal, sys
+from stratagem.client.local import preloaded_programs as preloaded
+with open({str(tmp_path / "log")!r}, "ab") as log:
+    process = preloaded.start({argv!r}, os.environ, log, with_input=False)
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(dead.stdout)).wait(PATIENCE_S)
+    assert not psutil.pid_exists(int(dead.stdout))
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("last", "status", "said"),
+    [
+        ("", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(259)", 3, ""),
+        ("sys.exit('no such file')", 1, "no such file\n"),
+    ],
+)
+def test_nobody_counts_what_is_left_at_the_end(
+    last: str, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was imported is kept from all collections, and libraries would take it for leaks."""
+    monkeypatch.setattr(
+        preloaded_programs, "PRELOADED", ("tests.client.complaining.sitecustomize",)
+    )
+    monkeypatch.chdir(ROOT)
+    server = preloaded_programs._ForkServer()
+    argv = program(tmp_path, f"import sys\n{last}")
+    with (tmp_path / "log").open("ab") as log:
+        fork = server.fork(argv[1:], dict(os.environ), log, with_input=False)
+    assert fork.wait(PATIENCE_S) == status
+    server.close()
+    assert server._process is not None
+    assert server._process.returncode == 0
+    assert (tmp_path / "log").read_text() == said

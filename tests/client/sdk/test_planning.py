@@ -1,0 +1,69 @@
+"""Questions that the client asks a process with torch."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.cli.planning_commands import parse_size
+from stratagem.client.sdk import planning
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.job import load_job
+from tests.generate_stubs import ROOT
+
+EXAMPLE = ROOT / "examples" / "digits_local.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("512MiB", 512 << 20), ("1.5k", 1500), ("7", 7), ("2 Ti", 2 << 40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 GBs", "0", "0.1B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="memory"):
+        parse_size(text)
+
+
+def test_the_command_estimates_in_a_process_of_its_own() -> None:
+    ended = CliRunner().invoke(app, ["estimate", str(EXAMPLE), "--format", "json"])
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    assert found["total"] == sum(
+        found[part]
+        for part in (
+            *("parameters", "gradients", "optimizer"),
+            *("activations", "workspace", "buffers"),
+        )
+    )
+    assert found["rows"] == 64
+
+
+@pytest.mark.sweep
+def test_a_refusal_there_is_a_refusal_here() -> None:
+    override = ["--set", "model.entrypoint=examples.digits:no_such_model"]
+    ended = CliRunner().invoke(app, ["recommend", str(EXAMPLE), "--memory", "1GB", *override])
+    assert ended.exit_code == 1
+    assert "model.entrypoint" in ended.stderr
+
+
+def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match="torch is not installed here"):
+        planning.estimate_memory(EXAMPLE)
+
+
+def test_data_parallel_needs_no_look_at_the_model() -> None:
+    job = load_job(EXAMPLE, ["execution.parallelism={DataParallel: 3}"])
+    resolved, reason = planning.resolve_parallelism(job, [])
+    assert resolved.document()["strategy"] == {
+        "type": "DataParallel",
+        "num_replicas": 3,
+        "aggregation": {"method": "AllReduce"},
+    }
+    assert resolved.execution.parallelism == "None"
+    assert reason == "DataParallel over 3 workers, as asked for"

@@ -1,0 +1,122 @@
+"""Strategies of subgraphs become strategies inside the job's own, or are refused."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.job.nested_strategies import WITHOUT_PARAMETERS
+from stratagem.common.strategy import DataParallel, Local, PopulationBased
+from stratagem.worker.models.graph_model import MODULES
+from tests.common.job.test_job import MINIMAL
+from tests.common.model.test_graph import nodes
+
+PARALLEL = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+OTHER = {**PARALLEL, "num_replicas": 3}
+STAGES = {
+    "type": "ModelParallel",
+    "partitions": [{"node_ids": ["part/a"], "target": {"Tag": "gpu"}}],
+    "communication": {"protocol": "Direct"},
+}
+POPULATION = {
+    "type": "PopulationBased",
+    "population_size": 2,
+    "generations": 2,
+    "exploit": {"method": "Binary", "threshold": 0.1},
+    "explore": {"method": "Resample"},
+}
+SEARCH: dict[str, Any] = {
+    "epochs": None,
+    "search_space": {"optimizer.lr": {"low": 0.1, "high": 1.0}},
+    "steps_per_generation": 1,
+    "evaluation": {"best": "loss"},
+}
+
+
+def job(strategy: Any, inner: Any, outside: str = "ReLU", **changes: Any) -> JobSpec:
+    """A subgraph with one linear layer and a strategy, and one node outside of it."""
+    part = {"nodes": nodes("a"), "training_strategy": inner}
+    graph = {
+        "nodes": [{"id": "out", "module": outside, "kwargs": {}}],
+        "subgraphs": [{"id": "part", "graph": part}],
+        "edges": [{"source": "part", "target": "out"}],
+    }
+    document = {**MINIMAL, "model": {"graph": graph}, "strategy": strategy, **changes}
+    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+
+
+def test_a_subgraph_inherits_or_repeats() -> None:
+    assert job(PARALLEL, None).strategy == job(PARALLEL, PARALLEL).strategy
+    assert job(PARALLEL, PARALLEL, outside="PReLU").strategy == job(PARALLEL, None).strategy
+
+
+def test_a_subgraph_with_all_that_is_trained_runs_inside() -> None:
+    strategy = job(PARALLEL, STAGES).strategy
+    assert isinstance(strategy, DataParallel)
+    assert (
+        strategy
+        == JobSpec.parse(
+            {**MINIMAL, "strategy": {**PARALLEL, "options": {"inner": STAGES}}}
+        ).strategy
+    )
+    population = job(POPULATION, PARALLEL, **SEARCH).strategy
+    assert isinstance(population, PopulationBased)
+    assert population.options.inner == job(PARALLEL, None).strategy
+
+
+def test_inside_local_it_is_the_whole() -> None:
+    assert job({"type": "Local"}, PARALLEL).strategy == job(PARALLEL, None).strategy
+    assert job(None, None).strategy == Local()
+
+
+def test_it_goes_as_deep_as_there_is_room() -> None:
+    outer = {**POPULATION, "options": {"inner": PARALLEL}}
+    strategy = job(outer, STAGES, **SEARCH).strategy
+    assert isinstance(strategy, PopulationBased)
+    assert isinstance(strategy.options.inner, DataParallel)
+    assert strategy.options.inner == job(PARALLEL, STAGES).strategy
+
+
+def test_the_canonical_text_says_it_twice_and_means_the_same() -> None:
+    once = job(PARALLEL, STAGES)
+    assert JobSpec.from_json(once.canonical_json()) == once
+
+
+def test_training_outside_is_refused_with_the_node() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        job(PARALLEL, STAGES, outside="PReLU")
+    assert str(caught.value) == (
+        "model.graph.subgraphs.part.training_strategy: ModelParallel/Direct differs from "
+        "DataParallel/AllReduce around it, and the subgraph does not hold all that is trained: "
+        "'out' lies outside"
+    )
+
+
+def test_a_strategy_without_room_refuses() -> None:
+    with pytest.raises(InvalidInputError, match="cannot run inside ModelParallel/Direct, which"):
+        job(STAGES, PARALLEL)
+
+
+CALLS: tuple[tuple[Any, ...], ...] = (
+    *((), (1,), (2,), (1, 2), (1, 2, 1), (1, 2, 2), (0.5,), (0.1, 20), (1, (2, 1)), (2, 1)),
+    *((2, 1, 4), ([1, 0],)),
+)
+
+
+def _instance(name: str) -> nn.Module:
+    """The module, made of ones and twos; the first arguments that it takes."""
+    for arguments in CALLS:
+        try:
+            return MODULES[name](*arguments)
+        except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError):
+            continue
+    raise AssertionError(f"no arguments for {name}")
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_what_is_said_to_have_no_parameters_has_none(name: str) -> None:
+    has_parameters = any(p.requires_grad for p in _instance(name).parameters())
+    never_affine = {"InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"}  # unless asked to be
+    assert has_parameters is (name not in WITHOUT_PARAMETERS | never_affine)

@@ -1,0 +1,352 @@
+"""The HTTP endpoint, and what a coordinator says there."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.identity.tls_files import Role
+from stratagem.common.observe import metrics_endpoint
+from stratagem.common.observe.event_loop_lag import INTERVAL_S, LoopLag
+from stratagem.common.observe.metric_definition import Metric, Readings, one
+from stratagem.common.observe.metrics_endpoint import metrics_served
+from stratagem.common.observe.scrape_guard import PLAIN, Guard, deployment_of
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.facts import KINDS
+from stratagem.coordinator.process.coordinator_metrics import METRICS, CoordinatorMonitor
+from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import coordinator_pb2_grpc
+from tests.common.observe.scrape import families, labelled, raw, scrape
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.open_gate import entrance
+from tests.settings import coordinator_settings
+
+GAUGE = Metric("stratagem_test", "gauge", "a number")
+
+
+def served(
+    sample: Any = lambda: lambda: [(GAUGE, one(1.0))],
+    host: str = "127.0.0.1",
+    guard: Guard = PLAIN,
+) -> Any:
+    return metrics_served(sample, LoopLag(), host, 0, guard=guard, allow_insecure_network=False)
+
+
+async def test_only_get_metrics_is_answered() -> None:
+    async with served() as address:
+        assert (await scrape(address))["stratagem_test"] == {(): 1.0}
+        head = await raw(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert head.endswith(b"\r\n\r\n")
+        for request, status in (
+            (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+            (b"GET /metrics/../etc HTTP/1.1\r\n\r\n", b"404"),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        ):
+            assert (await raw(address, request)).split()[1] == status
+
+
+async def test_what_is_no_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_endpoint, "REQUEST_TIMEOUT_S", 0.05)
+    async with served() as address:
+        for request in (b"", b"GET /metrics", b"x" * 100_000):
+            with suppress(ConnectionError):  # reset, where not all of it was read
+                assert await raw(address, request) == b""
+        assert (await scrape(address))["stratagem_test"] == {(): 1.0}
+
+
+async def test_a_defect_is_an_answer_too() -> None:
+    def sample() -> Any:
+        def read() -> Readings:
+            raise KeyError("gone")
+
+        return read
+
+    async with served(sample) as address:
+        answer = await raw(address, b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert b"gone" not in answer
+
+
+async def test_other_machines_are_let_in_only_on_demand() -> None:
+    with pytest.raises(InvalidInputError, match=r"metrics_port: .*allow the insecure network"):
+        async with served(host="0.0.0.0"):
+            pass
+    async with served() as address:
+        port = int(address.rpartition(":")[2])
+        twice = metrics_served(
+            lambda: list, LoopLag(), "127.0.0.1", port, allow_insecure_network=False
+        )
+        with pytest.raises(UnavailableError, match="cannot serve metrics on 127"):
+            async with twice:
+                pass
+    off = metrics_served(lambda: list, LoopLag(), "::", None, allow_insecure_network=False)
+    async with off as address:
+        assert address == ""
+
+
+def own_files(authority: Authority) -> Guard:
+    files = authority.files("coordinator")
+    return Guard(Path(files.cert or ""), Path(files.key or ""))
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    made = make_authority(tmp_path / "certs", "house")
+    made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
+    made.issue(Role.CLIENT, "prometheus")
+    return made
+
+
+def trusting(authority: Authority, client: str | None = None) -> ssl.SSLContext:
+    """A scraper that knows the authority, and may have a certificate itself."""
+    context = ssl.create_default_context(cafile=str(authority.files("coordinator").ca))
+    if client is not None:
+        files = authority.files(client)
+        context.load_cert_chain(files.cert or "", files.key)
+    return context
+
+
+GET = b"GET /metrics HTTP/1.1\r\n"
+
+
+async def test_over_tls_other_machines_may_ask(authority: Authority) -> None:
+    async with served(host="0.0.0.0", guard=own_files(authority)) as address:
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        answer = await raw(address, GET + b"\r\n", trusting(authority))
+        assert answer.startswith(b"HTTP/1.1 200")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await raw(address, GET + b"\r\n", ssl.create_default_context())
+        with suppress(ConnectionError):
+            assert await raw(address, GET + b"\r\n") == b""  # plaintext
+
+
+async def test_a_new_certificate_is_shown_at_once_and_a_broken_one_never(
+    authority: Authority,
+) -> None:
+    guard = own_files(authority)
+    assert guard.cert is not None
+
+    async def shown(address: str) -> bytes | None:
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=trusting(authority))
+        try:
+            found: bytes | None = writer.get_extra_info("ssl_object").getpeercert(True)
+            return found
+        finally:
+            writer.close()
+
+    async with served(guard=guard) as address:
+        first = await shown(address)
+        assert await shown(address) == first
+        authority.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"], renew=True)
+        second = await shown(address)
+        assert second != first
+        guard.cert.write_text("no certificate")
+        assert await shown(address) == second
+
+
+async def test_scrapers_may_have_to_prove_who_they_are(
+    authority: Authority, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a secret of many characters\n")
+    guard = replace(
+        own_files(authority), client_ca=Path(authority.files("coordinator").ca), token_file=token
+    )
+    known, stranger = trusting(authority, "client-prometheus"), trusting(authority)
+
+    async def ask(address: str, said: bytes, context: ssl.SSLContext = known) -> bytes:
+        return (await raw(address, GET + said + b"\r\n", context)).partition(b"\r\n\r\n")[0]
+
+    async with served(guard=guard) as address:
+        good = b"authorization:  bearer a secret of many characters\r\n"
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 200")
+        for bad in (b"", b"Authorization: Bearer a secret\r\n", b"Authorization: Basic YTpi\r\n"):
+            answer = await ask(address, bad)
+            assert answer.startswith(b"HTTP/1.1 401")
+            assert b"WWW-Authenticate: Bearer" in answer
+        with suppress(ssl.SSLError, ConnectionError):
+            assert await ask(address, good, stranger) == b""
+        token.write_text("another secret of as many")
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 401")
+        token.unlink()
+        assert (await ask(address, good)).startswith(b"HTTP/1.1 401")
+
+
+@dataclass
+class Told:
+    """Settings of either process, as far as the endpoint is concerned."""
+
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    metrics_tls: bool = True
+    metrics_tls_cert: Path | None = None
+    metrics_tls_key: Path | None = None
+    metrics_client_ca: Path | None = None
+    metrics_token_file: Path | None = None
+    tls_ca: Path | None = None
+    metrics_deployment: str = ""
+
+
+def test_the_process_s_own_certificate_serves_unless_another_is_given() -> None:
+    own, other = Path("own"), Path("other")
+    assert Guard.of(Told()) == Guard()
+    assert Guard.of(Told(own, own)) == Guard(own, own)
+    assert Guard.of(Told(own, own, metrics_tls_cert=other, metrics_tls_key=other)).cert == other
+    assert not Guard.of(Told(own, own, metrics_tls=False)).has_tls
+
+
+@pytest.mark.parametrize(
+    ("told", "field"),
+    [
+        (Told(metrics_tls_cert=Path("c")), "metrics_tls_key"),
+        (Told(metrics_tls_key=Path("c")), "metrics_tls_cert"),
+        (Told(None, None, False, Path("c"), Path("k")), "metrics_tls_cert"),
+        (Told(metrics_client_ca=Path("c")), "metrics_client_ca"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(told: Told, field: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{field}: "):
+        Guard.of(told)
+
+
+async def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
+    guard = own_files(authority)
+    short = tmp_path / "short"
+    short.write_text("secret")
+    for wrong, field in (
+        (replace(guard, cert=tmp_path / "none"), "metrics_tls_cert: .*/none"),
+        (replace(guard, key=guard.cert), "metrics_tls_cert: .*coordinator.crt"),
+        (replace(guard, client_ca=short), "metrics_client_ca: .*/short"),
+        (Guard(token_file=short), "metrics_token_file: .*at least 16"),
+        (Guard(token_file=tmp_path / "none"), "metrics_token_file: .*No such file"),
+    ):
+        with pytest.raises(InvalidInputError, match=field):
+            async with served(guard=wrong):
+                pass
+
+
+async def test_lag_is_what_a_sleep_took_too_long() -> None:
+    lag = LoopLag()
+    task = asyncio.create_task(lag.run())
+    await asyncio.sleep(0)  # it sleeps
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + INTERVAL_S + 0.06
+    while loop.time() < until_s:  # the loop is blocked
+        pass
+    for _ in range(4):  # its timer is due, then itself
+        await asyncio.sleep(0)
+    task.cancel()
+    assert lag.seconds.sum_s > 0.05
+
+
+@asynccontextmanager
+async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, str, Any]]:
+    settings = coordinator_settings(data_dir=folder, metrics_port=0)
+    monitor = CoordinatorMonitor(settings)
+    async with monitor.served("127.0.0.1") as metrics:
+        app = await App.lead(settings, entrance())
+        await app.entrance.open(CoordinatorServicer(app))
+        server = make_server(calls=monitor.process.calls)
+        server.add_generic_rpc_handlers((app.entrance,))
+        port = bind(server, "127.0.0.1", 0)
+        running = asyncio.create_task(app.run())
+        await server.start()
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            waiting = await scrape(metrics)
+            assert waiting["stratagem_coordinator_lease_held"] == {(): 0.0}
+            monitor.app = app
+            yield monitor, metrics, coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        await server.stop(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await app.loop.close()
+
+
+async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as (monitor, metrics, stub):
+        await stub.SubmitRun(pb.SubmitRunRequest(run_id="r-1", job_json=job(LOCAL)))
+        for wrong in (pb.GetRunRequest(run_id="no"), pb.GetRunRequest(run_id="nor-this")):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.GetRun(wrong)
+        watching = aiter(stub.WatchRun(pb.WatchRunRequest(run_id="r-1")))
+        await anext(watching)
+        found = await scrape(metrics)
+        assert families(found) >= {
+            metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+            for metric in METRICS
+        }
+        assert found["stratagem_coordinator_runs"][labelled(phase="PLACING")] == 1.0
+        assert found["stratagem_coordinator_lease_held"] == {(): 1.0}
+        assert found["stratagem_coordinator_term"] == {(): 1.0}
+        assert found["stratagem_coordinator_facts_total"][labelled(kind="RunSubmitted")] == 1.0
+        assert found["stratagem_coordinator_journal_append_seconds_count"] == {(): 1.0}
+        assert found["stratagem_coordinator_disk_bytes"][labelled(kind="free")] > 0.0
+        refused = labelled(
+            method="CoordinatorService/GetRun", code="NOT_FOUND", error="NotFoundError"
+        )
+        rejected = found["stratagem_rpc_refused_total"]
+        assert {key: n for key, n in rejected.items() if n} == {refused: 2.0}
+        opened = found["stratagem_rpc_open"]
+        assert opened[labelled(method="CoordinatorService/WatchRun")] == 1.0
+        assert opened[labelled(method="CoordinatorService/GetRun")] == 0.0
+        counts = found["stratagem_rpc_seconds_count"]
+        assert counts[labelled(method="CoordinatorService/GetRun")] == 2.0
+        assert "r-1" not in str(found)
+        assert monitor.app is not None
+        await monitor.app.entrance.shut("cannot reach its journal")
+        assert (await scrape(metrics))["stratagem_coordinator_lease_held"] == {(): 0.0}
+
+
+async def test_who_waits_for_the_lead_counts_from_0(tmp_path: Path) -> None:
+    """Else its first event, once it leads, is no rise of anything."""
+    settings = coordinator_settings(data_dir=tmp_path / "none", metrics_port=0)
+    async with CoordinatorMonitor(settings).served("127.0.0.1") as metrics:
+        found = await scrape(metrics)
+    facts = found["stratagem_coordinator_facts_total"]
+    assert facts == {labelled(kind=each): 0.0 for each in KINDS}
+    assert set(found["stratagem_coordinator_effect_failures_total"].values()) == {0.0}
+    defect = labelled(method="CoordinatorService/GetRun", code="INTERNAL", error="internal")
+    assert found["stratagem_rpc_refused_total"][defect] == 0.0
+    assert found["stratagem_coordinator_disk_bytes"][labelled(kind="total")] > 0.0
+
+
+async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) -> None:
+    name = "stratagem_coordinator_run_not_running_max_seconds"
+    async with coordinator(tmp_path) as (monitor, metrics, stub):
+        now_s = 100.0
+        monitor._now = lambda: now_s
+        assert (await scrape(metrics))[name] == {(): 0.0}
+        for run_id in ("first", "second"):
+            await stub.SubmitRun(pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL)))
+            assert (await scrape(metrics))["stratagem_coordinator_runs"][
+                labelled(phase="PLACING")
+            ] > 0.0
+            now_s += 1000.0
+        assert (await scrape(metrics))[name] == {(): 2000.0}
+        await stub.CancelRun(pb.CancelRunRequest(run_id="first"))
+        assert (await scrape(metrics))[name] == {(): 1000.0}
+        await stub.CancelRun(pb.CancelRunRequest(run_id="second"))
+        assert (await scrape(metrics))[name] == {(): 0.0}
+
+
+def test_the_deployment_is_what_is_set_else_the_certificate_s(authority: Authority) -> None:
+    files = authority.files("coordinator")
+    cert, key = (Path(each or "") for each in (files.cert, files.key))
+    told = Told(cert, key, tls_ca=Path(files.ca))
+    assert deployment_of(told) == "house"
+    assert deployment_of(replace(told, metrics_deployment="mine")) == "mine"
+    assert deployment_of(Told()) == "stratagem"

@@ -1,0 +1,63 @@
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.process.failpoints import FAILPOINTS, directory_of_this_process, failpoint
+from tests.generate_stubs import ROOT
+from tests.programs import run
+
+HIT = """
+from stratagem.common.process.failpoints import failpoint
+for count in range(int(sys.argv[1])):
+    failpoint("coordinator.journal.before_commit")
+    print(count, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _reads_anew() -> Iterator[None]:
+    directory_of_this_process.cache_clear()
+    yield
+    directory_of_this_process.cache_clear()
+
+
+def test_every_declared_failpoint_is_placed_once_and_no_other() -> None:
+    placed: Counter[str] = Counter()
+    for part in ("common", "coordinator", "worker", "client"):
+        for path in (ROOT / part).rglob("*.py"):
+            placed.update(re.findall(r"failpoint\(\s*\"([^\"]+)\"", path.read_text()))
+    assert placed == Counter(FAILPOINTS)
+
+
+def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STRATAGEM_FAILPOINTS", raising=False)
+    failpoint("coordinator.journal.before_commit")
+
+
+def test_nothing_happens_when_not_armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STRATAGEM_FAILPOINTS", str(tmp_path))
+    failpoint("coordinator.journal.before_commit")
+
+
+def test_an_undeclared_name_is_a_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STRATAGEM_FAILPOINTS", str(tmp_path))
+    with pytest.raises(AssertionError, match="not declared"):
+        failpoint("coordinator.nowhere")
+
+
+@pytest.mark.parametrize(("content", "survived"), [("", 0), ("0", 0), ("2\n", 2)])
+def test_the_process_dies_at_the_armed_hit(tmp_path: Path, content: str, survived: int) -> None:
+    armed = tmp_path / "coordinator.journal.before_commit"
+    armed.write_text(content)
+    status, out = run(HIT, 5, failpoints=tmp_path)
+    assert (status, len(out.split())) == (137, survived)
+    assert not armed.exists()
+
+
+def test_hits_are_counted_over_processes(tmp_path: Path) -> None:
+    (tmp_path / "coordinator.journal.before_commit").write_text("3")
+    assert run(HIT, 2, failpoints=tmp_path)[0] == 0
+    assert run(HIT, 2, failpoints=tmp_path) == (137, "0\n")

@@ -1,0 +1,292 @@
+"""A cluster in which everything that is asked for happens, to test the pure core without one."""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.coordinator.core.commands import (
+    Command,
+    Ending,
+    Entry,
+    Refusal,
+    RegisterWorker,
+    Report,
+    SubmitRun,
+)
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    Build,
+    CollectUpdate,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+    EvaluateTogether,
+    Release,
+    RunSegment,
+    TrainClient,
+)
+from stratagem.coordinator.core.fact_serialization import decode, encode
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    Capability,
+    ClientEvaluated,
+    Evaluated,
+    Fact,
+    Member,
+    ModelBuilt,
+    RunReleased,
+    SegmentCommitted,
+    SegmentFinished,
+    UpdateReceived,
+)
+from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.state_machine.agenda import Agenda
+from stratagem.coordinator.core.state_machine.apply import apply
+from stratagem.coordinator.core.state_machine.decide import decide, settle, world_of
+from stratagem.coordinator.core.state_machine.pending_effects import next_deadline, pending
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+
+F = TypeVar("F", bound=Fact)
+
+RUN = RunId("run-1")
+ROWS = {"train": 100, "test": 20}
+
+
+def digest(name: str) -> Digest:
+    return Digest(name.encode().hex().ljust(64, "0")[:64])
+
+
+def job(strategy: Mapping[str, object], **changes: object) -> str:
+    """A small job as JSON: 100 rows, batches of 10, two epochs."""
+    document: dict[str, object] = {
+        "name": "test",
+        "model": {"entrypoint": "m:f"},
+        "data": {"entrypoint": "m:d"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch_size": 10,
+        "strategy": strategy,
+    }
+    if strategy["type"] not in ("Federated", "PopulationBased"):
+        document["epochs"] = 2
+    document.update(changes)
+    return json.dumps(document)
+
+
+def member(name: str, start: int = 0) -> Member:
+    return Member(worker_id=WorkerId(name), incarnation=Incarnation(f"{name}-{start}"))
+
+
+def register(
+    name: str, start: int = 0, ending: Ending | None = None, **capability: Any
+) -> RegisterWorker:
+    return RegisterWorker(
+        member(name, start),
+        f"127.0.0.1:{5000 + start}",
+        Capability(numerics_fingerprint="same", **capability),
+        ending,
+    )
+
+
+def ending(name: str, start: int, **known: Any) -> Ending:
+    """What the next process of a worker tells of how this one has ended."""
+    return Ending(member(name, start).incarnation, **known)
+
+
+@dataclass
+class Simulation:
+    """The journal, the state that it folds to, and what is under way."""
+
+    strategies: Strategies = BUILT_IN
+    """Of the process, from its start on."""
+    state: CoordinatorState = field(init=False)
+    journal: list[tuple[RunId, str, str, float]] = field(default_factory=list)
+    queue: deque[Report] = field(default_factory=deque)
+    seen: set[Effect] = field(default_factory=set)
+    now_s: float = 0.0
+    agenda: Agenda = field(init=False)
+    structural: tuple[str, ...] = ()
+    """What workers find out when they build a model."""
+
+    def __post_init__(self) -> None:
+        self.state = CoordinatorState(self.strategies)
+        self.agenda = Agenda(self.state)
+
+    def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
+        """Decide, journal and apply one command, and start what it made due."""
+        decision = decide(self.state, command)
+        if isinstance(decision, Refusal):
+            return decision
+        for entry in decision:
+            self._add(entry)
+        expected = list(settle(self.state, self.now_s))
+        followed: list[Entry] = []
+
+        def add(entry: Entry) -> CoordinatorState:
+            followed.append(entry)
+            return self._add(entry)
+
+        self.agenda.settle(self.state, self.now_s, add)
+        assert followed == expected, "the agenda has forgotten to ask a run, or asks in other order"
+        assert self.agenda.world.usable() == world_of(self.state).usable()
+        assert self.agenda.next_deadline == next_deadline(self.state)
+        self._start()
+        return decision
+
+    def run(self, limit: int = 10_000) -> None:
+        """Let everything happen that is under way."""
+        for _ in range(limit):
+            if not self.queue:
+                return
+            self.tell(self.queue.popleft())
+        raise AssertionError("the simulation does not end")
+
+    def crash(self) -> None:
+        """Forget all but the journal; the next process has `strategies`."""
+        self.state = CoordinatorState(self.strategies)
+        self.queue.clear()
+        self.seen.clear()
+        for run_id, kind, payload, time_s in self.journal:
+            self.state = apply(self.state, run_id, decode(kind, 1, payload), time_s)
+        self.agenda = Agenda(self.state)
+        self._start()
+
+    def facts(self, kind: type[F]) -> list[F]:
+        """All journaled facts of a kind."""
+        decoded = (decode(k, 1, p) for _, k, p, _ in self.journal if k == kind.__name__)
+        return [fact for fact in decoded if isinstance(fact, kind)]
+
+    def _add(self, entry: Entry) -> CoordinatorState:
+        kind, payload = encode(entry.fact)
+        self.journal.append((entry.run_id, kind, payload, self.now_s))
+        self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)
+        self.agenda.note(self.state, entry.run_id)
+        return self.state
+
+    def _start(self) -> None:
+        due = pending(self.state)
+        for effect in sorted(due - self.seen, key=repr):
+            for fact in do(effect):
+                if isinstance(fact, ModelBuilt) and self.structural:
+                    fact = fact.model_copy(update={"structural": self.structural})
+                self.queue.append(Report(effect.run_id, fact))
+        self.seen = set(due)
+
+
+def do(effect: Effect) -> list[Fact]:
+    """The fact that an effect ends with when nothing goes wrong."""
+    match effect:
+        case Build():
+            return [
+                ModelBuilt(
+                    party=effect.party,
+                    digest=digest(f"{effect.party}built"),
+                    size_bytes=1,
+                    num_rows=ROWS,
+                    num_parameters=7,
+                    layout_digest="x",
+                )
+            ]
+        case RunSegment():
+            return [
+                SegmentFinished(
+                    party=effect.party,
+                    segment=effect.segment,
+                    step=effect.to_step,
+                    membership=effect.membership,
+                    loss=1.0 / effect.segment,
+                    num_rows=1,
+                    seconds=1.0,
+                    engine="solo",
+                    metrics={
+                        SKIPPED_STEPS: effect.num_skipped + 1.0,
+                        **({"test.accuracy": effect.to_step / 1000} if effect.evaluate else {}),
+                    },
+                )
+            ]
+        case CommitSegment():
+            return [
+                SegmentCommitted(
+                    party=effect.party,
+                    segment=effect.segment,
+                    step=effect.step,
+                    digest=digest(f"{effect.party}segment{effect.segment}"),
+                    size_bytes=1,
+                    metrics=dict(effect.metrics),
+                )
+            ]
+        case TrainClient():
+            return [
+                UpdateReceived(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    client=effect.client,
+                    digest=digest(f"update{effect.round_num}/{effect.client}"),
+                    num_samples=10 + effect.client,
+                    loss=0.5,
+                    seconds=1.0,
+                    num_steps=3,
+                )
+            ]
+        case CollectUpdate():
+            return [
+                UpdateReceived(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    client=effect.client,
+                    digest=digest(f"update{effect.round_num}/{effect.client}"),
+                    num_samples=effect.num_samples,
+                    loss=effect.loss,
+                    seconds=0.0,
+                    num_steps=effect.num_steps,
+                    metrics=dict(effect.metrics),
+                    traffic=dict(effect.traffic),
+                )
+            ]
+        case AggregateRound():
+            return [
+                SegmentCommitted(
+                    party=effect.party,
+                    segment=effect.round_num,
+                    step=effect.round_num,
+                    digest=digest(f"round{effect.round_num}"),
+                    size_bytes=1,
+                    metrics={},
+                )
+            ]
+        case EvaluateState(client=int(client)):
+            sums = {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
+            return [
+                ClientEvaluated(
+                    party=effect.party, segment=effect.base.segment, client=client, sums=sums
+                )
+            ]
+        case EvaluateState():
+            return [
+                Evaluated(
+                    party=effect.party, segment=effect.base.segment, metrics={"test.loss": 0.1}
+                )
+            ]
+        case EvaluateTogether():
+            metrics = {"test.loss": 0.1, "test.accuracy": 0.9}
+            return [Evaluated(party=effect.party, segment=effect.base.segment, metrics=metrics)]
+        case Release():
+            return [RunReleased()]
+
+
+def start(
+    job_json: str,
+    *workers: str,
+    structural: tuple[str, ...] = (),
+    strategies: Strategies = BUILT_IN,
+) -> Simulation:
+    """A simulation with workers and one submitted run."""
+    simulation = Simulation(strategies, structural=structural)
+    for name in workers:
+        simulation.tell(register(name))
+    simulation.tell(SubmitRun(RUN, job_json, 0.0))
+    return simulation

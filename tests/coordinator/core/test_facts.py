@@ -1,0 +1,65 @@
+"""Facts come back from the journal as they went in, also those of earlier schemas."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.ids import Digest
+from stratagem.coordinator.core import fact_serialization
+from stratagem.coordinator.core.fact_serialization import decode, encode
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Evaluated,
+    RunCancelled,
+    SegmentCommitted,
+)
+
+pytestmark = pytest.mark.core
+
+COMMITTED = SegmentCommitted(
+    party=ROOT, segment=1, step=2, digest=Digest("0" * 64), size_bytes=3, metrics={}
+)
+
+
+def test_each_schema_between_is_passed_and_those_that_changed_nothing_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rename(payload: dict[str, Any]) -> dict[str, Any]:
+        return {"reason": payload["why"]}
+
+    monkeypatch.setattr(fact_serialization, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(fact_serialization, "UPGRADES", {("RunCancelled", 2): rename})
+    assert decode("RunCancelled", 1, '{"why":"no reason"}') == RunCancelled(reason="no reason")
+    assert decode("RunCancelled", 3, '{"reason":"no reason"}') == RunCancelled(reason="no reason")
+    assert decode("SegmentCommitted", 1, encode(COMMITTED)[1]) == COMMITTED
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"), [("RunCancelled", fact_serialization.SCHEMA_VERSION + 1), ("RunPainted", 1)]
+)
+def test_what_a_newer_version_wrote_is_refused(kind: str, schema: int) -> None:
+    with pytest.raises(ValueError, match=f"{kind} of schema {schema}, written by a newer version"):
+        decode(kind, schema, "{}")
+
+
+def test_metrics_that_are_not_finite_come_back() -> None:
+    metrics = {"test.loss": math.nan, "test.perplexity": math.inf, "test.gap": -math.inf}
+    kind, payload = encode(Evaluated(party=ROOT, segment=3, metrics=metrics | {"a": 0.1}))
+    json.loads(payload, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    fact = decode(kind, 1, payload)
+    assert isinstance(fact, Evaluated)
+    assert {name: str(value) for name, value in fact.metrics.items()} == {
+        "test.loss": "nan",
+        "test.perplexity": "inf",
+        "test.gap": "-inf",
+        "a": "0.1",
+    }
+
+
+def test_a_journal_that_holds_null_for_them_can_be_read() -> None:
+    payload = '{"party":"","segment":3,"metrics":{"test.loss":null}}'
+    fact = decode("Evaluated", 1, payload)
+    assert isinstance(fact, Evaluated)
+    assert math.isnan(fact.metrics["test.loss"])

@@ -1,0 +1,38 @@
+"""The number of the rules that decide a run's bits: given at submit, kept to the end."""
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, check_numerics
+from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
+from stratagem.coordinator.core.fact_serialization import decode
+from stratagem.coordinator.core.facts import RunSubmitted
+from tests.coordinator.core.simulation import RUN, Simulation, job, register
+
+pytestmark = pytest.mark.core
+
+
+def test_a_new_run_gets_the_newest_number_and_keeps_it() -> None:
+    simulation = Simulation()
+    simulation.tell(register("w0"))
+    simulation.tell(SubmitRun(RUN, job({"type": "Local"}), 0.0))
+    assert simulation.state.runs[RUN].numerics == CURRENT
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(ResumeRun(RUN))
+    assert simulation.state.runs[RUN].numerics == CURRENT
+
+
+def test_a_run_that_names_no_number_has_the_first() -> None:
+    old = decode("RunSubmitted", 1, '{"job_json": "{}", "wall_s": 0.0}')
+    assert isinstance(old, RunSubmitted)
+    assert old.numerics == FIRST
+
+
+@pytest.mark.parametrize(("number", "means"), [(0, FIRST), (FIRST, FIRST), (CURRENT, CURRENT)])
+def test_no_number_is_the_first(number: int, means: int) -> None:
+    assert check_numerics(number) == means
+
+
+def test_a_number_that_is_not_known_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=f"numerics: {CURRENT + 1} is not known here"):
+        check_numerics(CURRENT + 1)

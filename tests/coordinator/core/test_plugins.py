@@ -1,0 +1,151 @@
+"""What a strategy that fails, or is gone, does to its own run and to others: only the former."""
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core import missing_strategy
+from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
+from stratagem.coordinator.core.facts import ROOT, Noted, RunSubmitted
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
+from stratagem.coordinator.core.state_machine import decide
+from stratagem.coordinator.core.state_machine.apply import apply
+from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of, parties_of
+from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.coordinator.core.strategy_table import GROUP, Strategies
+from stratagem.coordinator.runtime.plugins import BUILT_IN, with_plugins
+from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
+from tests.coordinator.core.simulation import RUN, Simulation, job, register, start
+from tests.coordinator.core.test_runs import FEDERATED, LOCAL
+
+pytestmark = pytest.mark.core
+
+BROKEN = RunId("broken")
+
+
+class Raising:
+    """Local, but for one function that raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            return self._raise
+        return getattr(local, name)
+
+    def _raise(self, *arguments: object) -> object:
+        raise ZeroDivisionError("by zero")
+
+
+def with_local(strategy: Any) -> Strategies:
+    """The built-in strategies, but for this one in the place of Local."""
+    return Strategies({**BUILT_IN.built_in, "Local": strategy})
+
+
+CALLED_IN_EACH_RUN = ["init", "decide", "transition", "pending", "is_welcome"]
+
+
+@pytest.mark.parametrize("function", [*CALLED_IN_EACH_RUN, "deaths", "reform"])
+def test_strategy_that_raises_fails_its_own_run_only(
+    function: str,
+) -> None:
+    simulation = start(job(FEDERATED), "a", strategies=with_local(Raising(function)))
+    simulation.tell(SubmitRun(BROKEN, job(LOCAL), 0.0))
+    simulation.tell(ReportTrouble(BROKEN, ROOT, 1, "cut off"))
+    simulation.tell(register("a", 1))
+    simulation.run()
+    broken = simulation.state.runs[BROKEN]
+    assert broken.ended is RunPhase.FAILED
+    assert broken.reason == "the strategy raised ZeroDivisionError: by zero"
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    state = simulation.state
+    simulation.crash()
+    assert simulation.state == state, "a replay meets the same errors"
+
+
+@pytest.mark.parametrize("function", ["next_deadline", "outlook", "parties"])
+def test_one_that_cannot_say_how_it_stands_may_still_train(
+    function: str,
+) -> None:
+    simulation = start(job(LOCAL), "a", strategies=with_local(Raising(function)))
+    run = simulation.state.runs[RUN]
+    outlook = outlook_of(run, simulation.agenda.world)
+    assert (outlook.reason == "the strategy raised ZeroDivisionError: by zero") is (
+        function == "outlook"
+    )
+    assert function != "parties" or parties_of(run) == {}
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_check_that_raises_refuses_the_job() -> None:
+    simulation = Simulation(with_local(Raising("check")))
+    with pytest.raises(InvalidInputError, match="strategy: the strategy raised ZeroDivisionError"):
+        simulation.tell(SubmitRun(RUN, job(LOCAL), 0.0))
+
+
+def test_one_that_decides_in_a_circle_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Circling(Raising):
+        def _raise(self, *_: object) -> Noted:
+            return Noted(party=ROOT, kind="again", data={})
+
+    monkeypatch.setattr(decide, "MAX_DECISIONS", 7)
+    run = start(job(LOCAL), strategies=with_local(Circling("decide"))).state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "the strategy decides in a circle: 7 facts, the next one Noted"
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN.built_in))
+def test_custom_cannot_name_what_is_built_in(name: str) -> None:
+    """Each reads a strategy of its own type, and would fail on this one after it was accepted."""
+    custom = {"type": "Custom", "coordinator": name, "config": None}
+    with pytest.raises(InvalidInputError, match=f"strategy.coordinator: '{name}' is built in"):
+        Simulation().tell(SubmitRun(RUN, job(custom), 0.0))
+
+
+def test_what_a_journal_holds_of_it_does_not_keep_the_coordinator_from_starting() -> None:
+    custom = {"type": "Custom", "coordinator": "Federated", "config": None}
+    submitted = RunSubmitted(job_json=job(custom), wall_s=0.0)
+    state = apply(CoordinatorState(BUILT_IN), RUN, submitted, 0.0)
+    assert "is not installed" in outlook_of(state.runs[RUN], World({}, {})).reason
+
+
+def test_a_package_that_cannot_be_imported_is_named() -> None:
+    point = EntryPoint("Broken", "stratagem.no_such_module:STRATEGY", GROUP)
+    simulation = Simulation(with_plugins([point]))
+    custom = {"type": "Custom", "coordinator": "Broken", "config": None}
+    reason = "'Broken' cannot be imported: ModuleNotFoundError: No module named"
+    with pytest.raises(InvalidInputError, match=reason):
+        simulation.tell(SubmitRun(RUN, job(custom), 0.0))
+
+
+def test_no_package_takes_the_name_of_what_is_built_in() -> None:
+    """Not even one of an earlier version, which registered its own strategies, too."""
+    point = EntryPoint("Local", "stratagem.no_such_module:STRATEGY", GROUP)
+    assert with_plugins([point]) == BUILT_IN
+
+
+def test_run_of_a_strategy_that_is_gone_fails_with_the_reason() -> None:
+    simulation = start(job(LOCAL))
+    simulation.strategies = Strategies({})
+    simulation.crash()
+    simulation.tell(register("a"))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "the strategy Local is not installed on this coordinator"
+
+
+def test_submitting_it_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="'Local' has no implementation here"):
+        Simulation(Strategies({})).tell(SubmitRun(RUN, job(LOCAL), 0.0))
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN.built_in, "missing"])
+def test_every_strategy_has_the_whole_contract(name: str) -> None:
+    strategy = missing_strategy if name == "missing" else BUILT_IN.built_in[name]
+    wanted = {name for name in vars(Strategy) if not name.startswith("_")}
+    assert wanted <= set(dir(strategy))

@@ -1,0 +1,240 @@
+"""A run goes on from an earlier one of its kept commits: what followed happens anew."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    Refusal,
+    RefusalKind,
+    Report,
+    ResumeRun,
+)
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_serialization import decode, encode
+from stratagem.coordinator.core.facts import (
+    SKIPPED_STEPS,
+    ClientEvaluated,
+    Evaluated,
+    RunResumed,
+    SegmentCommitted,
+    UpdateReceived,
+)
+from stratagem.coordinator.core.state import RunPhase, retained
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
+from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.updates.spool import SpoolKey
+from tests.coordinator.core.simulation import RUN, Simulation, digest, job, register, start
+from tests.coordinator.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL
+
+pytestmark = pytest.mark.core
+
+YOGI = {
+    **FEDERATED,
+    "aggregation": {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.001},
+}
+SILOS = {**FEDERATED, "num_clients": 2, "options": {"inner": {"type": "Local"}}}
+POPULATION = {
+    "type": "PopulationBased",
+    "population_size": 2,
+    "generations": 3,
+    "exploit": {"method": "Truncation", "fraction": 0.5},
+    "explore": {"method": "Perturbation", "factor": 0.2},
+}
+
+
+def stopped(strategy: Mapping[str, object], num_commits: int = 3, **changes: object) -> Simulation:
+    """A run that was stopped, and that nobody holds, after so many commits."""
+    changes.setdefault("retention", 8)
+    if strategy["type"] not in ("Federated", "PopulationBased"):
+        changes.setdefault("evaluation", {**EVALUATION, "every": "4 steps"})
+        changes.setdefault("epochs", 5)
+    simulation = start(job(strategy, **changes), "a", "b")
+    while len(simulation.state.runs[RUN].commits) < num_commits:
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.queue.clear()
+    simulation.seen.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    assert simulation.state.runs[RUN].is_released
+    return simulation
+
+
+def segments(simulation: Simulation) -> list[int]:
+    return [commit.segment for commit in simulation.state.runs[RUN].commits]
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED, SILOS])
+def test_it_goes_on_from_there_and_ends_as_it_would_have(strategy: dict[str, object]) -> None:
+    simulation = stopped(strategy)
+    before = simulation.state.runs[RUN]
+    assert segments(simulation)[:3] == [0, 1, 2]
+    simulation.tell(ResumeRun(RUN, "alice", from_segment=1))
+    run = simulation.state.runs[RUN]
+    assert (run.ended, segments(simulation)) == (None, [0, 1])
+    assert before.commits[2].digest not in live_blobs(simulation.state)
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert segments(simulation) == list(range(len(segments(simulation))))
+    committed = [f.segment for f in simulation.facts(SegmentCommitted) if not f.party]
+    assert committed.count(2) == 2
+    assert run.is_reproducible
+    simulation.crash()
+    assert simulation.state.runs[RUN].commits == run.commits
+
+
+def test_updates_of_a_round_that_happens_anew_are_no_repetition() -> None:
+    simulation = stopped(FEDERATED)
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    entries = []
+    while simulation.queue and simulation.state.runs[RUN].ended is None:
+        answer = simulation.tell(simulation.queue.popleft())
+        entries += [] if isinstance(answer, Refusal) else list(answer)
+    keys = [entry.key for entry in entries if isinstance(entry.fact, UpdateReceived)]
+    assert keys
+    assert all(key is not None and key.endswith("/1") for key in keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_updates_of_a_round_that_happens_anew_lie_elsewhere_in_the_spool() -> None:
+    """The old ones, of other states perhaps, are deleted later, or never if that crashes."""
+    simulation = stopped(FEDERATED)
+    party = simulation.state.runs[RUN].value.party
+
+    def key() -> SpoolKey:
+        return Env.spool_key(cast(Env, simulation), RUN, party, 2, 0)
+
+    before = key()
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    assert key() != before
+    after = key()
+    simulation.crash()
+    assert key() == after
+
+
+def test_moments_of_a_server_optimizer_begin_anew_and_that_is_said() -> None:
+    simulation = stopped(FEDERATED)
+    run = simulation.state.runs[RUN]
+    value = replace(run.value, server_state=(digest("moments"),))
+    simulation.state = replace(simulation.state, runs={RUN: replace(run, value=value)})
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    run = simulation.state.runs[RUN]
+    assert (run.value.server_state, run.is_reproducible) == ((), False)
+    (fact,) = simulation.facts(RunResumed)
+    assert sentence(fact) == (
+        "resumed from commit 1 at step 1; what else its strategy keeps begins anew"
+    )
+
+
+EVALUATED = {"split": "test", "metrics": []}
+WARD = {"data": {"worker_local": "ward"}, "evaluation": EVALUATED}
+
+
+def with_late_evaluations(strategy: dict[str, object], **changes: object) -> Simulation:
+    """A run that was stopped after three rounds: of none the evaluation was done, but that some
+    clients have evaluated the first."""
+    simulation = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    for name in "abcd":
+        simulation.tell(register(name, local_data=("ward",)))
+    num_left = 1 if "data" in changes else 0
+    while len(simulation.state.runs[RUN].commits) < 4:
+        command = simulation.queue.popleft()
+        fact = command.fact if isinstance(command, Report) else None
+        if isinstance(fact, Evaluated | ClientEvaluated) and fact.segment:
+            num_left -= 1
+            if num_left < 0:
+                continue
+        simulation.tell(command)
+    simulation.tell(CancelRun(RUN))
+    simulation.queue.clear()
+    simulation.seen.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    assert not simulation.facts(Evaluated)
+    return simulation
+
+
+@pytest.mark.parametrize(("strategy", "changes"), [(FEDERATED, {}), (SILOS, {}), (FEDERATED, WARD)])
+@pytest.mark.parametrize("segment", [1, 2])
+def test_an_evaluation_that_is_still_owed_to_a_kept_commit_is_made(
+    strategy: dict[str, object], changes: dict[str, object], segment: int
+) -> None:
+    strategy = {**strategy, "rounds": 4}
+    undisturbed = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    for name in "abcd":
+        undisturbed.tell(register(name, local_data=("ward",)))
+    undisturbed.run()
+    simulation = with_late_evaluations(strategy, **changes)
+    simulation.tell(ResumeRun(RUN, from_segment=segment))
+    simulation.crash()
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert run.commits == undisturbed.state.runs[RUN].commits
+    assert [commit.metrics for commit in run.commits[1:]] == [
+        commit.metrics for commit in undisturbed.state.runs[RUN].commits[1:]
+    ]
+    assert all(commit.metrics for commit in run.commits[1:])
+    evaluated = sorted(fact.segment for fact in simulation.facts(Evaluated))
+    assert evaluated == [1, 2, 3, 4], "each once"
+
+
+def test_the_steps_that_were_skipped_up_to_the_commit_count_on() -> None:
+    simulation = stopped(LOCAL)
+    before = {each.segment: each.metrics for each in simulation.state.runs[RUN].commits}
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    simulation.run()
+    after = {each.segment: each.metrics for each in simulation.state.runs[RUN].commits}
+    assert after[2] == before[2]
+    assert after[2][SKIPPED_STEPS] == 2.0
+
+
+@pytest.mark.parametrize("segment", [3, 99])
+def test_a_commit_that_is_not_kept_is_refused_with_those_that_are(segment: int) -> None:
+    simulation = stopped(LOCAL)
+    before = simulation.state
+    refusal = simulation.tell(ResumeRun(RUN, from_segment=segment))
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind is RefusalKind.PRECONDITION
+    assert refusal.reason == (
+        f"from_segment: {segment} is no kept commit of run 'run-1'; kept are 0, 1, 2"
+    )
+    assert simulation.state is before
+
+
+def test_the_last_commit_may_be_named_and_what_is_not_retained_may_not() -> None:
+    simulation = stopped(LOCAL, retention=1, num_commits=3)
+    kept = [commit.segment for commit in retained(simulation.state.runs[RUN])]
+    refusal = simulation.tell(ResumeRun(RUN, from_segment=0))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.endswith(f"kept are {', '.join(map(str, kept))}")
+    simulation.tell(ResumeRun(RUN, from_segment=kept[-1]))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_population_keeps_only_its_best_member_of_a_generation() -> None:
+    simulation = stopped(
+        POPULATION,
+        num_commits=2,
+        search_space={"optimizer.lr": {"low": 0.01, "high": 1.0}},
+        steps_per_generation=4,
+        evaluation={**EVALUATION, "every": "1 generations"},
+    )
+    kept = [commit.segment for commit in retained(simulation.state.runs[RUN])]
+    refusal = simulation.tell(ResumeRun(RUN, from_segment=kept[0]))
+    assert isinstance(refusal, Refusal)
+    assert "goes on from its last commit (" in refusal.reason
+
+
+def test_the_fact_reads_and_sounds_as_it_should() -> None:
+    fact = RunResumed(by="alice", from_segment=2, step=8)
+    assert sentence(fact) == "resumed from commit 2 at step 8 by alice"
+    assert decode(*encode(fact)[:1], 1, encode(fact)[1]) == fact
+    assert decode("RunResumed", 1, '{"by": "bob"}') == RunResumed(by="bob")
+    assert sentence(RunResumed()) == "resumed from the last commit"

@@ -1,0 +1,502 @@
+"""The life of runs in the pure core: placement, segments, loss, crash, stop, resume."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import WorkerId
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DeleteRun,
+    DrainWorker,
+    LoseWorker,
+    Refusal,
+    RefusalKind,
+    ReportTrouble,
+    ResumeRun,
+    SubmitRun,
+)
+from stratagem.coordinator.core.effects import CommitSegment, RunSegment
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.fact_serialization import decode
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    MembersFormed,
+    ProcessDied,
+    RunCompleted,
+    SegmentCommitted,
+    WorkerLeft,
+)
+from stratagem.coordinator.core.state import RunPhase, best_commit, retained
+from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
+from tests.coordinator.core.simulation import (
+    RUN,
+    Simulation,
+    digest,
+    ending,
+    job,
+    member,
+    register,
+    start,
+)
+
+pytestmark = pytest.mark.core
+
+LOCAL = {"type": "Local"}
+DATA_PARALLEL = {
+    "type": "DataParallel",
+    "num_replicas": 3,
+    "aggregation": {"method": "AllReduce"},
+}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 4,
+    "rounds": 3,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+EVALUATION = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "best": "accuracy"}
+GOSSIP = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
+STRATEGIES = [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED]
+
+
+def phase(simulation: Simulation) -> RunPhase:
+    run = simulation.state.runs[RUN]
+    if run.ended:
+        return run.ended
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).phase
+
+
+def reason(simulation: Simulation) -> str:
+    run = simulation.state.runs[RUN]
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).reason
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_run_completes_and_commits_every_segment_once(strategy: dict[str, object]) -> None:
+    simulation = start(job(strategy), "a", "b")
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    segments = [fact.segment for fact in simulation.facts(SegmentCommitted)]
+    assert segments == list(range(1, len(segments) + 1))
+    assert simulation.state.runs[RUN].is_released
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP], ids=str)
+def test_skipped_steps_are_counted_once_however_often_they_are_trained(
+    strategy: dict[str, object],
+) -> None:
+    """Here each segment leaves one step out; all workers are lost after any number of commands."""
+    for lost_after in range(1, 8):
+        simulation = start(job(strategy, checkpoint={"every": "5 steps"}), "a")
+        for _ in range(lost_after):
+            simulation.tell(simulation.queue.popleft())
+        simulation.queue.clear()
+        simulation.tell(LoseWorker(member("a"), "gone"))
+        simulation.crash()
+        simulation.tell(register("a", 1))
+        simulation.run()
+        counts = [fact.metrics[SKIPPED_STEPS] for fact in simulation.facts(SegmentCommitted)]
+        assert counts == [1, 2, 3, 4]
+        assert simulation.state.runs[RUN].metrics[SKIPPED_STEPS] == 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_crash_after_any_command_ends_with_the_same_commits(strategy: dict[str, object]) -> None:
+    undisturbed = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+    undisturbed.run()
+    expected = undisturbed.facts(SegmentCommitted)
+    assert expected
+    for crash_after in range(1, 40):
+        simulation = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+        for _ in range(crash_after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.crash()
+        simulation.run()
+        assert simulation.facts(SegmentCommitted) == expected
+        assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def EVALUATION_OF(strategy: dict[str, object]) -> dict[str, object]:
+    every = "1 round" if strategy["type"] == "Federated" else "1 epoch"
+    return {**EVALUATION, "every": every}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_loss_of_a_worker_at_any_point_ends_with_the_same_commits(
+    strategy: dict[str, object],
+) -> None:
+    undisturbed = start(job(strategy), "a", "b")
+    undisturbed.run()
+    expected = undisturbed.facts(SegmentCommitted)
+    for lose_after in range(12):
+        simulation = start(job(strategy), "a", "b")
+        for _ in range(lose_after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.tell(LoseWorker(member("a"), "killed"))
+        simulation.run()
+        simulation.tell(register("a", start=1))
+        simulation.run()
+        assert simulation.facts(SegmentCommitted) == expected
+        assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_survivors_keep_the_open_segment_and_a_joiner_enters_it() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b", "c")
+    simulation.queue.popleft()
+    simulation.seen.clear()
+    simulation.crash()
+    simulation.tell(simulation.queue.popleft())
+    (before,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    (after,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    assert after.segment == before.segment
+    assert after.membership == before.membership + 1
+    assert after.members == (member("a"), member("c"))
+    simulation.tell(register("b", start=1))
+    (joined,) = [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+    assert joined.members == (member("a"), member("c"), member("b", 1))
+    assert phase(simulation) is RunPhase.RECOVERING
+
+
+def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None:
+    simulation = start(job(LOCAL), "a")
+    build, *_ = simulation.queue
+    simulation.tell(build)
+    first = simulation.queue.pop()
+    simulation.tell(first)
+    due = pending(simulation.state)
+    assert {type(effect) for effect in due} == {CommitSegment, RunSegment}
+    (segment,) = [effect for effect in due if isinstance(effect, RunSegment)]
+    assert segment.segment == 2
+
+
+def test_run_waits_with_the_reason_and_starts_when_a_worker_comes() -> None:
+    simulation = start(job(LOCAL))
+    assert phase(simulation) is RunPhase.PLACING
+    assert reason(simulation) == "waiting for 1 of 1 workers: no worker is registered"
+    simulation.tell(register("a"))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_lost_only_worker_returns_the_run_to_its_last_commit() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert "no worker is available: a (killed)" in reason(simulation)
+    assert not [e for e in pending(simulation.state) if isinstance(e, RunSegment)]
+
+
+def test_min_replicas_are_waited_for() -> None:
+    strategy = {**DATA_PARALLEL, "options": {"min_replicas": 2}}
+    simulation = start(job(strategy), "a")
+    assert phase(simulation) is RunPhase.PLACING
+    simulation.tell(register("b"))
+    (formed,) = simulation.facts(MembersFormed)
+    assert [m.worker_id for m in formed.members] == ["a", "b"]
+
+
+@pytest.mark.parametrize("all_reduce", ["direct", "ring", "native"])
+def test_sums_in_an_order_of_their_own_make_a_run_not_reproducible(all_reduce: str) -> None:
+    strategy = {**DATA_PARALLEL, "options": {"all_reduce": all_reduce}}
+    simulation = start(job(strategy, execution={"deterministic": False}), "a", "b", "c")
+    assert simulation.state.runs[RUN].is_reproducible
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert simulation.state.runs[RUN].is_reproducible is (all_reduce == "direct")
+
+
+def test_workers_of_other_numerics_are_not_mixed_in() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    odd = register("c")
+    odd = type(odd)(
+        odd.member, odd.address, odd.capability.model_copy(update={"numerics_fingerprint": "other"})
+    )
+    simulation.tell(odd)
+    members = [fact.members for fact in simulation.facts(MembersFormed)][-1]
+    assert member("c") not in members
+
+
+def test_trouble_reforms_the_same_members_once() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    membership = simulation.state.runs[RUN].value.membership
+    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
+    simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
+    value = simulation.state.runs[RUN].value
+    assert value.membership == membership + 1
+    assert value.members == (member("a"), member("b"))
+
+
+def test_stale_segment_report_is_refused_and_changes_nothing() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    stale = simulation.queue.popleft()
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    before = simulation.state
+    refusal = simulation.tell(stale)
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind is RefusalKind.STALE
+    assert simulation.state is before
+
+
+def test_a_job_that_ends_its_process_fails_after_three() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for number in range(3):
+        assert simulation.state.runs[RUN].ended is None
+        told = ending("a", number, run_id=RUN, step=4, status=3, lines=("loading", "bye"))
+        simulation.tell(register("a", number + 1, told))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == (
+        "segment 1 has ended 3 worker processes and came no further than step 4; the last one, a, "
+        "ended with exit status 3 and had printed: loading | bye"
+    )
+
+
+def test_processes_that_somebody_kills_fail_no_run_unless_it_comes_no_further_for_long() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for number in range(10):
+        assert simulation.state.runs[RUN].ended is None
+        simulation.now_s += 5.0
+        simulation.tell(register("a", number + 1))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "segment 1 has ended 10 worker processes; the last one, a, ended unseen"
+
+
+def test_all_workers_killed_at_once_are_one_death() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    for number in range(9):
+        for name in "ab":
+            simulation.tell(LoseWorker(member(name, number), "connection lost"))
+        for name in "ab":
+            killed = ending(name, number, run_id=RUN, step=0, status=-9)
+            simulation.tell(register(name, number + 1, killed))
+    assert simulation.state.runs[RUN].value.deaths.num == 9
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_processes_that_were_stopped_or_did_something_else_are_not_counted() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    tells: list[dict[str, Any]] = [
+        {"status": -9, "is_stopped": True},
+        {"status": -15},
+        {"status": 3, "run_id": ""},
+        {"status": 3, "run_id": "another-run"},
+    ]
+    for number, told in enumerate(tells):
+        simulation.tell(register("a", number + 1, ending("a", number, **told)))
+    assert not simulation.facts(ProcessDied)
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_what_the_next_process_tells_of_an_older_one_is_not_believed_of_this_one() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(register("a", 1, ending("a", 7, status=3, is_stopped=True)))
+    (fact,) = simulation.facts(ProcessDied)
+    assert (fact.status, fact.at, fact.lines) == (None, None, ())
+
+
+def test_processes_that_had_not_begun_are_not_counted() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for start_number in range(1, 5):
+        lost = member("a", start_number - 1)
+        simulation.tell(LoseWorker(lost, "connection refused", is_blameless=True))
+        simulation.tell(register("a", start=start_number))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_restarts_that_were_asked_for_are_no_deaths() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    for start_number in range(1, 5):
+        simulation.tell(DrainWorker(member("a", start_number - 1)))
+        simulation.tell(register("a", start=start_number))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_the_first_members_and_those_that_join_are_no_recovery() -> None:
+    simulation = start(job(DATA_PARALLEL), "a")
+    simulation.tell(simulation.queue.popleft())  # the build
+    for name in "bc":
+        assert phase(simulation) is RunPhase.RUNNING
+        simulation.tell(register(name))
+    assert phase(simulation) is RunPhase.RUNNING
+    assert reason(simulation) == "c joined, 3 of 3 workers"
+    simulation.tell(LoseWorker(member("c"), "killed"))
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert reason(simulation) == "c lost, 2 of 3 workers"
+    simulation.tell(register("c", start=1))
+    assert phase(simulation) is RunPhase.RECOVERING  # until what was lost is trained again
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_members_of_a_population_begin_without_recovering() -> None:
+    population = {
+        "type": "PopulationBased",
+        "population_size": 3,
+        "generations": 2,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+    }
+    evaluation = {**EVALUATION, "every": "1 generations"}
+    simulation = start(
+        job(
+            population,
+            search_space={"optimizer.lr": {"low": 0.01, "high": 1.0}},
+            steps_per_generation=4,
+            evaluation=evaluation,
+        ),
+        "a",
+        "b",
+    )
+    while simulation.queue:
+        assert phase(simulation) is not RunPhase.RECOVERING
+        simulation.tell(simulation.queue.popleft())
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_run_that_is_resumed_waits_for_its_place() -> None:
+    simulation = start(job(LOCAL), "a")
+    for _ in range(2):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    assert phase(simulation) is RunPhase.PLACING
+    simulation.tell(register("a", start=1))
+    assert phase(simulation) is RunPhase.RUNNING
+
+
+def test_nothing_says_lost_of_a_worker_that_was_told_to_end() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(DrainWorker(member("b")))
+    assert reason(simulation) == "b left, 1 of 3 workers"
+    simulation.tell(LoseWorker(member("b"), "no heartbeat for 10 s"))  # it could not say so itself
+    assert WorkerId("b") not in simulation.state.workers
+    said = [sentence(decode(kind, 1, text)) for _, kind, text, _ in simulation.journal]
+    assert not [text for text in said if "lost" in text]
+    assert len(simulation.facts(WorkerLeft)) == 1
+
+
+def test_draining_worker_gets_nothing_new() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(DrainWorker(member("a")))
+    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
+
+
+def test_cancel_resume_delete() -> None:
+    simulation = start(job(LOCAL), "a")
+    for _ in range(3):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    assert phase(simulation) is RunPhase.CANCELLED
+    busy = simulation.tell(ResumeRun(RUN))
+    assert isinstance(busy, Refusal)
+    assert simulation.tell(CancelRun(RUN)) == ()
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    assert phase(simulation) in (RunPhase.RUNNING, RunPhase.RECOVERING)
+    active = simulation.tell(DeleteRun(RUN))
+    assert isinstance(active, Refusal)
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert isinstance(simulation.tell(ResumeRun(RUN)), Refusal)
+    simulation.tell(DeleteRun(RUN))
+    assert RUN not in simulation.state.runs
+    assert live_blobs(simulation.state) == frozenset()
+
+
+def test_submitting_twice_is_harmless_and_another_job_is_refused() -> None:
+    simulation = start(job(LOCAL), "a")
+    assert simulation.tell(SubmitRun(RUN, job(LOCAL), 5.0)) == ()
+    refusal = simulation.tell(SubmitRun(RUN, job(LOCAL, seed=1), 5.0))
+    assert isinstance(refusal, Refusal)
+    assert refusal.kind is RefusalKind.CONFLICT
+
+
+def test_what_cannot_run_here_is_refused_at_submit() -> None:
+    simulation = Simulation()
+    torus = {**GOSSIP, "aggregation": {"method": "Decentralized", "topology": "torus:2x2"}}
+    refusal = r"aggregation\.topology: torus:2x2 has 4 nodes, not 3; known topologies: ring"
+    with pytest.raises(InvalidInputError, match=refusal):
+        simulation.tell(SubmitRun(RUN, job(torus), 0.0))
+    custom = {"type": "Custom", "coordinator": "mine", "config": None}
+    with pytest.raises(InvalidInputError, match=r"'mine' has no .*; registered are none"):
+        simulation.tell(SubmitRun(RUN, job(custom), 0.0))
+    wide = {**DATA_PARALLEL, "num_replicas": 11}
+    with pytest.raises(InvalidInputError, match="must be <= batch_size"):
+        simulation.tell(SubmitRun(RUN, job(wide), 0.0))
+    adam = job(LOCAL, optimizer={"name": "Adam", "lr": 0.1, "momentum": 0.9})
+    refusal = r"^optimizer\.momentum: 0\.9, but Adam takes no 'momentum'; it takes amsgrad, betas, "
+    with pytest.raises(InvalidInputError, match=refusal):
+        simulation.tell(SubmitRun(RUN, adam, 0.0))
+    unknown = job(LOCAL, optimizer={"name": "adem", "lr": 0.1})
+    with pytest.raises(
+        InvalidInputError, match=r"optimizer\.name: 'adem' is not one of adadelta, "
+    ):
+        simulation.tell(SubmitRun(RUN, unknown, 0.0))
+
+
+def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:
+    simulation = start(job(LOCAL, evaluation=EVALUATION, epochs=5), "a")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert [commit.segment for commit in run.commits] == [0, 1, 2, 3, 4, 5]
+    assert [commit.segment for commit in retained(run)] == [4, 5]
+    best = best_commit(run)
+    assert best is None or best.segment in (4, 5)
+    assert digest("segment5") in live_blobs(simulation.state)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_long_run_remembers_the_best_commit_and_the_newest_ones(mode: str) -> None:
+    evaluation = {**EVALUATION, "every": "1 step", "mode": mode}
+    simulation = start(job(LOCAL, evaluation=evaluation, epochs=20), "a")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert len(simulation.facts(SegmentCommitted)) == 200
+    assert MIN_COMMITS <= len(run.commits) <= 2 * MIN_COMMITS + 1
+    best = {"min": 1, "max": 200}[mode]  # accuracy grows with the steps
+    assert [c.segment for c in retained(run)] == sorted({best, 199, 200})
+
+
+def test_completed_reason_is_a_sentence() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.run()
+    (completed,) = simulation.facts(RunCompleted)
+    assert completed.reason == "20 steps committed"
+
+
+def test_workers_of_an_earlier_cluster_give_way_to_the_one_that_lives() -> None:
+    simulation = start(job(LOCAL), "a", "b")
+    placed = simulation.facts(MembersFormed)[-1].members
+    assert placed == (member("a"),)
+    simulation.tell(register("a", start=1))
+    assert simulation.facts(MembersFormed)[-1].members == (member("a", 1),)
+    simulation.tell(LoseWorker(member("b"), "connection refused"))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED

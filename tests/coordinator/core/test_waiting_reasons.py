@@ -1,0 +1,163 @@
+"""Runs that no worker fits: what they wait for, how long, and that nothing else ends them."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.coordinator.core.commands import LoseWorker, SubmitRun, Tick
+from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.pending_effects import next_deadline
+from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
+from stratagem.coordinator.observe.event_feed import Event, Feed
+from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
+from tests.coordinator.core.simulation import RUN, Simulation, job, member, register
+
+pytestmark = pytest.mark.core
+
+PIPELINE = {
+    "type": "ModelParallel",
+    "partitions": [
+        {"node_ids": ["0"], "target": {"Tag": "gpu"}},
+        {"node_ids": ["1"], "target": {"Tag": "large"}},
+    ],
+    "communication": {"protocol": "Direct"},
+}
+LOCAL = {"type": "Local"}
+
+
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+REPLICAS = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+PIPELINES = {**REPLICAS, "options": {"inner": PIPELINE}}
+POPULATION = {
+    "type": "PopulationBased",
+    "population_size": 2,
+    "generations": 1,
+    "exploit": {"method": "Binary", "threshold": 0.0},
+    "explore": {"method": "Resample"},
+    "options": {"inner": PIPELINES},
+}
+SEARCH = {
+    "search_space": {"optimizer.lr": {"low": 0.1, "high": 1.0}},
+    "steps_per_generation": 1,
+    "evaluation": {"best": "loss"},
+}
+NO_GPU = "partition 0 needs a worker tagged 'gpu'; partition 1 needs a worker tagged 'large'"
+
+
+def begun(strategy: dict[str, Any], *workers: str, **changes: Any) -> Simulation:
+    """Submitted at 100 s."""
+    simulation = Simulation(now_s=100.0)
+    for name in workers:
+        simulation.tell(register(name))
+    simulation.tell(SubmitRun(RUN, job(strategy, **changes), 0.0))
+    return simulation
+
+
+def reason(simulation: Simulation) -> str:
+    return why_waiting(simulation.state.runs[RUN], world_of(simulation.state))
+
+
+def tick(simulation: Simulation, now_s: float) -> None:
+    simulation.now_s = now_s
+    simulation.tell(Tick())
+
+
+def test_it_fails_in_time_and_names_the_tags_that_nobody_has() -> None:
+    simulation = begun(PIPELINE, "a", placement_timeout_s=60)
+    assert next_deadline(simulation.state) == 160.0
+    tick(simulation, 159.9)
+    assert simulation.state.runs[RUN].ended is None
+    simulation.crash()
+    tick(simulation, 160.0)
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason.startswith("without workers for 60 s: partition 0 needs ")
+    assert "gpu" in run.reason
+    assert "large" in run.reason
+    assert next_deadline(simulation.state) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections", "expected"),
+    [
+        (PIPELINES, {}, NO_GPU),
+        ({**FEDERATED, "options": {"inner": PIPELINE}}, {}, NO_GPU),
+        ({**FEDERATED, "options": {"inner": PIPELINES}}, {}, NO_GPU),
+        (POPULATION, SEARCH, NO_GPU),
+        (
+            {
+                **FEDERATED,
+                "client_selection": {"method": "ByCapability", "required_tags": ["site"]},
+            },
+            {},
+            "no client has a worker with the tags site",
+        ),
+        (
+            FEDERATED,
+            {"data": {"worker_local": "ward"}},
+            "2 workers with data 'ward' are needed, 0 are here",
+        ),
+        (
+            {**REPLICAS, "num_replicas": 3, "options": {"min_replicas": 3}},
+            {},
+            "waiting for 3 of 3 workers: only 2 fit: a, b",
+        ),
+    ],
+)
+def test_nothing_is_begun_for_what_has_no_place(
+    strategy: dict[str, Any], sections: dict[str, Any], expected: str
+) -> None:
+    simulation = begun(strategy, "a", "b", placement_timeout_s=60, **sections)
+    assert reason(simulation).startswith(expected)
+    simulation.run()
+    assert not simulation.facts(MembersFormed)
+    assert not simulation.facts(ModelBuilt)
+    tick(simulation, 160.0)
+    assert simulation.state.runs[RUN].reason.startswith(f"without workers for 60 s: {expected}")
+
+
+def test_it_waits_for_ever_unless_told() -> None:
+    simulation = begun(PIPELINE, "a")
+    assert "gpu" in reason(simulation)
+    assert next_deadline(simulation.state) is None
+    tick(simulation, 1e9)
+    assert simulation.state.runs[RUN].ended is None
+
+
+def test_time_with_workers_does_not_count() -> None:
+    simulation = begun(LOCAL, "a", placement_timeout_s=60)
+    assert (reason(simulation), next_deadline(simulation.state)) == ("", None)
+    simulation.queue.clear()
+    tick(simulation, 500.0)
+    assert simulation.state.runs[RUN].ended is None
+    simulation.tell(LoseWorker(member("a"), "gone"))
+    assert next_deadline(simulation.state) == 560.0
+    simulation.now_s = 550.0
+    simulation.tell(register("b"))
+    assert next_deadline(simulation.state) is None
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_watchers_are_told_when_it_changes() -> None:
+    simulation = begun(PIPELINE)
+    feed = Feed(history=None)  # type: ignore[arg-type]  # nothing is read back here
+    submitted = RunSubmitted(job_json="{}", wall_s=0.0)
+    feed.add_event(RUN, Event(0, 0.0, submitted, RunPhase.PLACING), is_last=False)
+    say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
+    first = feed.progress(RUN)
+    assert first is not None
+    assert first.reason == reason(simulation)
+    say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
+    assert feed.progress(RUN) is first
+    simulation.tell(register("a", tags=("gpu", "large")))
+    say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
+    assert feed.progress(RUN) is None

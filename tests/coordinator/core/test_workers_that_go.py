@@ -1,0 +1,117 @@
+"""Workers that come and go: who has left or was forgotten takes no place, and harms no run."""
+
+import pytest
+
+from stratagem.common.base.ids import WorkerId
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    DrainWorker,
+    ForgetWorkers,
+    LeaveWorker,
+    LoseWorker,
+    SubmitRun,
+)
+from stratagem.coordinator.core.facts import (
+    MembersFormed,
+    ProcessDied,
+    WorkerDraining,
+    WorkerLeft,
+    WorkerLost,
+    WorkersForgotten,
+)
+from stratagem.coordinator.core.state import RunPhase
+from tests.coordinator.core.simulation import RUN, Simulation, job, member, register, start
+from tests.coordinator.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
+
+pytestmark = pytest.mark.core
+
+ALL = 1_000
+
+
+def lose(simulation: Simulation, *names: str) -> None:
+    for name in names:
+        simulation.tell(LoseWorker(member(name), "gone"))
+
+
+def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(DrainWorker(member("a")))
+    simulation.tell(LeaveWorker(member("a"), "drained"))
+    assert set(simulation.state.workers) == {"b"}
+    assert simulation.facts(WorkerLost) == []
+    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
+    assert simulation.tell(LeaveWorker(member("a"), "drained")) == ()
+    assert simulation.tell(LoseWorker(member("a"), "silent")) == ()
+    assert simulation.tell(DrainWorker(member("a"))) == ()
+    simulation.crash()
+    assert set(simulation.state.workers) == {"b"}
+    simulation.tell(register("a", start=1))
+    assert simulation.facts(ProcessDied) == []
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_worker_that_leaves_without_a_word_before_frees_its_place_in_a_party() -> None:
+    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation.tell(LeaveWorker(member("a"), "drained"))
+    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(DrainWorker(member("a")))
+    simulation.tell(LoseWorker(member("a"), "no heartbeat for 10 s"))
+    kinds = [kind for _, kind, *_ in simulation.journal if kind.startswith("Worker")]
+    assert kinds == ["WorkerRegistered", WorkerDraining.__name__, WorkerLeft.__name__]
+    assert simulation.state.workers == {}
+
+
+def test_an_earlier_start_of_a_worker_cannot_leave_for_the_present_one() -> None:
+    simulation = start(job(LOCAL), "a")
+    simulation.tell(register("a", start=1))
+    assert simulation.tell(LeaveWorker(member("a"), "late")) == ()
+    assert simulation.state.workers[member("a").worker_id].member == member("a", 1)
+
+
+def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
+    simulation = start(job(LOCAL), "a", "b", "c")
+    lose(simulation, "b")
+    simulation.now_s = 100.0
+    lose(simulation, "c")
+    assert simulation.tell(ForgetWorkers(0.0, ALL)) == ()
+    simulation.tell(ForgetWorkers(50.0, ALL))
+    assert simulation.facts(WorkersForgotten) == [WorkersForgotten(names=(WorkerId("b"),))]
+    assert set(simulation.state.workers) == {"a", "c"}
+    simulation.crash()
+    assert set(simulation.state.workers) == {"a", "c"}
+    simulation.tell(ForgetWorkers(101.0, ALL))
+    assert set(simulation.state.workers) == {"a"}, "its time of loss is in the journal, too"
+    simulation.tell(register("b", start=1))
+    assert set(simulation.state.workers) == {"a", "b"}
+
+
+def test_of_the_lost_only_so_many_are_kept() -> None:
+    simulation = Simulation()
+    for number, name in enumerate("dcba"):
+        simulation.tell(register(name))
+        simulation.now_s = float(number)
+        lose(simulation, name)
+    simulation.tell(register("e"))
+    simulation.tell(ForgetWorkers(-1.0, 2))
+    assert set(simulation.state.workers) == {"a", "b", "e"}, "the newest ones are kept"
+
+
+def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() -> None:
+    document = job({**FEDERATED, "num_clients": 2}, data={"worker_local": "patients"})
+    simulation = Simulation()
+    for name, data in (("a", "patients"), ("b", "patients"), ("c", "other")):
+        simulation.tell(register(name, local_data=(data,)))
+    simulation.tell(SubmitRun(RUN, document, 0.0))
+    lose(simulation, "b", "c")
+    simulation.tell(ForgetWorkers(1.0, ALL))
+    assert set(simulation.state.workers) == {"a", "b"}
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(ForgetWorkers(1.0, ALL))
+    assert set(simulation.state.workers) == {"a"}

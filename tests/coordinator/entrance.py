@@ -1,8 +1,0 @@
-"""The entrance of a coordinator that a test leads by itself: nobody comes through it."""
-
-from stratagem.common.rpc.health_service import HealthService
-from stratagem.coordinator.standby import Entrance
-
-
-def entrance() -> Entrance:
-    return Entrance("127.0.0.1:1", HealthService())

@@ -1,0 +1,63 @@
+"""Settings that cannot work together are refused at the start, with the names of both."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from stratagem.common.process.settings_rules import told
+from stratagem.worker.process.worker_settings import from_command_line
+from tests.patience import PATIENCE_S
+from tests.settings import coordinator_settings
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        coordinator_settings(**settings)
+    return told("stratagem coordinator", caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"worker_ttl_s": 4.7}, ("--worker-ttl-s", "--heartbeat-interval-s", "2.4 times")),
+        ({"heartbeat_interval_s": 5.0}, ("--worker-ttl-s is 10", "which is 5")),
+        ({"max_calls": 1999}, ("--max-calls", "--max-watchers")),
+        ({"max_calls": 100, "max_watchers": 50, "max_uploads": 51}, ("--max-uploads",)),
+        ({"max_spool_bytes": 2**30}, ("--max-spool-bytes", "--max-state-bytes")),
+        ({"max_job_bytes": 2**21}, ("--max-job-bytes", "4194304")),
+    ],
+)
+def test_contradictions_name_both_settings(
+    settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    text = refusal(**settings)
+    assert text.startswith("stratagem coordinator: --")
+    assert "\n" not in text
+    assert all(name in text for name in names), text
+
+
+def test_what_just_fits_is_taken() -> None:
+    coordinator_settings(worker_ttl_s=4.8, max_calls=2000)
+
+
+def test_wrong_values_name_their_setting() -> None:
+    text = refusal(stream_idle_timeout_s=0.0, max_uploads=-1)
+    first, second = text.splitlines()
+    assert first.startswith("stratagem coordinator: --max-uploads: ")
+    assert second.startswith("stratagem coordinator: --stream-idle-timeout-s: ")
+
+
+def test_a_worker_refuses_them_too() -> None:
+    with pytest.raises(ValidationError, match="--max-calls is 10 and must be at least 2 times"):
+        from_command_line(["--coordinator", "127.0.0.1:1", "--max-calls", "10"])
+
+
+def test_the_process_ends_with_the_reason_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "stratagem.coordinator", "--worker-ttl-s", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 1
+    assert "--worker-ttl-s is 1 and must be at least 2.4 times --heartbeat" in ended.stderr
+    assert "Traceback" not in ended.stderr

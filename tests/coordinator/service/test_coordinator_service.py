@@ -1,0 +1,338 @@
+"""The coordinator's gRPC face over a real server, with a worker that only says who it is."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from stratagem.common.base.ids import Incarnation, RunId, WorkerId
+from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tensor_transfer import push
+from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
+from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import RegisterWorker
+from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.store.journal import Journal
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.coordinator.core.simulation import job
+from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.open_gate import entrance
+from tests.patience import PATIENCE_S
+from tests.settings import coordinator_settings
+
+Code = grpc.StatusCode
+
+
+class Acquaintance(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker that answers Describe and nothing else."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(incarnation=self._incarnation)
+
+
+@asynccontextmanager
+async def worker(incarnation: str) -> AsyncIterator[str]:
+    server = make_server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Acquaintance(incarnation), server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
+    made = coordinator_settings(data_dir=folder, **settings)
+    app = await App.lead(made, entrance())
+    server = make_server()
+    servicer = CoordinatorServicer(app)
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
+    port = bind(server, "127.0.0.1", 0)
+    running = asyncio.create_task(app.run())
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+    finally:
+        await channel.close()
+        await server.stop(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await app.loop.close()
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def first_of(stream: Any) -> Any:
+    return await anext(aiter(stream))
+
+
+def submit(run_id: str = "r-1", **changes: Any) -> pb.SubmitRunRequest:
+    return pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL, **changes))
+
+
+async def test_submit_is_idempotent_and_names_every_wrong_field(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        assert (await stub.SubmitRun(submit())).created
+        assert not (await stub.SubmitRun(submit())).created
+        assert (await refused(stub.SubmitRun(submit(seed=5))))[0] is Code.ALREADY_EXISTS
+        code, reason = await refused(stub.SubmitRun(submit("r-2", batch_size=0, epochs=-1)))
+        assert code is Code.INVALID_ARGUMENT
+        assert "batch_size" in reason
+        assert "epochs" in reason
+        code, reason = await refused(stub.SubmitRun(submit("Bad Id")))
+        assert code is Code.INVALID_ARGUMENT
+        assert [run.run_id for run in (await stub.ListRuns(pb.ListRunsRequest())).runs] == ["r-1"]
+
+
+async def test_each_submission_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """What is stored of a run bears it: the id may have been another run's, that was deleted."""
+    async with coordinator(tmp_path) as stub:
+        for run_id in ("r-1", "r-2"):
+            await stub.SubmitRun(submit(run_id))
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as journal:
+        found = journal.execute("SELECT payload FROM event WHERE kind = 'RunSubmitted'").fetchall()
+    names = {json.loads(payload)["submission"] for (payload,) in found}
+    assert len(names) == 2
+    assert all(names)
+
+
+async def test_a_coordinator_that_may_no_longer_write_answers_what_it_was_asked(
+    tmp_path: Path,
+) -> None:
+    """Those whose command was in its hands, those behind them, and those that come later."""
+    async with coordinator(tmp_path) as stub:
+        other = Journal.open(tmp_path / "journal.sqlite")
+        other.release(1)
+        other.close()
+        async with asyncio.timeout(PATIENCE_S):
+            asked = [refused(stub.SubmitRun(submit(f"r-{number}"))) for number in range(3)]
+            answers = [*await asyncio.gather(*asked), await refused(stub.SubmitRun(submit("r-9")))]
+    assert {code for code, _ in answers} == {Code.UNAVAILABLE}
+    assert all("this process ends" in reason for _, reason in answers)
+
+
+async def test_a_transfer_that_was_stopped_is_begun_anew(tmp_path: Path) -> None:
+    """Whoever asks right after the end of a run must not wait for what has been cancelled."""
+    silent = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    app = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
+    running = asyncio.create_task(app.run())
+    member, run_id = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("one")), RunId("r-1")
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    await app.loop.submit(RegisterWorker(member, address, Capability()))
+    manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
+    content = header_bytes(manifest) + bytes(4)
+    writer = app.blobs.writer(len(content))
+    writer.write(content)
+    digest = writer.commit()
+    first = app.env.start_push(member, run_id, digest)
+    assert app.env.start_push(member, run_id, digest) is first
+    app.env.forget(run_id)
+    second = app.env.start_push(member, run_id, digest)
+    assert second is not first
+    await asyncio.gather(first, return_exceptions=True)
+    assert list(app.env.pushes.values()) == [second]
+    app.env.forget(run_id)
+    running.cancel()
+    await asyncio.gather(running, second, return_exceptions=True)
+    await app.loop.close()
+    silent.close()
+
+
+async def test_limits_are_named(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, max_job_bytes=100, max_active_runs=1) as stub:
+        code, reason = await refused(stub.SubmitRun(submit()))
+        assert code is Code.RESOURCE_EXHAUSTED
+        assert "the limit is 100" in reason
+    async with coordinator(tmp_path, max_active_runs=1) as stub:
+        await stub.SubmitRun(submit())
+        code, reason = await refused(stub.SubmitRun(submit("r-2")))
+        assert code is Code.RESOURCE_EXHAUSTED
+        assert reason == "1 runs are active, the limit is 1"
+
+
+async def test_unknown_runs_are_not_found(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        for call in (
+            stub.GetRun(pb.GetRunRequest(run_id="nope")),
+            stub.CancelRun(pb.CancelRunRequest(run_id="nope")),
+            stub.ResumeRun(pb.ResumeRunRequest(run_id="nope")),
+            stub.DeleteRun(pb.DeleteRunRequest(run_id="nope")),
+            first_of(stub.WatchRun(pb.WatchRunRequest(run_id="nope"))),
+            first_of(stub.TailLogs(pb.TailLogsRequest(run_id="nope"))),
+            first_of(stub.DownloadState(pb.DownloadStateRequest(run_id="nope"))),
+        ):
+            assert await refused(call) == (Code.NOT_FOUND, "run 'nope' is not known")
+
+
+async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit())
+        info = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run
+        assert info.phase == pb.RUN_PHASE_PLACING
+        assert info.reason == "waiting for 1 of 1 workers: no worker is registered"
+        active = await refused(stub.ResumeRun(pb.ResumeRunRequest(run_id="r-1")))
+        assert active == (Code.FAILED_PRECONDITION, "run 'r-1' is active")
+        await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
+    async with coordinator(tmp_path) as stub:
+        info = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run
+        assert info.phase == pb.RUN_PHASE_CANCELLED
+        assert info.reason == "stopped by request; nothing was committed"
+        events = [m.event async for m in stub.WatchRun(pb.WatchRunRequest(run_id="r-1"))]
+        assert [(e.index, e.kind) for e in events] == [(0, "RunSubmitted"), (1, "RunCancelled")]
+        later = [
+            m.event.index
+            async for m in stub.WatchRun(pb.WatchRunRequest(run_id="r-1", from_index=1))
+        ]
+        assert later == [1]
+        code, _ = await refused(
+            first_of(stub.WatchRun(pb.WatchRunRequest(run_id="r-1", from_index=3)))
+        )
+        assert code is Code.OUT_OF_RANGE
+        lines = [line.text async for line in stub.TailLogs(pb.TailLogsRequest(run_id="r-1"))]
+        assert lines[0] == "submitted"
+        await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
+        assert not (await stub.ListRuns(pb.ListRunsRequest())).runs
+    async with coordinator(tmp_path) as stub:
+        assert not (await stub.ListRuns(pb.ListRunsRequest())).runs
+        assert (await stub.SubmitRun(submit())).created
+
+
+async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"run_id": "r-1"}
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit())
+        watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        assert await watching == ["RunSubmitted", "RunCancelled"]
+        before = await stub.GetRun(pb.GetRunRequest(**run))
+    async with coordinator(tmp_path) as stub:
+        assert await stub.GetRun(pb.GetRunRequest(**run)) == before
+        assert list((await stub.ListRuns(pb.ListRunsRequest())).runs) == [before.run]
+        assert not (await stub.SubmitRun(submit())).created
+        code, reason = await refused(stub.SubmitRun(submit(seed=5)))
+        assert (code, reason) == (Code.ALREADY_EXISTS, "run 'r-1' exists with another job")
+        code, reason = await refused(first_of(stub.DownloadState(pb.DownloadStateRequest(**run))))
+        assert (code, reason) == (Code.NOT_FOUND, "run 'r-1' has committed nothing yet")
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        await stub.ResumeRun(pb.ResumeRunRequest(**run))
+        info = (await stub.GetRun(pb.GetRunRequest(**run))).run
+        assert (info.phase, info.event_index) == (pb.RUN_PHASE_PLACING, 2)
+        assert info.reason == "waiting for 1 of 1 workers: no worker is registered"
+        watching = asyncio.create_task(_kinds(stub.WatchRun(pb.WatchRunRequest(**run))))
+        await stub.CancelRun(pb.CancelRunRequest(**run))
+        assert await watching == ["RunSubmitted", "RunCancelled", "RunResumed", "RunCancelled"]
+        await stub.DeleteRun(pb.DeleteRunRequest(**run))
+        assert (await refused(stub.GetRun(pb.GetRunRequest(**run))))[0] is Code.NOT_FOUND
+        assert (await stub.SubmitRun(submit(seed=5))).created
+
+
+async def _kinds(stream: Any) -> list[str]:
+    return [item.event.kind async for item in stream if item.HasField("event")]
+
+
+async def test_worker_is_dialled_back_before_it_is_believed(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub, worker("one") as address, worker("two") as other:
+        capability = types_pb2.Capability(device="cpu", num_threads=1)
+
+        def register(incarnation: str, address: str) -> Any:
+            return stub.RegisterWorker(
+                pb.RegisterWorkerRequest(
+                    worker_id="w",
+                    incarnation=incarnation,
+                    address=address,
+                    capability=capability,
+                )
+            )
+
+        assert (await refused(register("three", address)))[0] is Code.UNAVAILABLE
+        assert (await refused(register("one", "nowhere")))[0] is Code.INVALID_ARGUMENT
+        answer = await register("one", address)
+        assert answer.lease_ttl_s == 10.0
+        code, reason = await refused(register("two", other))
+        assert code is Code.ALREADY_EXISTS
+        assert "choose another name" in reason
+        await stub.Heartbeat(pb.HeartbeatRequest(worker_id="w", incarnation="one"))
+        unknown = stub.Heartbeat(pb.HeartbeatRequest(worker_id="w", incarnation="zero"))
+        assert (await refused(unknown))[0] is Code.NOT_FOUND
+        (info,) = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+        assert (info.worker_id, info.is_alive, info.address) == ("w", True, address)
+
+
+async def test_stale_rendezvous_is_refused_and_stale_suspicion_ignored(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        session = types_pb2.SessionRef(run_id="r-1")
+        fence = types_pb2.Fence(term=1, membership=3)
+        call = stub.Rendezvous(pb.RendezvousRequest(fence=fence, session=session))
+        assert (await refused(call))[0] is Code.FAILED_PRECONDITION
+        await stub.Suspect(pb.SuspectRequest(fence=fence, session=session, reason="gone"))
+
+
+async def test_uploaded_data_can_be_named_and_missing_data_is_refused(tmp_path: Path) -> None:
+    values = np.arange(7, dtype=np.float32)
+    manifest = build_manifest([("train.x", "float32", (7,))], Purpose.DATA)
+    content = [values.data.cast("B")]
+    digest = blob_digest(manifest, content)
+    async with coordinator(tmp_path) as stub:
+        named = submit(data={"inline": digest})
+        assert (await refused(stub.SubmitRun(named)))[0] is Code.NOT_FOUND
+        header = pb.UploadDataRequest(
+            header=pb.UploadDataHeader(digest=digest, manifest=to_proto(manifest))
+        )
+        for _ in range(2):
+            await push(stub.UploadData, header, manifest, content)
+        await stub.SubmitRun(named)
+
+
+async def test_many_large_runs_are_listed_page_by_page(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        model = {"entrypoint": "m:f", "kwargs": {"text": "x" * 900_000}}
+        for number in range(6):
+            await stub.SubmitRun(submit(f"r-{number}", model=model))
+        found: list[str] = []
+        request, num_pages = pb.ListRunsRequest(), 0
+        while True:
+            page = await stub.ListRuns(request)
+            found += [run.run_id for run in page.runs]
+            num_pages += 1
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                break
+            await stub.CancelRun(pb.CancelRunRequest(run_id=page.runs[-1].run_id))
+        assert found == [f"r-{number}" for number in reversed(range(6))]
+        assert num_pages == 3
+        for token in ("x", "nan", "1.0 Bad Id", "1.0"):
+            code, reason = await refused(stub.ListRuns(pb.ListRunsRequest(page_token=token)))
+            assert (code, reason.partition(":")[0]) == (Code.INVALID_ARGUMENT, "page_token")
+
+
+async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
+    async with coordinator(tmp_path):
+        second = asyncio.create_task(
+            App.lead(coordinator_settings(data_dir=tmp_path, lease_ttl_s=5.0), entrance())
+        )
+        done, _ = await asyncio.wait({second}, timeout=0.5)
+        assert not done
+    app = await second
+    assert app.loop.term == 2
+    await app.loop.close()

@@ -1,0 +1,50 @@
+"""Where the tests of this folder keep blobs and journals, and one S3 server for all of them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.coordinator.store.places import BUCKET, Bucket, Folder, Place, environ_of
+from tests.postgres import Postgres
+from tests.worker.pipeline.s3_server import s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    with s3_server(BUCKET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    environ = environ_of(s3_endpoint)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(tmp_path, environ)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return Folder(tmp_path)
+    found: Place = request.getfixturevalue("bucket")
+    return found
+
+
+@pytest.fixture
+def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
+    """Where a new journal may be opened, over "sqlite" or "postgres"."""
+
+    def place(database: str) -> str:
+        if database == "sqlite":
+            return str(tmp_path / "journal.db")
+        server: Postgres = request.getfixturevalue("postgres")
+        return server.new_schema()
+
+    return place
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, journal_place: Callable[[str], str]) -> str:
+    return journal_place(request.param)

@@ -1,0 +1,191 @@
+"""What every journal promises, over SQLite and over PostgreSQL."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stratagem.common.base.errors import ConflictError
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.store.journal import (
+    DuplicateKeyError,
+    FencedError,
+    Holder,
+    Journal,
+    Summary,
+    journal,
+)
+from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
+from tests.programs import run
+
+
+@pytest.fixture
+def log(place: str) -> Iterator[Journal]:
+    opened = Journal.open(place)
+    yield opened
+    opened.close()
+
+
+def test_events_come_back_in_the_order_of_all_runs(
+    log: Journal, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_PAGE_ROWS", 2)
+    term = lead(log)
+    written = [record(A, 0), record(B, 0), record(RunId(""), 0), record(A, 1, "k"), record(A, 2)]
+    positions = [p for r in written[:3] for p in log.append(term, [r])]
+    positions += log.append(term, written[3:])
+    assert positions == [1, 2, 3, 4, 5]
+    reopened = Journal.open(place)
+    assert [each.record for each in events(reopened)] == written
+    assert [(each.position, each.term) for each in events(reopened)] == [(p, 1) for p in positions]
+    assert [each.record.seq for each in reopened.read(A)] == [0, 1, 2]
+    assert [each.record.seq for each in reopened.read(A, 2)] == [2]
+    assert list(reopened.read(RunId("c"))) == []
+    assert log.append(term, []) == []
+    reopened.close()
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=st.lists(st.lists(st.tuples(st.sampled_from([A, B]), st.text()), max_size=4)))
+def test_replay_is_the_batches_one_after_the_other(
+    log: Journal, batches: list[list[tuple[RunId, str]]]
+) -> None:
+    """One journal for all examples, as each of them goes on where the last one ended."""
+    before = [each.record for each in events(log)]
+    term, expected = lead(log), list(before)
+    counts = {run_id: sum(each.run_id == run_id for each in before) for run_id in (A, B)}
+    for batch in batches:
+        rows = []
+        for run_id, text in batch:
+            rows.append(replace(record(run_id, counts[run_id]), payload=json.dumps(text)))
+            counts[run_id] += 1
+        log.append(term, rows)
+        expected += rows
+    log.release(term)
+    assert [each.record for each in events(log)] == expected
+
+
+def test_a_key_is_used_once_in_a_run_and_a_refused_batch_leaves_nothing(log: Journal) -> None:
+    term = lead(log)
+    log.append(term, [record(A, 0, "k")])
+    with pytest.raises(DuplicateKeyError, match="'k'") as raised:
+        log.append(term, [record(A, 1, "fresh"), record(A, 2, "k")])
+    assert (raised.value.run_id, raised.value.idem_key) == (A, "k")
+    with pytest.raises(DuplicateKeyError):
+        log.append(term, [record(A, 1, "twice"), record(A, 2, "twice")])
+    log.append(term, [record(B, 0, "k"), record(B, 1), record(B, 2)])
+    assert [each.record.seq for each in log.read(A)] == [0]
+
+
+def test_an_event_number_is_used_once(log: Journal) -> None:
+    term = lead(log)
+    log.append(term, [record(A, 0)])
+    with pytest.raises(ConflictError, match="'a-1' 0") as raised:
+        log.append(term, [record(A, 0)])
+    assert not isinstance(raised.value, DuplicateKeyError)
+
+
+def test_the_loser_of_the_lead_writes_nothing(log: Journal, place: str) -> None:
+    old = lead(log, ELSEWHERE)
+    log.append(old, [record(A, 0)])
+    other = Journal.open(place)
+    new = other.take_lead(US, ttl_s=0.05)
+    assert new.term == old + 1
+    for act in (
+        lambda: log.append(old, [record(A, 1)]),
+        lambda: log.renew(old),
+        lambda: log.delete_run(old, A),
+    ):
+        with pytest.raises(FencedError, match="term 1 no longer leads: term 2 does"):
+            act()
+    log.release(old)  # must not release what is not ours
+    other.append(new.term, [record(A, 1)])
+    assert [(each.term, each.record.seq) for each in events(log)] == [(1, 0), (2, 1)]
+    other.close()
+
+
+def test_a_released_lead_is_free_and_cannot_write(log: Journal) -> None:
+    term = lead(log, ELSEWHERE)
+    log.release(term)
+    with pytest.raises(FencedError, match="released"):
+        log.append(term, [record(A, 0)])
+    assert lead(log) == term + 1
+
+
+def test_a_wait_can_be_given_up(log: Journal) -> None:
+    term = lead(log, ELSEWHERE)
+
+    def sleep(duration_s: float) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        log.take_lead(US, ttl_s=10, sleep=sleep)
+    log.renew(term)
+
+
+def test_a_holder_that_died_on_this_host_is_replaced_at_once(log: Journal, place: str) -> None:
+    code = """
+from stratagem.coordinator.store.journal import Holder, Journal
+print(Journal.open(sys.argv[1]).take_lead(Holder.of_this_process(), ttl_s=10).term)
+"""
+    assert run(code, place) == (0, "1\n")
+    assert lead(log) == 2
+
+
+def test_liveness_is_known_of_this_host_only() -> None:
+    assert not US.is_known_dead()
+    assert replace(US, started=US.started + 1).is_known_dead()  # a reused pid
+    assert replace(US, pid=2**22 + 1).is_known_dead()
+    assert not replace(US, pid=2**22 + 1, host="another").is_known_dead()
+    assert not replace(US, pid=2**22 + 1, host="").is_known_dead()
+    assert Holder.from_json(US.to_json()) == US
+
+
+def test_the_clock_goes_on_where_the_last_event_was_also_when_it_is_deleted(log: Journal) -> None:
+    term = lead(log)
+    log.append(term, [record(A, 0, time_s=3.5), record(B, 0, time_s=7.25)])
+    log.delete_run(term, B)
+    assert [each.record.run_id for each in events(log)] == [A]
+    log.release(term)
+    taken = log.take_lead(US, ttl_s=10)
+    assert taken.last_time_s == 7.25
+    assert log.append(taken.term, [record(A, 1, time_s=9.0)]) == [3]  # positions are not reused
+    log.release(taken.term)
+    assert log.take_lead(US, ttl_s=10).last_time_s == 9.0
+
+
+def summary(run_id: RunId, version: str = "1") -> Summary:
+    return Summary(run_id, version, brief=f"brief {run_id}", shown=f"shown {run_id}")
+
+
+def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:
+    term = lead(log)
+    log.append(term, [record(B, 0), record(A, 0), record(RunId(""), 0), record(A, 1)], [summary(A)])
+    assert list(log.briefs("1").items()) == [(B, None), (A, f"brief {A}"), ("", None)]
+    assert log.briefs("2") == {B: None, A: None, "": None}, "another version reads events"
+    assert log.shown([A, B]) == {A: f"shown {A}"}
+    log.append(term, [record(A, 2)])
+    assert log.briefs("1") == {B: None, A: None, "": None}
+    log.append(term, [], [summary(A), summary(B, "2")])
+    assert log.briefs("1") == {B: None, A: f"brief {A}", "": None}
+    assert log.briefs("2") == {B: f"brief {B}", A: None, "": None}
+    log.delete_run(term, A)
+    assert (log.briefs("1"), log.shown([A])) == ({B: None, "": None}, {})
+
+
+def test_a_summary_is_written_with_its_events_or_not_at_all(log: Journal, place: str) -> None:
+    old = lead(log, ELSEWHERE)
+    log.append(old, [record(A, 0, "k")])
+    with pytest.raises(DuplicateKeyError):
+        log.append(old, [record(A, 1), record(A, 2, "k")], [summary(A)])
+    other = Journal.open(place)
+    other.take_lead(US, ttl_s=0.05)
+    with pytest.raises(FencedError):
+        log.append(old, [record(A, 1)], [summary(A)])
+    with pytest.raises(FencedError):
+        log.append(old, [], [summary(A)])
+    assert (other.briefs("1"), other.shown([A])) == ({A: None}, {})
+    other.close()

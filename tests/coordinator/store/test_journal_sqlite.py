@@ -1,0 +1,132 @@
+"""What only a journal over SQLite promises: how it watches a leader, and its file."""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.base.errors import IntegrityError, UnavailableError
+from stratagem.coordinator.store.journal import Journal
+from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
+from tests.programs import run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.db"
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[Journal]:
+    opened = Journal.open(path)
+    yield opened
+    opened.close()
+
+
+def test_a_silent_leader_elsewhere_is_given_its_ttl(log: Journal) -> None:
+    lead(log, ELSEWHERE)
+    time = FakeTime()
+    log.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=time.sleep)
+    assert time.sleeps == [2.0] * 5
+
+
+def test_a_pause_of_the_whole_machine_is_not_the_silence_of_the_leader(log: Journal) -> None:
+    lead(log, ELSEWHERE)
+    time = FakeTime(0.0, 3600.0)
+    log.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=time.sleep)
+    assert time.sleeps == [2.0] * 5
+
+
+def test_each_renewal_begins_the_wait_anew(log: Journal, path: Path) -> None:
+    term, other, time = lead(log, ELSEWHERE), Journal.open(path), FakeTime()
+
+    def sleep(duration_s: float) -> None:
+        time.sleep(duration_s)
+        if len(time.sleeps) in (4, 8):
+            log.renew(term)
+
+    taken = other.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=sleep)
+    assert taken.term == term + 1
+    assert len(time.sleeps) == 8 + 5
+    other.close()
+
+
+def test_of_two_who_wait_one_leads(log: Journal, path: Path) -> None:
+    term, other, time = lead(log, ELSEWHERE), Journal.open(path), FakeTime()
+
+    def sleep(duration_s: float) -> None:
+        time.sleep(duration_s)
+        if len(time.sleeps) == 5:  # the other is a moment faster
+            other_time = FakeTime()
+            other.take_lead(
+                ELSEWHERE, ttl_s=10, monotonic=other_time.monotonic, sleep=other_time.sleep
+            )
+
+    taken = log.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=sleep)
+    assert taken.term == term + 2
+    assert len(time.sleeps) == 10
+    other.close()
+
+
+def test_the_file_is_for_its_owner_and_survives_a_power_cut(log: Journal, path: Path) -> None:
+    assert path.stat().st_mode & 0o777 == 0o600
+    with log._database.write() as connection:
+        pragmas = [
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous")
+        ]
+    assert pragmas == ["wal", 2]
+
+
+def test_what_is_no_journal_is_refused(path: Path) -> None:
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(IntegrityError, match="damaged"):
+        Journal.open(path)
+
+
+def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("stratagem.coordinator.store.journal.sqlite._PATIENCE_S", 0.01)
+    log = Journal.open(path)
+    term = lead(log)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(UnavailableError, match="locked"):
+        log.append(term, [record(A, 0)])
+    other.execute("ROLLBACK")
+    other.close()
+    log.append(term, [record(A, 0)])
+    log.close()
+
+
+def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
+    code = """
+from stratagem.common.base.errors import UnavailableError
+from stratagem.coordinator.store.journal import Holder, Journal, Record, sqlite
+sqlite._PATIENCE_S = 0.0
+log = Journal.open(Path(sys.argv[1]))
+term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
+def append(seq):
+    log.append(term, [Record("a", seq, "K", 1, "x" * 9000, 0.0, 0.0)])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+seq = 0
+try:
+    while True:
+        append(seq)
+        seq += 1
+except UnavailableError as error:
+    print(seq)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+append(seq)
+"""
+    status, out = run(code, path)
+    log = Journal.open(path)
+    assert status == 0
+    assert int(out) > 5
+    assert [each.record.seq for each in events(log)] == list(range(int(out) + 1))
+    log.close()

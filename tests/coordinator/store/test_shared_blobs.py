@@ -1,0 +1,470 @@
+"""Blobs in an object store: who may delete what, the local copies, and troubles of the store."""
+
+import errno
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from stratagem.coordinator.store.blobs import blob_cache as cache_module
+from stratagem.coordinator.store.blobs import (
+    directory_blobs,
+    durable_file,
+    object_store,
+    object_store_keys,
+    s3,
+)
+from stratagem.coordinator.store.blobs.blob_cache import BlobCache, default_limit_bytes
+from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
+from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
+from stratagem.coordinator.store.blobs.s3 import check_url, open_s3
+from stratagem.coordinator.updates.spool import Spool
+from tests.coordinator.store.places import CONTENT, MIB, Bucket, digest_of, put, read
+from tests.coordinator.store.troubled import FORBIDDEN, HALF, UNAVAILABLE, troubled
+from tests.coordinator.updates.updates import MIXED, OF_RUN, accept, data_of, flip_bit, manifest_of
+from tests.patience import PATIENCE_S
+from tests.programs import run
+
+WRITE = """
+from stratagem.coordinator.store.blobs import SharedBlobs
+from stratagem.coordinator.store.blobs.blob_cache import BlobCache
+from stratagem.coordinator.store.blobs.s3 import open_s3
+cache = BlobCache(Path(sys.argv[2]), 1 << 30)
+store = SharedBlobs(open_s3(sys.argv[1], os.environ), cache, 1)
+writer = store.writer(20 << 20)
+for _ in range(20):
+    writer.write(bytes(1 << 20))
+writer.commit()
+"""
+
+
+# ---- two coordinators, of which one does not know that it leads no more ----
+
+
+def test_a_coordinator_deletes_nothing_that_a_later_one_has_written(bucket: Bucket) -> None:
+    old, new = bucket.blobs(), bucket.blobs()
+    digest = put(old, CONTENT)
+    put(new, CONTENT)  # the same bits again, as after each crash
+    other = put(new, b"new")
+    assert old.collect((), grace_s=0) == [digest]
+    assert read(bucket.blobs(), digest) == CONTENT
+    assert read(bucket.blobs(), other) == b"new"
+
+
+def test_a_delete_that_is_late_misses_what_was_written_meanwhile(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old coordinator is frozen between listing and deleting, at the worst moment."""
+    old = bucket.blobs()
+    digest = put(old, CONTENT)
+    new = bucket.blobs()
+    delete = object_store.Objects.delete
+
+    def frozen(self: object_store.Objects, names: object) -> None:
+        monkeypatch.setattr(object_store.Objects, "delete", delete)
+        assert new.keep(digest)
+        delete(self, names)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(object_store.Objects, "delete", frozen)
+    assert old.collect((), grace_s=0) == [digest]
+    assert read(bucket.blobs(), digest) == CONTENT
+    assert new.collect((), grace_s=60) == []
+
+
+def test_of_equal_objects_of_a_live_blob_the_newest_stays(bucket: Bucket) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    put(bucket.blobs(), CONTENT)
+    store = bucket.blobs()
+    put(store, CONTENT)
+    assert len(bucket.names()) == 3
+    assert store.collect({digest}, grace_s=0) == []
+    (name,) = bucket.names()
+    assert object_store.term_of(name) == 3
+    assert read(bucket.blobs(), digest) == CONTENT
+
+
+def test_of_equal_objects_one_that_is_whole_is_read(bucket: Bucket) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    put(bucket.blobs(), CONTENT)
+    for name in bucket.names()[1:]:
+        obstore.put(bucket.objects()._store, name, b"damaged")
+    assert read(bucket.blobs(), digest) == CONTENT
+    store = bucket.blobs()
+    bucket.damage(digest, 3)
+    assert not store.keep(digest)  # then it is uploaded again
+
+
+def test_what_is_none_of_ours_is_left_alone(bucket: Bucket) -> None:
+    obstore.put(bucket.objects()._store, "blobs/README.txt", b"hands off")
+    store = bucket.blobs()
+    digest = put(store, CONTENT)
+    store.collect((), grace_s=0)
+    assert bucket.names() == ["blobs/README.txt"]
+    assert not store.exists(digest)
+
+
+# ---- local copies ----
+
+
+def copies(cache_root: Path) -> set[str]:
+    return {path.stem for path in cache_root.glob("??/*.safetensors")}
+
+
+def test_the_copy_that_was_used_least_recently_goes_first(bucket: Bucket, tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path / "cache", 250)
+    store = bucket.blobs(cache=cache)
+    first, second, third = (put(store, bytes([n]) * 100) for n in range(3))
+    assert copies(tmp_path / "cache") == {second, third}
+    with store.open(second) as held:
+        read(store, third)
+        read(store, first)  # fetched again
+        assert copies(tmp_path / "cache") == {third, first}
+        assert held.read() == bytes([1]) * 100
+    # The order outlives the process, and what crashed meanwhile leaves nothing.
+    (tmp_path / "cache" / "tmp" / "0123456789abcdef").write_bytes(b"left behind")
+    again = bucket.blobs(cache=BlobCache(tmp_path / "cache", 150))
+    assert copies(tmp_path / "cache") == {first}
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    assert read(again, third) == bytes([2]) * 100
+
+
+def test_a_blob_larger_than_the_limit_has_a_copy_of_its_own(bucket: Bucket, tmp_path: Path) -> None:
+    store = bucket.blobs(cache=BlobCache(tmp_path / "cache", 10))
+    small, large = put(store, b"small"), put(store, CONTENT)
+    assert copies(tmp_path / "cache") == {large}
+    assert read(store, large) == CONTENT
+    assert read(store, small) == b"small"
+
+
+class SmallDisk:
+    """Stands in for `os` where files are written: all below a folder has so many bytes of room."""
+
+    def __init__(self, root: Path, room_bytes: int) -> None:
+        self._root, self._room_bytes = root, room_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        used = sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
+        if used + len(data) > self._room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+
+def test_copies_make_room_on_a_full_disk(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For states, for parts of them, and for updates on the same disk."""
+    disk = tmp_path / "disk"
+    store = bucket.blobs(cache=BlobCache(disk / "cache", MIB))
+    spool = Spool(disk / "spool", quota_bytes=MIB, make_room=store.make_room)
+    monkeypatch.setattr(durable_file, "os", SmallDisk(disk, 2500))
+    digests = [put(store, bytes([number]) * 1000) for number in range(5)]
+    assert copies(disk / "cache") == set(digests[-2:])
+    assert [read(store, each) for each in digests] == [bytes([n]) * 1000 for n in range(5)]
+    scratch = store.scratch()
+    scratch.write(bytes(1600))
+    assert len(copies(disk / "cache")) == 0
+    scratch.close()
+    put(store, CONTENT[:2000])
+    update = manifest_of(MIXED)
+    accepted = accept(spool, 0, update, data_of(update, 1))
+    assert accepted.path.stat().st_size > 500
+    assert not copies(disk / "cache"), "no copy is worth an update"
+    spool.delete_run(OF_RUN)
+    with pytest.raises(NoSpaceError, match="the coordinator's disk is full"):
+        put(store, bytes(3000))
+    assert not list((disk / "cache" / "tmp").iterdir())
+    put(store, b"the next one")
+
+
+def test_a_state_counts_though_there_is_no_room_for_the_name_of_its_copy(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket.blobs(cache=BlobCache(tmp_path / "cache", MIB))
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory_blobs, "make_folder", refuse)
+        digest = put(store, CONTENT)
+    assert store.exists(digest)
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+    assert read(store, digest) == CONTENT
+
+
+def test_copies_take_half_of_a_small_disk_and_leave_some_room(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = BlobCache(tmp_path / "cache", MIB)
+    store = bucket.blobs(cache=cache)
+    digests = [put(store, bytes([number]) * 100) for number in range(3)]
+    found = os.statvfs(tmp_path)
+    total_bytes = found.f_blocks * found.f_frsize
+    assert default_limit_bytes(tmp_path) == min(32 << 30, total_bytes // 2)
+    store.keep_room()
+    before = copies(tmp_path / "cache")
+    monkeypatch.setattr(cache_module, "free_bytes", lambda _: 0)
+    store.keep_room()
+    assert copies(tmp_path / "cache") == {digests[-1]} <= before
+
+
+def test_a_damaged_copy_is_fetched_again(bucket: Bucket, tmp_path: Path) -> None:
+    digest = put(bucket.blobs(cache=BlobCache(tmp_path / "cache", MIB)), CONTENT)
+    flip_bit(next((tmp_path / "cache").glob("??/*")), 77)
+    store = bucket.blobs(cache=BlobCache(tmp_path / "cache", MIB))
+    assert read(store, digest) == CONTENT
+    flip_bit(next((tmp_path / "cache").glob("??/*")), 77)  # also of a copy that was verified
+    assert read(store, digest) == CONTENT
+
+
+def test_readers_of_one_blob_share_one_transfer(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    store, num_reads, found = bucket.blobs(), [], []
+    reading = object_store.Objects.read
+    all_ask = threading.Barrier(4)
+
+    def counted(self: object_store.Objects, each: object_store.Found) -> object:
+        num_reads.append(each)
+        return reading(self, each)
+
+    def ask() -> None:
+        all_ask.wait()
+        found.append(read(store, digest))
+
+    monkeypatch.setattr(object_store.Objects, "read", counted)
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [CONTENT] * 4
+    assert len(num_reads) == 1
+
+
+# ---- crashes ----
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "is_there"),
+    [("coordinator.objects.after_part", False), ("coordinator.objects.after_put", True)],
+)
+def test_a_writer_that_is_killed_leaves_all_or_nothing(
+    bucket: Bucket, tmp_path: Path, failpoint: str, is_there: bool
+) -> None:
+    (tmp_path / failpoint).write_text("1")  # let the trial, or the first part, pass
+    status, _ = run(WRITE, bucket.url, tmp_path / "cache", failpoints=tmp_path)
+    assert status == 137
+    digest = digest_of(bytes(20 * MIB))
+    store = bucket.blobs()
+    assert store.exists(digest) == is_there
+    assert bool(bucket.names()) == is_there
+    assert BlobCache(tmp_path / "cache", MIB).open(digest) is None
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+
+
+# ---- an object store in trouble ----
+
+
+def test_what_passes_is_tried_again_before_anything_is_acknowledged(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        store = bucket.blobs()
+        server.troubles["PUT"] = [UNAVAILABLE, UNAVAILABLE]
+        digest = put(store, CONTENT)
+        assert server.troubles["PUT"] == []
+        server.troubles["GET"] = [UNAVAILABLE, 200, UNAVAILABLE, HALF, HALF]
+        assert read(bucket.blobs(), digest) == CONTENT
+        assert server.troubles["GET"] == []
+
+
+def test_what_does_not_pass_is_an_error_and_nothing_is_acknowledged(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        store = bucket.blobs()
+        digest = put(store, CONTENT)
+        fresh = bucket.blobs()
+        server.always = FORBIDDEN
+        for act in (lambda: put(store, b"new"), lambda: fresh.open(digest), fresh.exists):
+            with pytest.raises(UnavailableError, match=r"object store: .*403"):
+                act(digest) if act == fresh.exists else act()  # type: ignore[call-arg]
+        with pytest.raises(UnavailableError):
+            store.collect((), grace_s=0)
+        server.always = None
+        assert not store.exists(digest_of(b"new"))
+        assert read(fresh, digest) == CONTENT
+
+
+def test_an_object_that_vanishes_between_listing_and_reading_is_not_found(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    store = bucket.blobs()
+    (name,) = bucket.names()
+    with pytest.raises(NotFoundError):
+        list(bucket.objects().read(object_store.Found(f"{name}x", 5)))
+    bucket.objects().delete([name])
+    bucket.objects().delete([name])
+    with pytest.raises(NotFoundError):
+        store.open(digest)
+
+
+# ---- at the start ----
+
+
+@pytest.mark.parametrize(
+    "url", ["s3:/x", "gs://bucket", "s3://", "s3://UPPER/x", "s3://bucket/../x", "s3://b?x=1", "/x"]
+)
+def test_a_url_of_another_form_is_refused(url: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"blob_store: .* is not s3://BUCKET"):
+        check_url(url)
+
+
+def test_a_bucket_that_is_not_there_is_named_with_what_to_do(bucket: Bucket) -> None:
+    with pytest.raises(InvalidInputError, match=r"s3://elsewhere/x: there is no such bucket at"):
+        open_s3("s3://elsewhere/x", bucket.environ)
+
+
+def test_keys_that_are_refused_are_named_but_not_shown(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        server.always = FORBIDDEN
+        with pytest.raises(InvalidInputError, match="refuses the keys from the environment") as e:
+            open_s3(bucket.url, os.environ)
+    assert "very-secret" not in str(e.value)
+
+
+def test_an_endpoint_without_tls_must_be_allowed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(InvalidInputError, match="has no TLS; set AWS_ALLOW_HTTP=true"):
+        open_s3(bucket.url, os.environ)
+
+
+def test_keys_come_from_a_file(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id = abc\naws_secret_access_key = %def\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    assert open_s3(bucket.url, os.environ).list("blobs") == []
+    provider = credentials_from_file(os.environ)
+    assert provider is not None
+    found = provider()
+    assert (found["access_key_id"], found["secret_access_key"]) == ("abc", "%def")
+    assert credentials_from_file({"AWS_ACCESS_KEY_ID": "x", **os.environ}) is None
+
+
+def test_changed_keys_are_taken_without_a_restart(
+    bucket: Bucket, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    form = "[default]\naws_access_key_id = {}\naws_secret_access_key = x\n"
+    monkeypatch.setattr(object_store_keys, "VALID_FOR", timedelta(seconds=1))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        file.write_text(form.format("first"))
+        store = open_s3(bucket.url, os.environ)
+
+        def list_until_keys_are(key: str) -> None:  # the library asks anew after 0.1 s
+            until_s = time.monotonic() + PATIENCE_S
+            while f"Credential={key}/" not in server.last_authorization:
+                assert time.monotonic() < until_s
+                store.list("blobs")
+
+        list_until_keys_are("first")
+        file.write_text(form.format("second"))
+        list_until_keys_are("second")
+        file.unlink()
+        with pytest.raises(UnavailableError, match="cannot be read: No such file"):
+            list_until_keys_are("third")
+        file.write_text(form.format("third"))
+        list_until_keys_are("third")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read: No such file"),
+        ("secret", "is no file of"),
+        ("[other]\nx = secret", r"has no section \[default\]"),
+        ("[default]\naws_access_key_id = secret", "has no aws_secret_access_key"),
+    ],
+)
+def test_a_file_without_keys_is_refused_and_not_quoted(
+    tmp_path: Path, content: str | None, reason: str
+) -> None:
+    file = tmp_path / "credentials"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InvalidInputError, match=reason) as caught:
+        credentials_from_file({"AWS_SHARED_CREDENTIALS_FILE": str(file)})
+    assert "AWS_SHARED_CREDENTIALS_FILE" in str(caught.value)
+    assert "secret" not in str(caught.value).replace("aws_secret_access_key", "")
+
+
+def test_a_file_that_shrinks_under_its_upload_is_noticed(bucket: Bucket, tmp_path: Path) -> None:
+    from stratagem.coordinator.store.blobs.shared_blobs import own_pieces
+
+    (tmp_path / "x").write_bytes(b"12345")
+    with (tmp_path / "x").open("rb") as file, pytest.raises(IntegrityError, match="5 of 9 bytes"):
+        list(own_pieces(file.fileno(), 9))
+
+
+def test_a_server_that_cannot_be_reached_is_named(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+        with pytest.raises(InvalidInputError, match=rf"{endpoint} .* cannot be reached"):
+            open_s3(bucket.url, os.environ)
+
+
+def test_a_reader_finds_the_object_that_took_the_place_of_those_it_had_listed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(bucket.blobs(), CONTENT)
+    reader = bucket.blobs()
+    listing = object_store.Objects.list
+
+    def list_then_replace(self: object_store.Objects, folder: str) -> list[object_store.Found]:
+        found = listing(self, folder)
+        monkeypatch.setattr(object_store.Objects, "list", listing)
+        new = bucket.blobs()
+        put(new, CONTENT)
+        new.collect({digest}, grace_s=0)
+        return found
+
+    monkeypatch.setattr(object_store.Objects, "list", list_then_replace)
+    assert read(reader, digest) == CONTENT

@@ -1,0 +1,306 @@
+"""What the spool promises wherever updates lie, and what it promises beside in an object store."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.base.errors import IntegrityError, LimitError, UnavailableError
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.tensors.safetensors_file import read_header
+from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from tests.coordinator.store.places import Bucket, Place
+from tests.coordinator.store.troubled import FORBIDDEN, troubled
+from tests.coordinator.updates.updates import (
+    MIXED,
+    OF_RUN,
+    ROOT,
+    RUN,
+    accept,
+    data_of,
+    flip_bit,
+    key,
+    manifest_of,
+    update_digest,
+)
+from tests.programs import run
+
+MANIFEST = manifest_of(MIXED)
+DATA = data_of(MANIFEST, 1)
+OTHER_DATA = data_of(MANIFEST, 2)
+WRITE = """
+from stratagem.coordinator.store.blobs.s3 import open_s3
+from stratagem.coordinator.updates.shared_spool import SharedSpool
+from stratagem.coordinator.updates.spool import Spool
+from tests.coordinator.updates.updates import MIXED, accept, data_of, manifest_of
+MANIFEST = manifest_of(MIXED)
+shared = SharedSpool(open_s3(sys.argv[1], os.environ), 1)
+spool = Spool(Path(sys.argv[2]), quota_bytes=1 << 20, shared=shared)
+accept(spool, 0, MANIFEST, data_of(MANIFEST, 1), 5)
+"""
+
+
+def content_of(spool: Spool, client: int, digest: Digest | None = None) -> bytes:
+    entry = spool.entry(key(client), digest)
+    assert entry is not None
+    return entry.path.read_bytes()[entry.data_start :]
+
+
+def digest_of(data: bytes) -> Digest:
+    return Digest(update_digest(data))
+
+
+# ---- wherever they lie ----
+
+
+def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
+    blob_place: Place,
+) -> None:
+    spool = blob_place.spool()
+    writer = spool.open(key(3), MANIFEST)
+    assert writer.offset == 0
+    for start in range(0, len(DATA), 5):
+        writer.write(DATA[start : start + 5])
+    entry = writer.commit(MANIFEST, num_samples=17)
+    writer.close()
+    assert spool.entry(key(3)) == entry
+    again = blob_place.spool()
+    found = again.entry(key(3))
+    assert found is not None
+    assert again.entries(OF_RUN, ROOT, 1) == {3: found}
+    assert again.entry(key(4)) is None
+    for each in (entry, found):
+        assert each.digest == update_digest(DATA)
+        assert (each.num_samples, each.data_bytes) == (17, len(DATA))
+        assert each.path.read_bytes()[each.data_start :] == DATA
+        assert read_header(each.path)[0].stored() == MANIFEST.stored()
+    assert again.look(key(3)) == (found, 0)
+
+
+def test_entries_come_in_client_order_and_go_with_their_round(blob_place: Place) -> None:
+    spool = blob_place.spool()
+    for client in (10, 2, 0):
+        accept(spool, client, MANIFEST, DATA)
+    other = SpoolKey(OF_RUN, Party("silo0/replica1"), 1, 5)
+    writer = spool.open(other, MANIFEST)
+    writer.write(DATA)
+    writer.commit(MANIFEST, 1)
+    spool = blob_place.spool()
+    assert list(spool.entries(OF_RUN, ROOT, 1)) == [0, 2, 10]
+    assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
+    spool.delete_updates([key(2), key(7)])
+    assert list(spool.entries(OF_RUN, ROOT, 1)) == [0, 10]
+    spool.delete_round(OF_RUN, ROOT, 1)
+    assert spool.entries(OF_RUN, ROOT, 1) == {}
+    assert spool.entry(key(0)) is None
+    assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
+    spool.delete_run(OF_RUN)
+    spool.delete_run(OF_RUN)
+    assert blob_place.spool().entries(OF_RUN, other.party, 1) == {}
+
+
+def test_a_second_update_of_a_client_takes_the_place_of_the_first(blob_place: Place) -> None:
+    spool = blob_place.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    second = accept(spool, 0, MANIFEST, OTHER_DATA)
+    assert spool.entry(key(0)) == second
+    assert content_of(blob_place.spool(), 0) == OTHER_DATA
+
+
+def test_files_of_runs_that_are_not_known_any_more_are_deleted(blob_place: Place) -> None:
+    """But not those of runs that another coordinator, which leads now, has begun meanwhile."""
+    accept(blob_place.spool(), 0, MANIFEST, DATA)
+    spool = blob_place.spool()
+    later = SpoolRun(RunId("another-1"))
+    accept(blob_place.spool(), 0, MANIFEST, DATA, run=later)
+    spool.clean([OF_RUN])
+    assert blob_place.spool().entry(key(0)) is not None
+    spool.clean([])
+    assert blob_place.spool().entry(key(0)) is None
+    assert blob_place.spool().entry(key(0, run=later)) is not None
+
+
+AGAIN = SpoolRun(RUN, "b")
+
+
+def test_a_run_does_not_meet_what_an_earlier_one_of_its_id_has_left(blob_place: Place) -> None:
+    spool = blob_place.spool()
+    first = SpoolRun(RUN, "a")
+    for run_before in (OF_RUN, first):
+        accept(spool, 0, MANIFEST, DATA, run=run_before)
+    assert blob_place.spool().look(key(0, run=AGAIN)) == (None, 0)
+    accept(spool, 0, MANIFEST, OTHER_DATA, run=AGAIN)
+    spool.delete_run(first)  # late
+    assert spool.entry(key(0, run=first)) is None
+    spool = blob_place.spool()
+    spool.clean([AGAIN])
+    found = spool.entry(key(0, run=AGAIN))
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    assert spool.entry(key(0)) is None
+
+
+def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(blob_place: Place) -> None:
+    """A crash, or another coordinator's disk, may have left it; its base was another state."""
+    spool = blob_place.spool()
+    silo = SpoolKey(AGAIN, Party("silo0"), 2, 0)
+    accept(spool, 0, MANIFEST, DATA, run=AGAIN)
+    with closing(spool.open(silo, MANIFEST)) as writer:
+        writer.write(DATA)
+        writer.commit(MANIFEST, 5)
+    returned = replace(AGAIN, num_returns=1)
+    assert blob_place.spool().look(key(0, run=returned)) == (None, 0)
+    accept(spool, 0, MANIFEST, OTHER_DATA, run=returned)
+    spool.delete_returned(returned)  # late: a round of the present has begun
+    assert spool.entry(key(0, run=AGAIN)) is None
+    assert spool.entry(silo) is None
+    found = blob_place.spool().look(key(0, run=returned))[0]
+    assert found is not None
+    assert found.digest == digest_of(OTHER_DATA)
+    spool.delete_round(returned, ROOT, 1)
+    assert spool.look(key(0, run=returned)) == (None, 0)
+
+
+def test_the_next_start_deletes_what_lay_there_before_a_run_went_back(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", quota_bytes=1 << 20)
+    accept(spool, 0, MANIFEST, DATA, run=AGAIN)
+    returned = replace(AGAIN, num_returns=12)
+    accept(spool, 0, MANIFEST, DATA, run=returned)
+    accept(spool, 1, MANIFEST, DATA, run=replace(AGAIN, num_returns=11))
+    used_bytes = spool.used_bytes
+    spool.clean([returned])
+    assert spool.used_bytes == used_bytes // 3
+    assert spool.entry(key(0, run=returned)) is not None
+
+
+# ---- in an object store ----
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["coordinator.objects.after_put", "coordinator.spool.before_rename"]
+)
+def test_what_the_store_has_is_accepted_and_the_rest_is_a_copy(
+    bucket: Bucket, tmp_path: Path, failpoint: str
+) -> None:
+    # The first object is the store's trial.
+    (tmp_path / failpoint).write_text("1" if failpoint.startswith("coordinator.objects") else "")
+    assert run(WRITE, bucket.url, tmp_path / "spool", failpoints=tmp_path)[0] == 137
+    bucket.num_coordinators = 1
+    for spool in (bucket.spool(), bucket.spool(tmp_path / "spool")):
+        entry = spool.entry(key(0))
+        assert entry is not None
+        assert (entry.digest, entry.num_samples) == (digest_of(DATA), 5)
+
+
+def test_of_several_updates_of_a_client_the_journal_says_which(bucket: Bucket) -> None:
+    """Two coordinators have accepted different ones; the journal has the first one's."""
+    first, second = bucket.spool(), bucket.spool()
+    accept(first, 0, MANIFEST, DATA)
+    accept(second, 0, MANIFEST, OTHER_DATA)
+    for spool in (first, second, bucket.spool()):
+        assert content_of(spool, 0, digest_of(DATA)) == DATA
+        assert content_of(spool, 0, digest_of(OTHER_DATA)) == OTHER_DATA
+        assert spool.entry(key(0), Digest("crc32c:00000000")) is None
+
+
+def test_a_coordinator_deletes_nothing_that_a_later_one_has_accepted(bucket: Bucket) -> None:
+    old, new = bucket.spool(), bucket.spool()
+    accept(old, 0, MANIFEST, DATA)
+    accept(new, 0, MANIFEST, DATA)
+    accept(new, 1, MANIFEST, OTHER_DATA)
+    old.delete_updates([key(0), key(1)])
+    old.delete_round(OF_RUN, ROOT, 1)
+    old.delete_run(OF_RUN)
+    old.clean([])
+    assert len(bucket.names("spool")) == 2
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0, 1]
+
+
+def test_what_crashes_have_left_of_unknown_and_completed_runs_is_deleted(bucket: Bucket) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    spool = bucket.spool()
+    accept(spool, 1, MANIFEST, DATA)
+    spool.clean([OF_RUN])
+    assert len(bucket.names("spool")) == 2
+    spool.clean([SpoolRun(RunId("another-1"))])  # but not what was accepted since this start
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [1]
+    bucket.spool().clean([])
+    assert bucket.names("spool") == []
+
+
+@pytest.mark.parametrize("at", [0, 7, 20, -1])
+def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket, at: int) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    bucket.damage_objects("spool", at)
+    spool = bucket.spool()
+    with pytest.raises(IntegrityError, match="is damaged"):
+        spool.entry(key(0), digest_of(DATA))
+    assert spool.look(key(0)) == (None, 0)
+    accept(spool, 0, MANIFEST, DATA)
+    assert content_of(bucket.spool(), 0, digest_of(DATA)) == DATA
+
+
+def test_a_damaged_copy_is_fetched_again_once_it_is_distrusted(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    spool, folder_spool = bucket.spool(), Spool(tmp_path / "folder", quota_bytes=1 << 20)
+    for each in (spool, folder_spool):
+        entry = accept(each, 0, MANIFEST, DATA)
+        flip_bit(entry.path, -1)
+        each.distrust([entry])
+    assert content_of(spool, 0, digest_of(DATA)) == DATA
+    assert folder_spool.entry(key(0)) is not None  # the only one there is
+
+
+def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        spool = bucket.spool()
+        writer = spool.open(key(0), MANIFEST, source="worker-0/a")
+        writer.write(DATA)
+        server.always = FORBIDDEN
+        with pytest.raises(UnavailableError, match="object store: writing spool/digits-1"):
+            writer.commit(MANIFEST, 1)
+        writer.close()
+        server.always = None
+        assert spool.look(key(0)) == (None, len(DATA))
+        writer = spool.open(key(0), MANIFEST, source="worker-0/a")
+        assert writer.offset == len(DATA)
+        writer.commit(MANIFEST, 1)
+        assert content_of(bucket.spool(), 0) == DATA
+
+
+def test_a_fetched_update_counts_towards_the_quota(bucket: Bucket) -> None:
+    accept(bucket.spool(), 0, MANIFEST, DATA)
+    with pytest.raises(LimitError, match="does not fit"):
+        bucket.spool(quota_bytes=10).entry(key(0))
+
+
+def test_a_round_is_folded_on_another_machine_to_the_same_bits(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    first = bucket.spool()
+    for client in (0, 1):
+        accept(first, client, MANIFEST, data_of(MANIFEST, client))
+    second = bucket.spool()
+    accept(second, 2, MANIFEST, data_of(MANIFEST, 2))
+
+    def folded(spool: Spool, name: str) -> Digest:
+        entries = list(spool.entries(OF_RUN, ROOT, 1).values())
+        store = DirectoryBlobs(tmp_path / name)
+        size = entries[0].data_start + entries[0].data_bytes
+        return fold_weighted_mean(entries, [1.0, 2.0, 3.0], MANIFEST, store.writer(size))[0]
+
+    assert folded(first, "a") == folded(second, "b") == folded(bucket.spool(), "c")
+
+
+def test_what_is_no_update_is_not_taken_for_one(bucket: Bucket) -> None:
+    spool = bucket.spool()
+    accept(spool, 0, MANIFEST, DATA)
+    bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0]

@@ -1,0 +1,40 @@
+"""A coordinator that is to keep its states in an object store."""
+
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.runtime.settings import Settings
+from tests.coordinator.open_gate import entrance
+from tests.coordinator.store.places import Bucket
+from tests.settings import coordinator_settings
+
+
+def settings(folder: Path, blob_store: str) -> Settings:
+    return coordinator_settings(data_dir=folder, blob_store=blob_store)
+
+
+async def lead_once(found: Settings) -> None:
+    app = await App.lead(found, entrance())
+    await app.loop.close()
+
+
+async def test_an_object_store_that_cannot_be_used_ends_the_start_before_the_lead_is_taken(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidInputError, match="blob_store: 'bucket/prefix' is not s3://BUCKET"):
+        await App.lead(settings(tmp_path, "bucket/prefix"), entrance())
+    assert not (tmp_path / "journal.sqlite").exists()
+
+
+async def test_a_prefix_is_that_of_one_journal(tmp_path: Path, bucket: Bucket) -> None:
+    mine, other = settings(tmp_path / "a", bucket.url), settings(tmp_path / "b", bucket.url)
+    await lead_once(mine)
+    await lead_once(mine)
+    for _ in range(2):  # the lead is free again each time
+        with pytest.raises(InvalidInputError, match="holds the states of another journal"):
+            await App.lead(other, entrance())
+    await lead_once(settings(tmp_path / "b", f"{bucket.url}/elsewhere"))
+    await lead_once(mine)

@@ -1,0 +1,191 @@
+"""What is read of a blob is checked, always: disks change bits under unchanged time stamps."""
+
+import asyncio
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stratagem.common.base.errors import IntegrityError, UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import crc32c, frame, has_crc
+from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
+from stratagem.common.tensors.safetensors_file import header_bytes, header_of
+from stratagem.coordinator.runtime.broadcast import SharedFrames
+from stratagem.coordinator.service.stream_calls import download
+from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError, DirectoryBlobs
+from stratagem.coordinator.store.blobs.verified_file import Sums
+from tests.coordinator.store.places import Bucket, digest_of, put, read
+from tests.coordinator.updates.updates import flip_bit
+
+SIZE = 2 * CHUNK_BYTES + 4096
+DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
+SPEC = TensorSpec("weight", "uint8", (SIZE,), 0, SIZE)
+HEADER = header_bytes(Manifest((SPEC,), SIZE, Purpose.STATE))
+CONTENT = HEADER + DATA
+PLACES = {
+    "in the header": 12,
+    "first byte": len(HEADER),
+    "end of a chunk": len(HEADER) + CHUNK_BYTES - 1,
+    "second chunk": len(HEADER) + CHUNK_BYTES,
+    "last byte": len(CONTENT) - 1,
+}
+everywhere = pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
+
+
+def rot(path: Path, at: int) -> None:
+    """Change one bit as a disk would: the file's size and times stay."""
+    before = path.stat()
+    flip_bit(path, at)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def store_with(folder: Path, content: bytes = CONTENT) -> tuple[DirectoryBlobs, Digest]:
+    store = DirectoryBlobs(folder)
+    return store, put(store, content, step=300_000)
+
+
+def streamed(store: BlobStore, digest: Digest, offset: int = 0) -> bytes:
+    """As a client would receive it."""
+
+    async def receive() -> bytes:
+        got: list[Any] = [frame async for frame in download(store, digest, offset)]
+        return b"".join(each for each in got[1:] if isinstance(each, bytes))
+
+    return asyncio.run(receive())
+
+
+def expected_frames(offset: int = 0) -> bytes:
+    frames = []
+    while offset < SIZE:
+        size = min(CHUNK_BYTES - offset % CHUNK_BYTES, SIZE - offset)
+        frames.append(frame(offset, DATA[offset : offset + size]))
+        offset += size
+    return b"".join(frames)
+
+
+@everywhere
+@pytest.mark.parametrize("is_known", [True, False], ids=["written here", "verified"])
+def test_a_bit_that_changes_later_is_found_by_whoever_reads_it(
+    tmp_path: Path, at: int, is_known: bool
+) -> None:
+    store, digest = store_with(tmp_path)
+    if not is_known:  # as the next coordinator finds it
+        store = DirectoryBlobs(tmp_path)
+        assert read(store, digest) == CONTENT
+    rot(store.path(digest), at)
+    with pytest.raises(UnavailableError, match=f"blob {digest} has changed where it is stored"):
+        read(store, digest)
+    with pytest.raises(DamagedBlobError):
+        store.open(digest)
+    put(store, CONTENT)
+    assert read(store, digest) == CONTENT
+
+
+@everywhere
+def test_no_stream_gives_it_to_anybody(tmp_path: Path, at: int) -> None:
+    store, digest = store_with(tmp_path)
+    assert streamed(store, digest) == expected_frames()
+    rot(store.path(digest), at)
+    with pytest.raises(UnavailableError, match="has changed"):
+        streamed(store, digest)
+    with pytest.raises(IntegrityError):
+        streamed(store, digest)
+
+
+def test_no_push_to_workers_gives_it_to_anybody(tmp_path: Path) -> None:
+    store, digest = store_with(tmp_path)
+    with store.open(digest) as file:
+        first, second = (SharedFrames(file.source(), SIZE, file.check) for _ in range(2))
+    assert b"".join(first(0)) == expected_frames()
+    rot(store.path(digest), PLACES["first byte"])  # under a reader that has it open
+    with pytest.raises(UnavailableError, match="has changed"):
+        list(second(0))
+
+
+@pytest.mark.parametrize("offset", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 5, SIZE - 1])
+def test_a_stream_goes_on_from_any_offset(tmp_path: Path, offset: int) -> None:
+    store, digest = store_with(tmp_path)
+    assert streamed(store, digest, offset) == expected_frames(offset)
+    rot(store.path(digest), len(HEADER) + offset - offset % CHUNK_BYTES)
+    with pytest.raises(UnavailableError, match="has changed"):
+        streamed(store, digest, offset)
+
+
+def test_windows_are_those_of_the_content(tmp_path: Path) -> None:
+    store, digest = store_with(tmp_path)
+    drawn = random.Random(3)
+    with store.open(digest) as file:
+        assert header_of(file, digest)[1] == len(HEADER)
+        for _ in range(200):
+            begin = drawn.randrange(len(CONTENT))
+            size = drawn.choice([0, 1, 7, 4096, CHUNK_BYTES, SIZE])
+            window = bytearray(min(size, len(CONTENT) - begin))
+            file.read_into(memoryview(window), begin)
+            assert window == CONTENT[begin : begin + size]
+            file.seek(begin)
+            assert file.read(size) == window
+        assert file.read(0) == b""
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"12345678", b"\xff" * 5000, HEADER])
+def test_what_is_no_state_is_checked_too(tmp_path: Path, content: bytes) -> None:
+    store, digest = store_with(tmp_path, content)
+    assert read(store, digest) == content
+    assert read(DirectoryBlobs(tmp_path), digest) == content
+    if content:
+        rot(store.path(digest), len(content) - 1)
+        with pytest.raises(UnavailableError):
+            read(store, digest)
+
+
+def test_a_copy_of_an_object_that_rots_is_fetched_again(bucket: Bucket) -> None:
+    cache = bucket.cache()
+    store = bucket.blobs(cache=cache)
+    digest = put(store, CONTENT, step=300_000)
+    for at in PLACES.values():
+        assert read(store, digest) == CONTENT
+        rot(cache._copies.path(digest), at)
+        with pytest.raises(UnavailableError, match="has changed"):
+            read(store, digest)
+    assert read(store, digest) == CONTENT
+
+
+def test_checksums_do_not_depend_on_how_the_bytes_came() -> None:
+    drawn = random.Random(4)
+    whole = Sums()
+    whole.add(CONTENT)
+    for _ in range(5):
+        pieces, at = Sums(), 0
+        while at < len(CONTENT):
+            size = drawn.choice([1, 3, 5, 1000, 70_000, CHUNK_BYTES])
+            pieces.add(memoryview(CONTENT)[at : at + size])
+            at += size
+        assert pieces.data_bytes == whole.data_bytes == SIZE
+        assert [pieces.of_chunk(n) for n in range(3)] == [whole.of_chunk(n) for n in range(3)]
+        assert pieces.is_head(HEADER)
+
+
+def test_a_frame_says_its_checksum_also_when_it_is_zero() -> None:
+    data = b"x" * 100_000
+    assert has_crc(frame(7, data), 7, len(data), crc32c(data))
+    assert not has_crc(frame(7, data), 7, len(data), crc32c(data) ^ 1)
+    assert not has_crc(frame(7, data), 7, len(data), 0)
+    for nothing in (b"\xab\x9b\xe0\x9b", bytes(100_000) + b"\x96\x14\x18~"):
+        assert crc32c(nothing) == 0
+        assert has_crc(frame(0, nothing), 0, len(nothing), 0)
+        assert not has_crc(frame(0, nothing), 0, len(nothing), 1)
+
+
+def test_the_manifest_of_a_file_is_of_its_content(tmp_path: Path) -> None:
+    store, digest = store_with(tmp_path)
+    assert digest == digest_of(CONTENT)
+    with store.open(digest) as file:
+        manifest, _ = header_of(file, digest)
+    assert replace(manifest, digest="") == Manifest((SPEC,), SIZE, Purpose.STATE)

@@ -1,0 +1,142 @@
+"""The life of a run that trains nothing, in the pure core: placement, loss, crash, stop."""
+
+import json
+
+import pytest
+
+from stratagem.coordinator.core.commands import CancelRun, LoseWorker, ResumeRun
+from stratagem.coordinator.core.effects import EvaluateTogether
+from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunCompleted, SegmentFinished
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.decide import world_of
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
+from stratagem.coordinator.core.strategy_contract import Outlook
+from tests.coordinator.core.simulation import (
+    RUN,
+    Simulation,
+    digest,
+    ending,
+    job,
+    member,
+    register,
+    start,
+)
+
+pytestmark = pytest.mark.core
+
+METRICS = {"test.loss": 0.1, "test.accuracy": 0.9}
+
+
+def evaluating(num_replicas: int = 3, **changes: object) -> str:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": num_replicas,
+        "aggregation": {"method": "AllReduce"},
+    }
+    document = json.loads(job(strategy, execution={"gradient": "None"}))
+    for name in ("optimizer", "batch_size", "epochs"):
+        del document[name]
+    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 3}
+    return json.dumps({**document, "evaluation": evaluation, **changes})
+
+
+def outlook(simulation: Simulation) -> Outlook:
+    run = simulation.state.runs[RUN]
+    return run.strategy.outlook(run.job, run.value, world_of(simulation.state))
+
+
+def effects(simulation: Simulation) -> list[EvaluateTogether]:
+    return [each for each in pending(simulation.state) if isinstance(each, EvaluateTogether)]
+
+
+def to_evaluation(simulation: Simulation) -> EvaluateTogether:
+    """Until the model is built."""
+    simulation.tell(simulation.queue.popleft())
+    (effect,) = effects(simulation)
+    return effect
+
+
+def test_it_evaluates_once_and_completes() -> None:
+    simulation = start(evaluating(), "a", "b")
+    effect = to_evaluation(simulation)
+    assert effect.members == (member("a"), member("b"))
+    assert (effect.num_shards, effect.splits) == (3, ("test",))
+    assert outlook(simulation).strategy_phase == "EVALUATING"
+    assert outlook(simulation).num_steps == 7  # 20 rows, three at a time
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.reason) == (RunPhase.COMPLETED, "20 rows of test evaluated")
+    assert run.metrics == METRICS
+    assert [(commit.segment, commit.metrics) for commit in run.commits] == [(0, METRICS)]
+    assert run.is_reproducible
+    assert not simulation.facts(SegmentFinished)
+
+
+def test_a_crash_after_any_command_changes_nothing() -> None:
+    undisturbed = start(evaluating(), "a", "b")
+    undisturbed.run()
+    for crash_after in range(1, 6):
+        simulation = start(evaluating(), "a", "b")
+        for _ in range(crash_after):
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+        simulation.crash()
+        simulation.run()
+        assert simulation.facts(Evaluated) == undisturbed.facts(Evaluated)
+        assert simulation.facts(RunCompleted) == undisturbed.facts(RunCompleted)
+
+
+def test_others_take_the_shards_of_a_lost_worker_and_a_new_one_helps() -> None:
+    simulation = start(evaluating(), "a", "b")
+    base = to_evaluation(simulation).base
+    simulation.tell(LoseWorker(member("a"), "gone"))
+    (effect,) = effects(simulation)
+    assert (effect.members, effect.base) == ((member("b"),), base)
+    assert outlook(simulation).phase is RunPhase.RECOVERING
+    simulation.tell(register("c"))
+    assert effects(simulation)[0].members == (member("b"), member("c"))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_without_any_worker_it_waits_with_what_it_has() -> None:
+    simulation = start(evaluating(), "a")
+    to_evaluation(simulation)
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("a"), "gone"))
+    assert not effects(simulation)
+    assert "no worker is available: a (gone)" in outlook(simulation).reason
+    simulation.tell(register("b"))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_three_processes_that_end_inside_it_fail_the_run() -> None:
+    simulation = start(evaluating(), "a")
+    to_evaluation(simulation)
+    simulation.queue.clear()
+    for count in range(3):
+        simulation.tell(register("a", count + 1, ending("a", count, status=-11)))
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.reason) == (
+        RunPhase.FAILED,
+        "the evaluation has ended 3 worker processes; the last one, a, ended by SIGSEGV",
+    )
+
+
+def test_stopped_it_can_go_on() -> None:
+    simulation = start(evaluating(), "a")
+    to_evaluation(simulation)
+    simulation.queue.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert len(simulation.facts(MembersFormed)) == 2
+
+
+def test_the_state_that_it_begins_from_is_kept() -> None:
+    given = digest("given")
+    simulation = start(evaluating(initial={"digest": given}), "a")
+    assert given in live_blobs(simulation.state)

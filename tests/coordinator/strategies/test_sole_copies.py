@@ -1,0 +1,219 @@
+"""Parties whose members hold what nobody else has: commits by parts, and the way back to them."""
+
+from dataclasses import replace
+
+import pytest
+
+from stratagem.common.base.ids import Party
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.effects import Base, CommitSegment, RunSegment
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    MembersFormed,
+    ModelBuilt,
+    RunResumed,
+    SegmentCommitted,
+    SegmentFinished,
+)
+from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.strategies.synchronous.segments import (
+    PartyRun,
+    Shape,
+    Synchronous,
+    one_part,
+    part_per_member,
+)
+from tests.coordinator.core.simulation import ROWS, RUN, digest, job, member, register
+
+pytestmark = pytest.mark.core
+
+ROOT = Party("")
+JOB = JobSpec.from_json(job({"type": "Local"}, checkpoint={"every": "5 steps"}))
+SOLE = Shape(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
+PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
+"""Two parts; two members hold each of them."""
+A, B, C, D = (member(name) for name in "abcd")
+
+
+def under(shape: Shape) -> Synchronous:
+    return Synchronous(objections=lambda _: [], shape=lambda _: shape)
+
+
+def formed(membership: int, *members: Member) -> MembersFormed:
+    return MembersFormed(party=ROOT, membership=membership, members=members, reason="test")
+
+
+def finished(run: PartyRun, step: int) -> SegmentFinished:
+    return SegmentFinished(
+        party=ROOT,
+        segment=run.open_segment,
+        step=step,
+        membership=run.membership,
+        loss=1.0,
+        num_rows=1,
+        seconds=1.0,
+        engine="gloo",
+        metrics={},
+    )
+
+
+def committed(segment: int) -> SegmentCommitted:
+    return SegmentCommitted(
+        party=ROOT,
+        segment=segment,
+        step=5 * segment,
+        digest=digest(f"s{segment}"),
+        size_bytes=1,
+        metrics={},
+    )
+
+
+BUILT = ModelBuilt(
+    party=ROOT,
+    digest=digest("built"),
+    size_bytes=1,
+    num_rows=ROWS,
+    num_parameters=1,
+    layout_digest="x",
+)
+
+
+def play(shape: Shape, run: PartyRun, *facts: Fact) -> PartyRun:
+    for fact in facts:
+        assert under(shape).is_welcome(JOB, run, fact) == ""
+        run = under(shape).transition(JOB, run, fact, 0.0)
+    return run
+
+
+def training(shape: Shape, *members: Member) -> PartyRun:
+    """Segment 1 is committed, 2 is finished, 3 is open."""
+    run = play(shape, PartyRun(ROOT), formed(1, *members), BUILT)
+    run = play(shape, run, finished(run, 5))
+    run = play(shape, run, committed(1))
+    return play(shape, run, finished(run, 10))
+
+
+def due(shape: Shape, run: PartyRun) -> tuple[CommitSegment | None, RunSegment | None]:
+    effects = under(shape).pending(RUN, JOB, run)
+    commit = [each for each in effects if isinstance(each, CommitSegment)]
+    segment = [each for each in effects if isinstance(each, RunSegment)]
+    return (commit[0] if commit else None), (segment[0] if segment else None)
+
+
+def test_commit_asks_every_member_for_its_part() -> None:
+    commit, segment = due(SOLE, training(SOLE, A, B, C))
+    assert commit is not None
+    assert segment is not None
+    assert (commit.segment, commit.parts) == (2, ((A,), (B,), (C,)))
+    assert segment.parts == ((A,), (B,), (C,))
+
+
+def test_commit_asks_any_holder_that_is_left_of_a_replicated_part() -> None:
+    run = play(PAIRS, training(PAIRS, A, B, C, D), formed(2, B, C, D))
+    commit, _ = due(PAIRS, run)
+    assert commit is not None
+    assert commit.parts == ((C,), (B, D))
+    assert run.open_segment == 3
+
+
+def test_party_returns_to_its_commit_when_all_holders_of_one_part_are_gone() -> None:
+    run = play(PAIRS, training(PAIRS, A, B, C, D), formed(2, A, C))
+    assert (run.open_segment, run.finished, run.lineage) == (2, (), 1)
+
+
+def test_a_spare_that_saw_a_later_segment_is_told_of_a_new_lineage() -> None:
+    """It may be all that is left when the others are lost, and refuses what looks old to it."""
+    shape = replace(PAIRS, parts_of=one_part)
+    joined = play(shape, training(shape, A, B), formed(2, B, C))
+    _, seen = due(shape, joined)
+    assert seen is not None
+    _, told = due(shape, play(shape, joined, formed(3, C)))
+    assert told is not None
+    assert (seen.segment, told.segment) == (3, 2)
+    assert told.lineage > seen.lineage
+
+
+@pytest.mark.parametrize(
+    "after",
+    [(A, B), (A, B, D), (A, B, C), (A, B, C, D), (D,), ()],
+    ids=["lost", "replaced", "re-formed", "joined", "all new", "nobody"],
+)
+def test_any_change_of_members_returns_sole_copies_to_the_last_commit(
+    after: tuple[Member, ...],
+) -> None:
+    before = training(SOLE, A, B, C)
+    assert (before.open_segment, before.lineage) == (3, 0)
+    run = play(SOLE, before, formed(2, *after))
+    assert (run.open_segment, run.finished) == (2, ())
+    assert run.lineage == 1
+    commit, segment = due(SOLE, run)
+    assert commit is None
+    if not after:
+        assert segment is None
+        return
+    assert segment is not None
+    assert (segment.segment, segment.lineage, segment.members) == (2, 1, after)
+    assert segment.base == Base(1, 5, digest("s1"))
+
+
+def test_failed_exchange_returns_sole_copies_to_the_last_commit() -> None:
+    before = training(SOLE, A, B, C)
+    fact = under(SOLE).reform(before, ROOT, "socket closed")
+    assert fact is not None
+    run = play(SOLE, before, fact)
+    assert (run.members, run.membership, run.lineage) == ((A, B, C), 2, 1)
+    assert run.open_segment == 2
+
+
+def test_lineage_rises_each_time_and_never_before_there_is_a_state() -> None:
+    run = play(SOLE, PartyRun(ROOT), formed(1, A), formed(2, A, B))
+    assert run.lineage == 0
+    run = play(SOLE, run, BUILT, formed(3, B), formed(4, B, C))
+    assert (run.lineage, run.open_segment) == (2, 1)
+
+
+def test_what_the_old_members_still_report_is_stale() -> None:
+    before = training(SOLE, A, B, C)
+    run = play(SOLE, before, formed(2, A, B))
+    assert "expected (segment, membership) (2, 2)" in under(SOLE).is_welcome(
+        JOB, run, finished(before, 15)
+    )
+    assert under(SOLE).is_welcome(JOB, run, committed(2))
+
+
+def test_resumed_run_begins_after_its_last_commit_with_a_new_lineage() -> None:
+    run = play(SOLE, training(SOLE, A, B, C), RunResumed(), formed(2, A, B, C))
+    assert (run.open_segment, run.lineage, run.finished) == (2, 1, ())
+
+
+def test_replicas_of_the_whole_state_go_on_as_ever() -> None:
+    shape = replace(SOLE, parts_of=one_part, is_sole_copy=False)
+    run = play(shape, training(shape, A, B, C), formed(2, C))
+    commit, segment = due(shape, run)
+    assert commit is not None
+    assert commit.parts == ((C,),)
+    assert segment is not None
+    assert (segment.segment, segment.lineage) == (3, 0)
+
+
+def world(*names: str) -> World:
+    records = [register(name) for name in names]
+    return World(
+        {r.member.worker_id: WorkerRecord(r.member, r.address, r.capability) for r in records}, {}
+    )
+
+
+def test_joiner_of_sole_copies_waits_while_a_commit_is_due() -> None:
+    run = training(SOLE, A, B)
+    assert under(SOLE).decide(JOB, run, world("a", "b", "c"), 0.0) is None
+    run = play(SOLE, run, committed(2))
+    fact = under(SOLE).decide(JOB, run, world("a", "b", "c"), 0.0)
+    assert isinstance(fact, MembersFormed)
+    assert fact.members == (A, B, C)
+
+
+def test_loss_among_sole_copies_is_not_put_off() -> None:
+    fact = under(SOLE).decide(JOB, training(SOLE, A, B), world("a", "c"), 0.0)
+    assert isinstance(fact, MembersFormed)
+    assert fact.members == (A, C)

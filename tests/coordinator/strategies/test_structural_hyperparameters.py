@@ -1,0 +1,343 @@
+"""Structural hyperparameters: which they are, and that a copy has them from its donor."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job.search_section import read_search_space
+from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
+from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.effects import Build
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    GenerationClosed,
+    MemberEvolved,
+    ModelBuilt,
+    PopulationFormed,
+)
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.pending_effects import pending
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
+from stratagem.coordinator.strategies.population.population_run import (
+    PopulationRun,
+    form,
+    member_job,
+)
+from stratagem.coordinator.strategies.population.structural_hyperparameters import (
+    known_structure,
+    variants,
+    with_parents,
+)
+from tests.coordinator.core.simulation import RUN, Simulation, job, start
+from tests.coordinator.strategies.test_population import SECTIONS, check, population
+
+pytestmark = pytest.mark.core
+
+SPACE: dict[str, Any] = {
+    "optimizer.name": {"choices": ["sgd", "adam"]},
+    "optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"},
+    "optimizer.momentum": {"low": 0.0, "high": 0.9, "when": {"optimizer.name": ["sgd"]}},
+    "model.kwargs.width": {"choices": [8, 16, 32], "ordered": True},
+    "model.kwargs.depth": {"low": 1, "high": 40},
+    "model.kwargs.kind": {"choices": ["plain", "gated"]},
+    "model.kwargs.gate": {"low": 1, "high": 3, "when": {"model.kwargs.kind": ["gated"]}},
+    "loss.kwargs.label_smoothing": {"low": 0.0, "high": 0.2},
+}
+EXPLORE: list[ExploreStrategy] = [Perturbation(0.2), Resample()]
+
+
+def space(**changes: dict[str, Any]) -> dict[str, Any]:
+    return {**SPACE, **{name.replace("__", "."): each for name, each in changes.items()}}
+
+
+def document(search_space: dict[str, Any], **options: Any) -> str:
+    changes = {**SECTIONS, "search_space": search_space}
+    return job(population(size=6, **options), **changes)
+
+
+def test_the_optimizer_is_structural_by_definition_and_others_by_declaration() -> None:
+    assert known_structure(read_search_space(SPACE)) == {"optimizer.name"}
+    declared = {**SPACE["model.kwargs.width"], "structural": True}
+    found = known_structure(read_search_space({**SPACE, "model.kwargs.width": declared}))
+    assert found == {"optimizer.name", "model.kwargs.width"}
+    told = {**SPACE["optimizer.name"], "structural": False}
+    expected = r"search_space.optimizer.name.structural: must not be false"
+    with pytest.raises(InvalidInputError, match=expected):
+        check(document({**SPACE, "optimizer.name": told}))
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_declaration_is_true_or_false(value: object) -> None:
+    width = {"choices": [8], "structural": value}
+    with pytest.raises(InvalidInputError, match=r"search_space.model.kwargs.width.structural: "):
+        check(document({"model.kwargs.width": width}))
+
+
+def test_a_declaration_stands_in_the_jobs_text() -> None:
+    found = JobSpec.from_json(
+        document({"model.kwargs.width": {"choices": [8], "structural": True}})
+    )
+    again = JobSpec.from_json(found.canonical_json())
+    assert again == found
+    assert known_structure(again.search_space) == {"model.kwargs.width"}  # type: ignore[arg-type]
+    plain = JobSpec.from_json(document(SPACE))
+    assert "structural" not in plain.canonical_json()
+
+
+def test_what_decides_whether_a_structural_one_is_there_is_structural() -> None:
+    found = with_parents(read_search_space(SPACE), frozenset({"model.kwargs.gate"}))
+    assert found == {"model.kwargs.gate", "model.kwargs.kind"}
+
+
+@given(
+    st.integers(0, 1000),
+    st.sampled_from(EXPLORE),
+    st.sets(st.sampled_from(sorted(SPACE))),
+)
+def test_exploring_leaves_the_kept_alone_and_draws_the_others_as_ever(
+    seed: int, explore: ExploreStrategy, names: set[str]
+) -> None:
+    dimensions = read_search_space(SPACE)
+    kept = with_parents(dimensions, frozenset(names))
+    before = draw(dimensions, stream(seed, 0, 0))
+    after = explored(explore, dimensions, before, stream(seed, 0, 1), kept)
+    free = explored(explore, dimensions, before, stream(seed, 0, 1))
+    assert {n: after[n] for n in kept & after.keys()} == {
+        n: before[n] for n in kept & before.keys()
+    }
+    for name in after.keys() & free.keys() - kept:
+        assert after[name] == free[name]
+
+
+def test_variants_try_what_may_be_structural_and_only_that() -> None:
+    spec = JobSpec.from_json(document(SPACE))
+    params: dict[str, JSON] = {
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.1,
+        "optimizer.momentum": 0.5,
+        "model.kwargs.width": 16,
+        "model.kwargs.depth": 40,
+        "model.kwargs.kind": "plain",
+        "loss.kwargs.label_smoothing": 0.1,
+    }
+    tried: dict[str, list[Any]] = {}
+    for each in variants(spec, params):
+        tried.setdefault(each.name, []).append(dict(each.fields))
+    assert tried.keys() == {
+        "optimizer.momentum",
+        "model.kwargs.width",
+        "model.kwargs.depth",
+        "model.kwargs.kind",
+    }
+    assert [each["model.kwargs.width"] for each in tried["model.kwargs.width"]] == [8, 32]
+    depths = [each["model.kwargs.depth"] for each in tried["model.kwargs.depth"]]
+    assert (depths[0], len(depths)) == (1, 7)
+    assert all(0 < each["optimizer.momentum"] < 0.9 for each in tried["optimizer.momentum"])
+    # What depends on the value is there with it, and goes with it.
+    assert tried["model.kwargs.kind"] == [{"model.kwargs.kind": "gated", "model.kwargs.gate": 1}]
+    gated = {**params, "model.kwargs.kind": "gated", "model.kwargs.gate": 2}
+    (plain,) = [each for each in variants(spec, gated) if each.name == "model.kwargs.kind"]
+    assert plain.fields == {"model.kwargs.kind": "plain", "model.kwargs.gate": None}
+    for each in variants(spec, gated):
+        assert with_fields(member_job(spec, 0, gated), each.fields).model.kwargs["width"]
+
+
+def test_what_was_there_without_the_hyperparameter_is_there_again() -> None:
+    model = {"entrypoint": "m:f", "kwargs": {"gate": 7}}
+    changes = {**SECTIONS, "search_space": SPACE, "model": model}
+    changes["optimizer"] = {"name": "sgd", "lr": 0.1}
+    spec = JobSpec.from_json(job(population(), **changes))
+    params: dict[str, JSON] = {"model.kwargs.kind": "gated", "model.kwargs.gate": 2}
+    plain = next(each for each in variants(spec, params) if each.name == "model.kwargs.kind")
+    assert plain.fields["model.kwargs.gate"] == 7
+
+
+def test_only_a_population_that_copies_looks_for_structure() -> None:
+    for generations, expected in ((1, False), (2, True)):
+        simulation = start(document(SPACE, generations=generations), "a")
+        builds = [each for each in pending(simulation.state) if isinstance(each, Build)]
+        assert len(builds) == 6
+        assert all((each.params is not None) is expected for each in builds)
+
+
+def search_space_of(text: str) -> dict[str, Any]:
+    """As the job is written down again: a list of dimensions."""
+    shared = JobSpec.from_json(text).document()["search_space"]
+    assert isinstance(shared, dict)
+    return dict(shared)
+
+
+def evolve(simulation: Simulation) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(the donor's hyperparameters, the copy's) of every copy."""
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    (formed,) = simulation.facts(PopulationFormed)
+    params = dict(enumerate(formed.params))
+    pairs = []
+    facts: list[GenerationClosed | MemberEvolved] = [
+        *simulation.facts(GenerationClosed),
+        *simulation.facts(MemberEvolved),
+    ]
+    for fact in facts:
+        before = dict(params)
+        own = fact.copied
+        for copied in own if isinstance(own, tuple) else [own] if own else []:
+            params[copied.member] = copied.params
+            pairs.append((dict(before[copied.donor]), dict(copied.params)))
+    return pairs
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("explore", ["Perturbation", "Resample"])
+def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> None:
+    strategy = population(size=6, generations=5, asynchronous=asynchronous)
+    strategy["exploit"] = {"method": "Truncation", "fraction": 0.5}
+    strategy["explore"] = {"method": explore, **({"factor": 0.5} if explore[0] == "P" else {})}
+    text = job(strategy, **{**SECTIONS, "search_space": SPACE})
+    structural = ("model.kwargs.width", "model.kwargs.gate")
+    simulation = start(text, "a", "b", structural=structural)
+    pairs = evolve(simulation)
+    assert pairs
+    kept = {*structural, "model.kwargs.kind", "optimizer.name"}
+    for donor, copy in pairs:
+        assert {n: donor.get(n) for n in kept} == {n: copy.get(n) for n in kept}
+        assert donor["optimizer.lr"] != copy["optimizer.lr"]
+    assert any(donor["model.kwargs.depth"] != copy["model.kwargs.depth"] for donor, copy in pairs)
+    if not asynchronous:
+        crashed = start(text, "a", "b", structural=structural)
+        while not crashed.facts(ModelBuilt):
+            crashed.tell(crashed.queue.popleft())
+        crashed.crash()
+        assert evolve(crashed) == pairs
+
+
+def test_a_population_of_an_earlier_version_ends_as_it_would_have() -> None:
+    """It knew no structure, and drew in the order of its text."""
+    dimensions = {name: SPACE[name] for name in ("optimizer.name", "optimizer.lr")}
+    listed = search_space_of(document(dimensions))
+    rest: dict[str, Any] = {"dimensions": listed["dimensions"][::-1], "frozen": {}}
+    assert [each["name"] for each in rest["dimensions"]] == ["optimizer.name", "optimizer.lr"]
+    strategy = population(size=6, generations=3)
+    strategy["explore"] = {"method": "Resample"}
+    text = job(strategy, **{**SECTIONS, "search_space": rest})
+    simulation = start(text, "a")
+    for at, (run_id, kind, payload, time_s) in enumerate(simulation.journal):
+        if kind == "PopulationFormed":
+            old = payload.replace(',"structural":["optimizer.name"]', "")
+            assert old != payload
+            simulation.journal[at] = (run_id, kind, old, time_s)
+    simulation.crash()
+    evolve(simulation)
+    spec = JobSpec.from_json(text)
+    assert spec.search_space is not None
+    for fact in simulation.facts(GenerationClosed):
+        for copied in fact.copied:
+            rng = stream(spec.seed, copied.member, fact.generation)
+            rng.choice([0])
+            expected = draw(spec.search_space, rng)
+            assert copied.params == expected
+
+
+@given(st.permutations(sorted(SPACE)), st.integers(0, 100), st.booleans())
+def test_the_order_of_a_search_space_has_no_meaning(
+    names: list[str], seed: int, is_listed: bool
+) -> None:
+    """Equal jobs have equal text, and draw equal values, in both forms."""
+    written: dict[str, Any] = {name: SPACE[name] for name in names}
+    if is_listed:
+        shared = search_space_of(document(SPACE))
+        by_name = {each["name"]: each for each in shared["dimensions"]}
+        written = {"dimensions": [by_name[name] for name in names], "frozen": {}}
+    first = JobSpec.from_json(document(SPACE))
+    other = JobSpec.from_json(document(written))
+    assert (other, hash(other)) == (first, hash(first))
+    assert other.canonical_json() == first.canonical_json()
+    assert formed_of(other) == formed_of(first)
+
+
+def formed_of(spec: JobSpec) -> PopulationFormed:
+    return form(spec, PopulationRun(ROOT, BUILT_IN))
+
+
+def test_the_same_job_in_another_order_is_the_same_job() -> None:
+    """Also where the first one was submitted by a version that kept the order."""
+    names = sorted(SPACE, reverse=True)
+    simulation = start(document(SPACE), "a")
+    number = len(simulation.journal)
+    again = document({name: SPACE[name] for name in names})
+    assert again != document(SPACE)
+    assert simulation.tell(SubmitRun(RUN, again, 1.0)) == ()
+    assert len(simulation.journal) == number
+
+
+def test_copies_draw_in_the_same_order_as_the_first_members() -> None:
+    """Two runs whose jobs are equal but for the order end with the same hyperparameters."""
+    ends = []
+    for names in (sorted(SPACE), sorted(SPACE, reverse=True)):
+        text = {name: SPACE[name] for name in names}
+        listed = search_space_of(document(text))
+        listed["dimensions"] = sorted(
+            listed["dimensions"], key=lambda each: names.index(each["name"])
+        )
+        simulation = start(document(listed, generations=4), "a", "b")
+        ends.append(evolve(simulation))
+    assert ends[0] == ends[1]
+    assert ends[0]
+
+
+MOMENTUM = {"low": 0.1, "high": 0.9}
+SGD_OR_ADAM = {"choices": ["sgd", "adam"]}
+TAKEN = "amsgrad, betas, decoupled_weight_decay, differentiable, eps, maximize, weight_decay"
+OF_SGD = {"optimizer.name": ["sgd"]}
+
+
+@pytest.mark.parametrize(
+    ("search_space", "optimizer", "field", "value"),
+    [
+        ({"optimizer.name": SGD_OR_ADAM, "optimizer.momentum": MOMENTUM}, {}, "momentum", "0.1"),
+        (
+            {
+                "optimizer.name": SGD_OR_ADAM,
+                "optimizer.kwargs.momentum": {**MOMENTUM, "when": {"optimizer.name": ["adam"]}},
+            },
+            {},
+            "kwargs.momentum",
+            "0.",
+        ),
+        ({"optimizer.momentum": MOMENTUM}, {"name": "adam"}, "momentum", "0.1"),
+        ({"optimizer.name": SGD_OR_ADAM}, {"momentum": 0.5}, "name", "0.5"),
+    ],
+)
+def test_a_keyword_that_an_optimizer_of_the_space_does_not_take_is_refused_at_submit(
+    search_space: dict[str, Any], optimizer: dict[str, Any], field: str, value: str
+) -> None:
+    sections = {**SECTIONS, "search_space": search_space}
+    given = {"name": "sgd", "lr": 0.1, **optimizer}
+    with pytest.raises(InvalidInputError) as caught:
+        check(job(population(), **sections, optimizer=given))
+    assert str(caught.value).startswith(f"search_space.optimizer.{field}: {value}")
+    assert f"adam takes no 'momentum'; it takes {TAKEN}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "search_space",
+    [
+        {"optimizer.name": SGD_OR_ADAM, "optimizer.momentum": {**MOMENTUM, "when": OF_SGD}},
+        {"optimizer.name": SGD_OR_ADAM, "optimizer.weight_decay": MOMENTUM},
+        {
+            "model.kwargs.kind": {"choices": ["plain", "gated"]},
+            "optimizer.name": {**SGD_OR_ADAM, "when": {"model.kwargs.kind": ["gated"]}},
+            "optimizer.momentum": {**MOMENTUM, "when": {"model.kwargs.kind": ["plain"]}},
+        },
+    ],
+)
+def test_a_keyword_that_each_optimizer_takes_where_it_is_drawn_is_allowed(
+    search_space: dict[str, Any],
+) -> None:
+    check(job(population(), **{**SECTIONS, "search_space": search_space}))

@@ -1,0 +1,581 @@
+"""Clients that fail are rejected alone, and a round with too few updates fails or waits."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, ResumeRun, Tick
+from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
+from stratagem.coordinator.core.fact_messages import sentence
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    BuildFailed,
+    ClientEvaluated,
+    ErrorRecord,
+    Evaluated,
+    Member,
+    RoundClosed,
+    RoundWaits,
+    UpdateReceived,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.state import RunPhase, RunRecord
+from stratagem.coordinator.core.state_machine.pending_effects import next_deadline, pending
+from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
+from stratagem.coordinator.effects.federated.client_failures import defect
+from stratagem.coordinator.strategies.federated.model_building import may_move
+from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
+from tests.coordinator.core.simulation import (
+    RUN,
+    Simulation,
+    do,
+    ending,
+    job,
+    member,
+    register,
+    start,
+)
+from tests.coordinator.core.test_runs import FEDERATED, phase, reason
+from tests.coordinator.strategies.test_federated import opened, trained
+
+pytestmark = pytest.mark.core
+
+LABEL = ErrorRecord(
+    type="KeyError",
+    message="'label'",
+    traceback='File "train_plan.py", line 3',
+    worker_id="a",
+    activity="round 1, client 0, step 1",
+)
+
+
+def error(kind: str, message: str = "no", traceback: str = "at line 3") -> ErrorRecord:
+    return ErrorRecord(
+        type=kind, message=message, traceback=traceback, worker_id="a", activity="training"
+    )
+
+
+def federation(options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**FEDERATED, "num_clients": 3, "options": options or {}, **changes}
+
+
+def rejected(
+    client: int,
+    text: str = "KeyError: 'label'",
+    cause: Cause = Cause.EXCEPTION,
+    raised: ErrorRecord | None = None,
+    round_num: int = 1,
+) -> UpdateRejected:
+    return UpdateRejected(
+        party=ROOT, round_num=round_num, client=client, reason=text, cause=cause, error=raised
+    )
+
+
+def tell(simulation: Simulation, *facts: UpdateRejected | UpdateReceived) -> None:
+    for fact in facts:
+        assert not isinstance(simulation.tell(Report(RUN, fact)), Refusal)
+
+
+def answer(simulation: Simulation, *clients: int) -> None:
+    """These clients, which are being trained, send their updates."""
+    for effect in trained(simulation):
+        if effect.client in clients:
+            tell(simulation, *do(effect))  # type: ignore[arg-type]
+
+
+def run_of(simulation: Simulation) -> RunRecord:
+    return simulation.state.runs[RUN]
+
+
+# ---- what a failure is ----
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        (error("KeyError"), Cause.EXCEPTION),
+        (error("MemoryError"), Cause.MEMORY),
+        (error("torch.OutOfMemoryError"), Cause.MEMORY),
+        (error("numpy._core._exceptions._ArrayMemoryError"), Cause.MEMORY),
+        (error("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), Cause.MEMORY),
+        (error("RuntimeError", "CUDA error: out of memory"), Cause.MEMORY),
+        (error("ValueError", "out of memory, said the user"), Cause.EXCEPTION),
+        (error("TimeoutError"), Cause.TIMEOUT),
+        (error("FloatingPointError", "non-finite loss", traceback=""), Cause.NOT_FINITE_LOSS),
+        (error("FloatingPointError", "the user's own"), Cause.EXCEPTION),
+        (
+            error("InvalidInputError", '"m:f" is not allowed on this worker, which', ""),
+            Cause.REFUSED_BY_SITE,
+        ),
+        (
+            error("InvalidInputError", "is really x, which this worker does not allow", ""),
+            Cause.REFUSED_BY_SITE,
+        ),
+        (error("InvalidInputError", "client 3 has no rows", traceback=""), Cause.EXCEPTION),
+    ],
+)
+def test_the_cause_of_an_exception(found: ErrorRecord, cause: Cause) -> None:
+    assert cause_of(found) is cause
+
+
+def test_a_reason_is_one_line_of_bounded_length() -> None:
+    assert reason_of(LABEL) == "KeyError: 'label'"
+    assert reason_of(error("E", "a\n  b\x0bc")) == "E: a b c"
+    assert reason_of(error("E", "said of the job", traceback="")) == "said of the job"
+    assert len(reason_of(error("E", "x" * 10_000))) == 300
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_steps", "num_skipped", "cause"),
+    [
+        (0.5, 4, 0, None),
+        (0.5, 4, 3, None),
+        (0.0, 4, 4, Cause.NOT_FINITE),
+        (float("nan"), 4, 0, Cause.NOT_FINITE_LOSS),
+        (float("inf"), 4, 3, Cause.NOT_FINITE_LOSS),
+        (0.5, 0, 0, None),
+    ],
+)
+def test_what_is_wrong_with_a_round_of_steps(
+    loss: float, num_steps: int, num_skipped: int, cause: Cause | None
+) -> None:
+    found = defect(loss, num_steps, {"train.skipped_steps": num_skipped})
+    assert (found and found[0]) == cause
+
+
+def test_an_exception_is_journaled_once_in_a_round() -> None:
+    told, (effect, *_) = Told(), trained(opened(federation(), "a"))
+    assert told.is_news(effect, LABEL)
+    assert not told.is_news(effect, LABEL)
+    others = [told.is_news(effect, error("E", str(number))) for number in range(20)]
+    assert others.count(True) == MAX_ERRORS - 1
+    told.forget(RUN)
+    assert told.is_news(effect, LABEL)
+
+
+# ---- a round without the clients that failed ----
+
+
+def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
+    simulation = opened(federation(), "a")
+    for number in (1, 2, 3):
+        tell(simulation, rejected(1, raised=LABEL, round_num=number))
+        answer(simulation, 0, 2)
+        simulation.queue.clear()
+        simulation.seen.clear()
+        simulation.tell(Tick())
+        simulation.tell(simulation.queue.popleft())  # the fold
+    run = run_of(simulation)
+    assert run.ended is RunPhase.COMPLETED
+    assert run.reason == "3 rounds committed; rejected: client 1 in 3 rounds (KeyError: 'label')"
+    assert run.is_reproducible
+    closed = simulation.facts(RoundClosed)
+    assert [[a.client for a in fact.accepted] for fact in closed] == [[0, 2]] * 3
+    text = "round 1 closed: round 1: 2 of 3 updates, 1 rejected (client 1: KeyError: 'label')"
+    assert sentence(closed[0]).startswith(text)
+    assert not any(fact.by_policy for fact in closed)
+    simulation.crash()
+    assert run_of(simulation) == run
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_reproducible"),
+    [(each, each not in (Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT)) for each in Cause],
+)
+def test_what_depends_on_machines_is_not_reproducible(cause: Cause, is_reproducible: bool) -> None:
+    simulation = opened(federation(), "a")
+    tell(simulation, rejected(1, cause=cause))
+    answer(simulation, 0, 2)
+    assert run_of(simulation).is_reproducible is is_reproducible
+
+
+def test_the_same_is_so_inside_a_population() -> None:
+    strategy = {
+        "type": "PopulationBased",
+        "population_size": 2,
+        "generations": 1,
+        "exploit": {"method": "Truncation", "fraction": 0.5},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+        "options": {"inner": federation(rounds=1)},
+    }
+    text = job(
+        strategy,
+        search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
+        steps_per_generation=1,
+        evaluation={"metrics": [], "best": "loss", "mode": "min"},
+    )
+    simulation = start(text, "a")
+    while not trained(simulation):
+        simulation.tell(simulation.queue.popleft())
+    effect = trained(simulation)[0]
+    fact = rejected(effect.client, cause=Cause.CRASHED).model_copy(update={"party": effect.party})
+    tell(simulation, fact)
+    assert not run_of(simulation).is_reproducible
+    simulation.run()
+    assert run_of(simulation).ended is RunPhase.COMPLETED
+
+
+def test_the_reason_groups_clients_that_fail_alike() -> None:
+    simulation = opened({**federation(), "num_clients": 5}, "a")
+    tell(simulation, rejected(0), rejected(3), rejected(1, "values of 'w'", Cause.NOT_FINITE))
+    answer(simulation, 2, 4)
+    (closed,) = simulation.facts(RoundClosed)
+    assert closed.reason == (
+        "round 1: 2 of 5 updates, 3 rejected (clients 0, 3: KeyError: 'label'; "
+        "client 1: values of 'w')"
+    )
+
+
+def test_without_any_update_the_run_fails_with_the_commonest_reason() -> None:
+    simulation = opened({**federation(), "num_clients": 4}, "a")
+    tell(simulation, rejected(2, "values of 'w'", Cause.NOT_FINITE))
+    tell(simulation, *(rejected(client, raised=LABEL) for client in (0, 1, 3)))
+    run = run_of(simulation)
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == (
+        "round 1: 0 of 4 updates; 3 raised KeyError: 'label' (clients 0, 1, 3); "
+        "1 not finite: values of 'w' (client 2)"
+    )
+    assert run.error == LABEL
+
+
+def test_a_sentence_names_clients_with_their_workers_where_rows_are_local() -> None:
+    simulation = start(job(federation(num_clients=2), data={"worker_local": "ward"}))
+    for name in ("anna", "berta"):
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.tell(simulation.queue.popleft())
+    tell(simulation, rejected(0), rejected(1))
+    assert run_of(simulation).reason == (
+        "round 1: 0 of 2 updates; 2 raised KeyError: 'label' (clients 0 (anna), 1 (berta))"
+    )
+
+
+def test_a_sentence_names_no_more_than_some_of_a_thousand_clients() -> None:
+    simulation = opened({**federation(), "num_clients": 1000}, "a")
+    for client in range(1000):
+        tell(simulation, rejected(client))
+    text = run_of(simulation).reason
+    assert text.endswith(
+        "1000 raised KeyError: 'label' (clients 0, 1, 2, 3, 4, 5, 6, 7 and 992 more)"
+    )
+
+
+def test_no_client_may_fail_where_the_job_says_so() -> None:
+    for cause in (Cause.EXCEPTION, Cause.NOT_FINITE, Cause.LAYOUT):
+        simulation = opened(federation({"on_client_error": "fail"}), "a")
+        answer(simulation, 0)
+        tell(simulation, rejected(1, cause=cause, raised=LABEL))
+        run = run_of(simulation)
+        assert run.ended is RunPhase.FAILED
+        assert run.reason == "round 1: client 1: KeyError: 'label'"
+        assert run.error == LABEL
+
+
+def test_a_crash_ends_a_run_in_which_no_client_may_fail() -> None:
+    simulation = opened(federation({"on_client_error": "fail"}), "a")
+    for number in range(3):
+        told = ending("a", number, status=1, run_id=RUN, party="client1")
+        simulation.tell(register("a", number + 1, told))
+    assert run_of(simulation).reason.startswith(
+        "round 1: client 1: it has ended 3 worker processes"
+    )
+
+
+# ---- quorum ----
+
+
+def test_a_quorum_is_not_lowered_by_failures() -> None:
+    simulation = opened(federation({"quorum": 2}), "a")
+    tell(simulation, rejected(0), rejected(1, "values of 'w'", Cause.NOT_FINITE))
+    answer(simulation, 2)
+    assert run_of(simulation).reason == (
+        "round 1: 1 of 3 updates; 1 raised KeyError: 'label' (client 0); "
+        "1 not finite: values of 'w' (client 1); 2 are needed"
+    )
+
+
+def test_over_selection_without_a_quorum_takes_what_did_not_fail() -> None:
+    strategy = federation(
+        {"over_select": 1}, num_clients=4, client_selection={"method": "Random", "fraction": 0.5}
+    )
+    simulation = opened(strategy, "a")
+    first, second, third = (effect.client for effect in trained(simulation))
+    tell(simulation, rejected(first), rejected(second))
+    answer(simulation, third)
+    (closed,) = simulation.facts(RoundClosed)
+    assert [accepted.client for accepted in closed.accepted] == [third]
+
+
+def test_a_deadline_may_be_waited_out_for_the_quorum() -> None:
+    options = {"quorum": 2, "round_deadline_s": 60.0, "on_missing_quorum": "wait"}
+    simulation = opened(federation(options), "a")
+    answer(simulation, 1)
+    simulation.now_s = 61.0
+    simulation.tell(Tick())
+    (waits,) = simulation.facts(RoundWaits)
+    assert sentence(waits) == (
+        "round 1: 1 of 3 updates, deadline passed; 2 are needed; the round waits"
+    )
+    assert next_deadline(simulation.state) is None
+    assert phase(simulation) is RunPhase.RECOVERING
+    answer(simulation, 2)
+    (closed,) = simulation.facts(RoundClosed)
+    assert [accepted.client for accepted in closed.accepted] == [1, 2]
+    assert closed.by_policy
+    assert not run_of(simulation).is_reproducible
+
+
+def worker_local(options: dict[str, Any]) -> Simulation:
+    """Three sites; each client lives on its own."""
+    simulation = start(job(federation(options), data={"worker_local": "ward"}))
+    for name in "abc":
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    return simulation
+
+
+def test_a_round_that_waits_asks_a_failed_client_again_when_its_worker_is_a_new_one() -> None:
+    simulation = worker_local({"quorum": 3, "on_missing_quorum": "wait"})
+    answer(simulation, 0, 2)
+    tell(simulation, rejected(1))
+    assert [type(fact) for fact in simulation.facts(RoundWaits)] == [RoundWaits]
+    assert not trained(simulation)
+    assert "2 of 3 updates" not in reason(simulation)
+    assert "3 of 3 clients have answered, 1 rejected (client 1 (b): KeyError" in reason(simulation)
+    simulation.tell(LoseWorker(member("b"), "stopped by its site"))
+    simulation.tell(register("b", start=1, local_data=("ward",)))
+    assert [effect.client for effect in trained(simulation)] == [1]
+    assert simulation.facts(RoundWaits)[-1].asked_again == (1,)
+    before = run_of(simulation)
+    simulation.crash()
+    assert run_of(simulation) == before
+    simulation.queue.clear()
+    tell(simulation, rejected(1, "ValueError: still not"))
+    assert not trained(simulation)  # not on the same process
+    simulation.tell(register("b", start=2, local_data=("ward",)))
+    answer(simulation, 1)
+    (closed,) = simulation.facts(RoundClosed)
+    assert [accepted.client for accepted in closed.accepted] == [0, 1, 2]
+
+
+def test_without_a_quorum_a_round_waits_for_all_that_are_asked_again() -> None:
+    simulation = worker_local({"on_missing_quorum": "wait"})
+    tell(simulation, *(rejected(client) for client in range(3)))
+    assert phase(simulation) is RunPhase.RECOVERING
+    for name in "ab":
+        simulation.tell(register(name, start=1, local_data=("ward",)))
+    assert [effect.client for effect in trained(simulation)] == [0, 1]
+    answer(simulation, 0)
+    assert not simulation.facts(RoundClosed)
+    answer(simulation, 1)
+    (closed,) = simulation.facts(RoundClosed)
+    assert [accepted.client for accepted in closed.accepted] == [0, 1]
+
+
+def test_simulated_clients_are_asked_again_once_on_every_worker() -> None:
+    simulation = opened(federation({"on_missing_quorum": "wait"}, num_clients=1), "a", "b")
+    tell(simulation, rejected(0))
+    (effect,) = trained(simulation)
+    assert effect.member == member("b")
+    tell(simulation, rejected(0))
+    assert not trained(simulation)
+    simulation.tell(register("c"))
+    (effect,) = trained(simulation)
+    assert effect.member == member("c")
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_resumed_run_asks_failed_clients_again_and_gives_the_round_its_time() -> None:
+    simulation = opened(federation({"quorum": 3, "round_deadline_s": 60.0}), "a")
+    answer(simulation, 0, 2)
+    simulation.now_s = 50.0
+    tell(simulation, rejected(1))
+    assert phase(simulation) is RunPhase.FAILED
+    simulation.run()  # the workers let go of it
+    simulation.now_s = 100.0
+    simulation.tell(ResumeRun(RUN))
+    assert [effect.client for effect in trained(simulation)] == [1]
+    assert next_deadline(simulation.state) == 160.0
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_late_client_that_fails_is_forgotten() -> None:
+    options = {"over_select": 1, "late_updates": {"discount": 0.5}}
+    selection = {"method": "Random", "fraction": 0.3}
+    strategy = federation(options, num_clients=4, client_selection=selection)
+    simulation = opened(strategy, "a")
+    late, *others = trained(simulation)
+    answer(simulation, *(effect.client for effect in others))
+    tell(simulation, rejected(late.client, raised=LABEL))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+# ---- evaluation by clients ----
+
+
+def evaluating(options: dict[str, Any] | None = None) -> Simulation:
+    """Three sites with rows of their own, in one round; all evaluations are due."""
+    evaluation = {"split": "test", "metrics": []}
+    text = job(federation(options, rounds=1), data={"worker_local": "ward"}, evaluation=evaluation)
+    simulation = start(text)
+    for name in "abc":
+        simulation.tell(register(name, local_data=("ward",)))
+    while not any(isinstance(effect, EvaluateState) for effect in pending(simulation.state)):
+        simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    return simulation
+
+
+def evaluated(client: int, text: str = "") -> ClientEvaluated:
+    sums = {} if text else {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
+    return ClientEvaluated(party=ROOT, segment=1, client=client, sums=sums, reason=text)
+
+
+def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
+    simulation = evaluating()
+    for fact in (evaluated(0), evaluated(1, "KeyError: 'label'"), evaluated(2)):
+        simulation.tell(Report(RUN, fact))
+    (found,) = simulation.facts(Evaluated)
+    assert found.metrics == {"test.loss": 2.0}
+    assert phase(simulation) is RunPhase.COMPLETED
+    text = "segment 1: client 1 could not evaluate it: KeyError: 'label'"
+    assert text in [sentence(fact) for fact in simulation.facts(ClientEvaluated)]
+
+
+def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
+    simulation = evaluating()
+    for client in (0, 2):
+        simulation.tell(Report(RUN, evaluated(client)))
+    assert reason(simulation) == ""
+    simulation.tell(LoseWorker(member("b"), "gone"))
+    assert reason(simulation) == "round 1 waits to be evaluated by client 1 (b), not here"
+    simulation.tell(register("b", 1, local_data=("ward",)))
+    assert reason(simulation) == ""
+
+
+def test_an_evaluation_that_nobody_can_do_fails_the_run() -> None:
+    simulation = evaluating()
+    for client in range(3):
+        simulation.tell(Report(RUN, evaluated(client, "KeyError: 'label'")))
+    assert run_of(simulation).reason.startswith(
+        "the evaluation of round 1 has failed: client 0: KeyError: 'label'; client 1: "
+    )
+
+
+def test_a_client_that_cannot_evaluate_ends_a_run_in_which_none_may_fail() -> None:
+    simulation = evaluating({"on_client_error": "fail"})
+    simulation.tell(Report(RUN, evaluated(1, "KeyError: 'label'")))
+    assert run_of(simulation).reason == (
+        "the evaluation of round 1 has failed: client 1: KeyError: 'label'"
+    )
+
+
+def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> None:
+    simulation = evaluating()
+    for number in range(3):
+        told = ending("b", number, status=1, run_id=RUN, party="evaluate")
+        simulation.tell(register("b", number + 1, told, local_data=("ward",)))
+    (found,) = [fact for fact in simulation.facts(ClientEvaluated) if fact.reason]
+    assert (found.client, found.sums) == (1, {})
+    for client in (0, 2):
+        simulation.tell(Report(RUN, evaluated(client)))
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+# ---- the job ----
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_client_error": "ignore"}, "must be reject or fail"),
+        ({"on_missing_quorum": "reject"}, "must be fail or wait"),
+    ],
+)
+def test_other_words_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        JobSpec.from_json(job(federation(options)))
+
+
+def test_what_is_due_names_no_rejected_client() -> None:
+    simulation = opened(federation(), "a")
+    tell(simulation, rejected(1))
+    due = [e for e in pending(simulation.state) if isinstance(e, TrainClient)]
+    assert {effect.client for effect in due} == {0, 2}
+
+
+# ---- the build, where each site has rows of its own ----
+
+
+def unbuilt(options: dict[str, Any] | None = None) -> Simulation:
+    """Three sites; the first of them is to build the model."""
+    simulation = start(job(federation(options), data={"worker_local": "ward"}))
+    for name in "abc":
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.queue.clear()
+    return simulation
+
+
+def builder(simulation: Simulation) -> Member:
+    (effect,) = [e for e in pending(simulation.state) if isinstance(e, Build)]
+    return effect.member
+
+
+def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = builder(simulation)
+    failed = BuildFailed(party=ROOT, member=first, reason="KeyError: 'label'", error=LABEL)
+    simulation.tell(Report(RUN, failed))
+    assert builder(simulation) != first
+    before = run_of(simulation)
+    simulation.crash()
+    assert run_of(simulation) == before
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
+
+
+def test_a_site_whose_processes_the_build_ends_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = builder(simulation)
+    for number in range(3):
+        told = ending(first.worker_id, number, status=-11, run_id=RUN, party="build")
+        simulation.tell(register(first.worker_id, number + 1, told, local_data=("ward",)))
+    (failed,) = simulation.facts(BuildFailed)
+    assert "has ended 3 worker processes" in failed.reason
+
+
+def test_a_model_that_no_site_can_build_fails_the_run() -> None:
+    simulation = unbuilt()
+    for _ in range(3):
+        failed = BuildFailed(
+            party=ROOT, member=builder(simulation), reason="KeyError: 'label'", error=LABEL
+        )
+        simulation.tell(Report(RUN, failed))
+    run = run_of(simulation)
+    assert run.reason == (
+        "no worker can build the model: a: KeyError: 'label'; b: KeyError: 'label'; "
+        "c: KeyError: 'label'"
+    )
+    assert run.error == LABEL
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "may"),
+    [
+        ({}, {"worker_local": "ward"}, True),
+        ({"on_client_error": "fail"}, {"worker_local": "ward"}, False),
+        ({}, {"entrypoint": "m:d"}, False),
+    ],
+)
+def test_only_rows_of_its_own_tell_one_builder_from_another(
+    options: dict[str, Any], data: dict[str, str], may: bool
+) -> None:
+    assert may_move(JobSpec.from_json(job(federation(options), data=data))) is may

@@ -1,0 +1,63 @@
+"""What a job without gradients means: one process that evaluates batch after batch.
+
+Shares model, data, loss, metrics, precision and compiled code with the engine, but none of its
+sums, sharing and state; any number of workers must equal it to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.prepare_model import prepare
+from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
+from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+
+def evaluation_loop(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    state: Mapping[str, Tensor] | None = None,
+    outputs: list[Tensor] | None = None,
+) -> dict[str, float]:
+    """Means over the split, by "<split>.<metric>". state: a state_dict; else the seed's weights.
+    outputs: gets the model's output of each batch."""
+    spec, device = job.evaluation, torch.device("cpu")
+    assert spec is not None
+    dataset = load_data(job, entrypoints, DataSources())[spec.split]
+    model = build_model(job, entrypoints, device=device, fresh=True)
+    if state is not None:
+        model.load_state_dict(state)
+    model.eval()
+    loss_fn, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
+    metrics = make_metrics(spec.metrics, entrypoints)
+    execution = prepare(model, job, device, KeyedRandomness(model, device))
+    sums: dict[str, list[float]] = {}
+    for start in range(0, len(dataset), spec.batch_size):
+        rows = torch.arange(start, min(start + spec.batch_size, len(dataset)))
+        x, y = gather(dataset, rows, "reference")
+        execution.begin_batch(len(rows))
+        with torch.no_grad():
+            output = model(x)
+            if outputs is not None:
+                outputs.append(output)
+            loss = loss_fn(output, y, len(rows))
+            means = {"loss": (float(loss.mean), loss.weight)}
+            means |= {name: metric(output, y, len(rows)) for name, metric in metrics.items()}
+        for name, (mean, weight) in means.items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0] += mean * weight
+            total[1] += weight
+    found = {f"{spec.split}.{name}": total / weight for name, (total, weight) in sums.items()}
+    if "perplexity" in spec.metrics:
+        found[f"{spec.split}.perplexity"] = math.exp(found[f"{spec.split}.loss"])
+    return found

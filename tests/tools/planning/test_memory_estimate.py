@@ -1,0 +1,269 @@
+"""The estimate against peaks of real steps, and what divides what."""
+
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.compression import TensorLayout
+from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.tools.planning.codec_memory import codec_memory
+from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
+from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory
+from stratagem.tools.planning.simulated_step import measure_training
+from stratagem.worker.engine import GossipTrainer, build_trainer
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.reducer import solo_exchange
+from tests.tools.planning.support import SITE, job, replicas
+from tests.worker.engine.test_gossip_trainer import gossip_job
+from tests.worker.engine.test_gossip_trainer import trainer as gossip_trainer
+
+KINDS = ("mlp", "cnn", "transformer", "rnn", "embedding")
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedProx", "mu": 0.1},
+    "client_selection": {"method": "All"},
+}
+SGD = {"name": "sgd", "lr": 0.1}
+WIDE = {"entrypoint": "tests.worker.engine.userland:mlp", "kwargs": {"hidden": 20_000}}
+
+
+def estimate(spec: Any, **asked: Any) -> MemoryEstimate:
+    return estimate_memory(spec, SITE, **asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None:
+    spec = job(kind)
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert estimate(spec).total == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "tolerance"),
+    [
+        ("mlp", {"optimizer": SGD}, 0.05),
+        ("cnn", {"execution": {"precision": "Full"}}, 0.05),
+        # Processors without 16-bit units unfold what they convolve.
+        ("cnn", {"execution": {"precision": "Half"}}, 0.15),
+        ("mlp", {"execution": {"precision": "Mixed"}}, 0.05),
+        ("transformer", {"execution": {"gradient": {"Checkpointed": 1}}, "batch_size": 4}, 0.05),
+    ],
+)
+def test_optimizer_precision_and_checkpointing_are_in_it(
+    kind: str, changes: dict[str, Any], tolerance: float
+) -> None:
+    spec = job(kind, **changes)
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert estimate(spec).total == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_member_of_three_replicas_is_measured_the_same(num_workers: int) -> None:
+    spec = job("mlp", strategy=replicas(3), batch_size=7)
+    measured = measure_training(spec, SITE, Party(0, num_workers, 3))
+    assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
+
+
+def test_the_parts_are_those_of_mixed_arithmetic() -> None:
+    """Adam in float32: 4 bytes of parameters, 4 of gradients, 8 of moments, each."""
+    found = estimate(job("mlp"))
+    per_parameter = [
+        part / found.num_parameters for part in (found.parameters, found.gradients, found.optimizer)
+    ]
+    assert per_parameter == pytest.approx([4, 4, 8], rel=0.01)
+    assert found.total == sum(
+        (
+            *(found.parameters, found.gradients, found.optimizer),
+            *(found.activations, found.workspace, found.buffers),
+        )
+    )
+    assert estimate(job("mlp", optimizer=SGD)).optimizer == 0
+    doubled = estimate(job("mlp", execution={"precision": "Full"}))
+    assert doubled.parameters == 2 * found.parameters
+    assert str(found).splitlines()[-1].startswith("total")
+
+
+def test_rows_only_change_activations_and_workspace() -> None:
+    one_layer = {"kwargs": {"depth": 1}}
+    small = estimate(job("transformer", **one_layer, batch_size=4))
+    large = estimate(job("transformer", **one_layer))
+    assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
+    assert (large.parameters, large.gradients, large.optimizer) == (
+        *(small.parameters, small.gradients, small.optimizer),
+    )
+    halved = estimate(job("transformer", **one_layer, strategy=replicas(4)))
+    assert halved.activations == pytest.approx(small.activations, rel=0.01)
+
+
+def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
+    spec = job("mlp", execution={"gradient": {"Accumulated": 5}}, batch_size=64)
+    found, whole = estimate(spec), estimate(job("mlp", batch_size=64))
+    assert (found.rows, found.gradients) == (13, whole.gradients)
+    assert found.activations < whole.activations / 4
+    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    assert found.total == pytest.approx(measured, rel=0.02)
+    assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *("ternary", "low_rank"),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("fp16", "int8", "top_k", "vsa")),
+    ],
+)
+def test_what_a_codec_takes_is_in_it(codec: str) -> None:
+    """Against the peak of what numpy holds in the second step of one worker with two shards."""
+    spec = job("mlp", strategy=replicas(2), compression=codec)
+    trainer = build_trainer(spec, SITE.entrypoints, device=SITE.device, fresh=True)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    exchange = solo_exchange(buckets, 2, trainer.compressor)
+    tracemalloc.start()
+    start = tracemalloc.get_traced_memory()[0]
+    trainer.train_step(exchange, range(2), 2)
+    tracemalloc.reset_peak()
+    trainer.train_step(exchange, range(2), 2)
+    measured = tracemalloc.get_traced_memory()[1] - start
+    tracemalloc.stop()
+    found = codec_memory(spec.compression, trainer.compressor.layout)  # type: ignore[arg-type, union-attr]
+    assert 2 * (2 * found.state + found.payload) + found.scratch == pytest.approx(
+        measured, rel=0.25
+    )
+    one_worker = estimate(spec, num_workers=1)
+    plain = estimate(job("mlp", strategy=replicas(2)), num_workers=1)
+    assert one_worker.gradients - plain.gradients == 2 * (2 * found.state + found.payload)
+    assert one_worker.workspace >= plain.workspace
+    assert not one_worker.notes
+
+
+def test_a_codec_takes_memory_in_proportion() -> None:
+    small = [TensorLayout("w", (500, 500)), TensorLayout("b", (500,))]
+    large = [TensorLayout("w", (2000, 2000)), TensorLayout("b", (8000,))]
+    spec = CompressionSpec(codec="ternary")
+    one, sixteen = codec_memory(spec, small), codec_memory(spec, large)
+    assert sixteen.scratch == pytest.approx(16 * one.scratch, rel=0.1)
+    assert sixteen.state == pytest.approx(16 * one.state, rel=0.05)
+
+
+def test_phases_keep_gradients() -> None:
+    plain, held = estimate(job("mlp")), estimate(job("mlp", phases={"predictor": {"history": 5}}))
+    assert held.gradients - plain.gradients == 4 * plain.num_parameters * 8
+    assert held.activations == plain.activations
+
+
+def test_inference_holds_the_weights_and_one_layer() -> None:
+    found = estimate(job("mlp"), inference=True)
+    assert (found.gradients, found.optimizer) == (0, 0)
+    assert found.total < found.parameters + estimate(job("mlp")).activations
+
+
+def test_a_pipeline_is_its_heaviest_stage() -> None:
+    cut = {
+        "type": "ModelParallel",
+        "partitions": [
+            {"node_ids": ["0", "1", "2", "3", "4", "5"], "target": {"WorkerId": "a"}},
+            {"node_ids": ["6", "7", "8"], "target": {"WorkerId": "b"}},
+        ],
+        "communication": {"protocol": "Pipeline", "micro_batch_size": 4},
+    }
+    whole, stage = estimate(job("mlp")), estimate(job("mlp", strategy=cut))
+    assert 0.6 * whole.parameters < stage.parameters < 0.8 * whole.parameters
+    assert stage.notes == ("stage 0 of 2: 3 micro-batches of 4 rows at one time",)
+
+
+def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:
+    spec, one = nodes(4, "ring"), estimate(job("mlp")).parameters
+    assert estimate(spec, num_workers=2).parameters == 3 * one
+    assert estimate(spec, num_workers=4).parameters == 2 * one
+
+
+def nodes(number: int, topology: str, **changes: Any) -> JobSpec:
+    aggregation = {"method": "Decentralized", "topology": topology}
+    strategy = {"type": "DataParallel", "num_replicas": number, "aggregation": aggregation}
+    return job("mlp", strategy=strategy, **changes)
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_members", "known"), [("ring", 6, 3), ("ring", 2, 5), ("star", 6, 6)]
+)
+def test_gossip_copies_those_it_listens_to(topology: str, num_members: int, known: int) -> None:
+    assert num_known(topology, 6, num_members, seed=0) == known
+    note = estimate(nodes(6, topology), num_workers=num_members).notes[0]
+    assert f"copies of {known}, " in note
+
+
+def test_what_gossip_copies_is_what_its_exchange_holds() -> None:
+    trainer, exchange = gossip_trainer(gossip_job({**WIDE}, 3))
+    trainer.train_step(exchange, 3)
+    held = [*exchange._pool.values(), *exchange._scratch.values()]
+    found = plain_copies(3, layout_of(trainer), torch.float32)
+    assert found.held == sum(each.nbytes for each in held)
+
+
+@pytest.mark.parametrize("codec", ["int8", "low_rank"])
+def test_public_copies_are_what_numpy_holds(codec: str) -> None:
+    """Between steps, and at the worst moment of one."""
+    spec = gossip_job({**WIDE}, 3, compression=codec)
+    tracemalloc.start()
+    trainer, exchange = gossip_trainer(spec)
+    trainer.train_step(exchange, 3)
+    tracemalloc.reset_peak()
+    held = tracemalloc.get_traced_memory()[0]
+    trainer.train_step(exchange, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    found = coded_copies(3, 3, layout_of(trainer), spec)
+    assert found.held == pytest.approx(held, rel=0.1)
+    assert found.held + found.moment == pytest.approx(peak, rel=0.25)
+
+
+def layout_of(trainer: GossipTrainer) -> tuple[TensorLayout, ...]:
+    named = trainer.model.named_parameters()
+    return tuple(TensorLayout(name, tuple(param.shape)) for name, param in named)
+
+
+@pytest.mark.parametrize(("num_workers", "own_rows"), [(1, 256), (2, 128)])
+def test_predictions_that_are_kept_are_in_it(num_workers: int, own_rows: int) -> None:
+    def evaluating(predictions: bool) -> JobSpec:
+        evaluation = {"split": "train", "batch_size": 16, "predictions": predictions}
+        return JobSpec.parse(
+            {
+                "name": "plan",
+                "model": {"entrypoint": "tests.tools.planning.userland:mlp"},
+                "data": {"entrypoint": "tests.tools.planning.userland:mlp_data"},
+                "loss": "cross_entropy",
+                "evaluation": evaluation,
+                "execution": {"gradient": "None"},
+                "strategy": replicas(2),
+            }
+        )
+
+    kept, plain = (estimate(evaluating(each), num_workers=num_workers) for each in (True, False))
+    assert kept.buffers - plain.buffers == own_rows * 10 * 4
+
+
+def test_fedprox_keeps_the_parameters_of_the_round() -> None:
+    spec = job("mlp", strategy=FEDERATED, steps=None)
+    assert estimate(spec).parameters == 2 * estimate(job("mlp")).parameters
+
+
+def test_a_measured_step_corrects_the_estimate() -> None:
+    found = estimate(job("rnn"), measure=True)
+    assert found.calibrated_by == "a measured step"
+    assert found.total == found.measured
+    spec = job("mlp", strategy=FEDERATED, steps=None)
+    with pytest.raises(InvalidInputError, match="not measured by one worker"):
+        estimate(spec, measure=True)
+
+
+def test_what_cannot_be_estimated_says_why() -> None:
+    with pytest.raises(InvalidInputError, match="num_workers: 0"):
+        estimate(job("mlp"), num_workers=0)
+    with pytest.raises(UserCodeError, match="same reduction dim"):
+        estimate(job("mlp", kwargs={"width": 7}))

@@ -1,0 +1,13 @@
+"""The program that answers the client's questions about a job."""
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.tools.planning.__main__ import answer
+from tests.tools.planning.support import job
+
+
+def test_a_device_that_is_none_is_refused_by_name() -> None:
+    request = {"question": "estimate", "job_json": job("mlp").canonical_json(), "device": "cud"}
+    with pytest.raises(InvalidInputError, match="device: 'cud' is not one of cpu, cuda; did you"):
+        answer(request)

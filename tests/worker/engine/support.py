@@ -1,0 +1,104 @@
+"""Builders that the engine's tests share."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.worker.engine import Trainer, build_trainer
+from stratagem.worker.engine.numerics.layer_support import ALL_NUMBERS, obstacle
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.reducer import Exchange, solo_exchange
+from stratagem.worker.exchange.single_member import AloneExchange
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+CPU = torch.device("cpu")
+ALLOWED = EntryPoints(["tests.worker.engine.userland:*", "examples.digits:*"])
+
+
+def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
+    """A small job; `changes` replace whole sections."""
+    named = {"entrypoint": f"tests.worker.engine.userland:{model}"}
+    document: dict[str, Any] = {
+        "name": "test",
+        "model": named if isinstance(model, str) else model,
+        "data": {"entrypoint": "tests.worker.engine.userland:classes"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "steps": 10,
+        "batch_size": 16,
+        "seed": 3,
+    }
+    document.update(changes)
+    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+
+
+def trainer_of(spec: JobSpec, *, fresh: bool = True, numerics: int = CURRENT) -> Trainer:
+    return build_trainer(spec, ALLOWED, device=CPU, fresh=fresh, numerics=numerics)
+
+
+def is_refused_here(spec: JobSpec) -> bool:
+    """Whether this machine's processor lacks what LSTM needs; then the job must be refused."""
+    asked = f"{spec.execution.precision} in {spec.execution.amp_dtype or 'bfloat16'}"
+    numbers = next((each for each in ALL_NUMBERS if str(each) == asked), None)
+    has_lstm = str(spec.model.entrypoint).endswith(":LastOfSequence")
+    reason = obstacle("LSTM", numbers, CPU, True) if has_lstm and numbers else None
+    if reason is None:
+        return False
+    with pytest.raises(InvalidInputError) as caught:
+        trainer_of(spec)
+    assert f"cannot compute {asked}: LSTM (lstm): {reason}" in str(caught.value)
+    return True
+
+
+def solo(trainer: Trainer, num_shards: int) -> Exchange | AloneExchange:
+    """What a worker uses that owns all shards."""
+    if num_shards == 1 and AloneExchange.fits(trainer.params):
+        return AloneExchange(trainer.params, trainer.setup.numerics)
+    return in_buckets(trainer, num_shards)
+
+
+def in_buckets(trainer: Trainer, num_shards: int) -> Exchange:
+    """The same in flat buckets, as several members have it."""
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    return solo_exchange(buckets, num_shards)
+
+
+def train(trainer: Trainer, num_shards: int, num_steps: int) -> list[float]:
+    """The losses of some steps with one member that owns all shards."""
+    exchange = solo(trainer, num_shards)
+    owned = assign_shards(num_shards, 1)[0]
+    losses = [trainer.train_step(exchange, owned, num_shards).loss for _ in range(num_steps)]
+    exchange.close()
+    return losses
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name
+
+
+def model_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch has allocated at once on the CPU during a call, beyond what it began
+    with."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    sizes: list[int] = [change for _, change in sorted(changes)]
+    return max(accumulate(sizes, initial=0))

@@ -1,0 +1,409 @@
+"""Micro-batches: their sums against the references, and a window as one transaction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import UserCodeError
+from stratagem.common.job import AccumulationSpec, JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.worker.engine import ClientRunner, Trainer
+from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from tests.reference.gossip_loop import gossip_loop
+from tests.reference.loops import federated_loop, plain_loop, sharded_loop
+from tests.worker.engine import test_federated_client as rounds
+from tests.worker.engine import test_gossip_trainer as gossip
+from tests.worker.engine.support import (
+    ALLOWED,
+    assert_same_bits,
+    job,
+    model_of,
+    solo,
+    train,
+    trainer_of,
+)
+
+ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
+TOKENS: dict[str, Any] = {
+    "data": {"entrypoint": "tests.worker.engine.userland:tokens"},
+    "loss": "token_cross_entropy",
+}
+CUTS = [{"micro_batch_size": 3}, {"steps": 4}, {"micro_batch_size": 1}, {"steps": 2}]
+OF_ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 48}}
+
+
+@given(num_rows=st.integers(0, 60), size=st.integers(1, 20))
+def test_cuts_are_whole_and_in_order(num_rows: int, size: int) -> None:
+    by_rows = AccumulationSpec(micro_batch_size=size).cut(num_rows)
+    by_count = AccumulationSpec(steps=size).cut(num_rows)
+    for cuts in (by_rows, by_count, AccumulationSpec().cut(num_rows)):
+        assert [row for cut in cuts for row in cut] == list(range(num_rows))
+        assert all(cuts)
+    assert all(len(cut) == size for cut in by_rows[:-1])
+    assert len(by_count) == min(size, num_rows)
+    assert max(map(len, by_count), default=0) - min(map(len, by_count), default=0) <= 1
+
+
+# ---- the same bits as the references ----
+
+
+@pytest.mark.parametrize("accumulation", CUTS, ids=str)
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("model", ["dropout_mlp", "everything"])
+def test_equals_the_sharded_loop_to_the_bit(
+    model: str, num_shards: int, accumulation: dict[str, Any]
+) -> None:
+    # 50 rows in batches of 16: shares of 6, 5 and of 1 row; the last batch of an epoch has 2.
+    spec = job(model, optimizer=ADAM, accumulation=accumulation)
+    trainer = trainer_of(spec)
+    losses = train(trainer, num_shards, 10)
+    expected = sharded_loop(spec, ALLOWED, num_shards)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@settings(max_examples=25)
+@given(
+    num_rows=st.integers(2, 23),
+    batch_size=st.integers(2, 11),
+    num_shards=st.integers(1, 5),
+    micro_batch_size=st.integers(1, 11),
+    normalize=st.sampled_from(["mean", "sum"]),
+)
+def test_any_split_equals_the_sharded_loop(
+    num_rows: int, batch_size: int, num_shards: int, micro_batch_size: int, normalize: str
+) -> None:
+    accumulation = {"micro_batch_size": min(micro_batch_size, batch_size), "normalize": normalize}
+    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": num_rows}}
+    spec = job(batch_size=batch_size, data=data, steps=3, accumulation=accumulation)
+    trainer = trainer_of(spec)
+    losses = train(trainer, num_shards, 3)
+    expected = sharded_loop(spec, ALLOWED, num_shards)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("precision", ["Full", "Single"])
+@pytest.mark.parametrize("accumulation", CUTS, ids=str)
+@pytest.mark.parametrize("changes", [{}, TOKENS], ids=["rows", "tokens"])
+def test_micro_batches_and_shards_make_one_big_batch(
+    changes: dict[str, Any], accumulation: dict[str, Any], precision: str
+) -> None:
+    # Weighted by rows or by the tokens that count, of which each micro-batch has another number.
+    model = "token_model" if changes else "mlp"
+    spec = job(model, optimizer=ADAM, execution={"precision": precision}, **changes, batch_size=7)
+    cut = spec.model_copy(update={"accumulation": AccumulationSpec(**accumulation)})
+    expected = plain_loop(spec, ALLOWED, 10).state
+    tolerance = 1e-12 if precision == "Full" else 1e-6
+    for num_shards in (1, 3):
+        trainer = trainer_of(cut)
+        train(trainer, num_shards, 10)
+        for name, tensor in model_of(trainer).items():
+            assert (tensor - expected[name]).abs().max() <= tolerance, name
+
+
+def test_one_micro_batch_has_the_bits_of_none() -> None:
+    whole, at_once = job("dropout_mlp"), job("dropout_mlp", accumulation={"micro_batch_size": 16})
+    first, second = trainer_of(whole), trainer_of(at_once)
+    assert train(first, 2, 6) == train(second, 2, 6)
+    assert first.fingerprint() == second.fingerprint()
+
+
+def test_a_sum_is_not_divided() -> None:
+    """With plain SGD, the step of a sum is that of the mean at batch_size times the rate."""
+    sgd = {"name": "sgd", "lr": 0.01}
+    summed = job(
+        optimizer=sgd,
+        data=OF_ROWS,
+        execution={"precision": "Full"},
+        accumulation={"steps": 3, "normalize": "sum"},
+    )
+    mean = job(optimizer={**sgd, "lr": 0.16}, data=OF_ROWS, execution={"precision": "Full"})
+    first, second = trainer_of(summed), trainer_of(mean)
+    train(first, 2, 5)
+    train(second, 2, 5)
+    for name, tensor in model_of(first).items():
+        torch.testing.assert_close(tensor, model_of(second)[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulation", CUTS, ids=str)
+@pytest.mark.parametrize("model", ["dropout_mlp", "everything"])
+def test_gossip_nodes_equal_their_loop(model: str, accumulation: dict[str, Any]) -> None:
+    spec = gossip.gossip_job(model, 3, optimizer=ADAM, accumulation=accumulation)
+    made, exchange = gossip.trainer(spec)
+    losses = [made.train_step(exchange, 3).loss for _ in range(6)]
+    expected = gossip_loop(spec, ALLOWED, 6)
+    assert losses == expected.losses
+    made.end_segment(exchange)
+    assert_same_bits(made.model.state_dict(), dict(expected.mean))
+
+
+@pytest.mark.parametrize("accumulation", CUTS, ids=str)
+@pytest.mark.parametrize("aggregation", [{"method": "FedAvg"}, {"method": "FedProx", "mu": 0.3}])
+def test_federated_clients_equal_their_loop(
+    aggregation: dict[str, Any], accumulation: dict[str, Any]
+) -> None:
+    # 50 rows on 3 clients, in batches of 7: the last one of an epoch has 2 or 3.
+    spec = rounds.federated(
+        "dropout_mlp", aggregation=aggregation, batch_size=7, accumulation=accumulation
+    )
+    state, losses = rounds.run(spec)
+    expected = federated_loop(spec, ALLOWED)
+    assert_same_bits(state, dict(expected.state))
+    assert losses == expected.losses
+
+
+def last_of_rounds(spec: JobSpec) -> Mapping[str, Tensor]:
+    return federated_loop(spec, ALLOWED).state
+
+
+def mean_of_nodes(spec: JobSpec) -> Mapping[str, Tensor]:
+    mean = gossip_loop(spec, ALLOWED).mean
+    assert mean is not None
+    return mean
+
+
+@pytest.mark.parametrize("precision", ["Full", "Single"])
+def test_federated_and_gossip_micro_batches_make_one_big_batch(precision: str) -> None:
+    tolerance = 1e-12 if precision == "Full" else 1e-6
+    common: dict[str, Any] = {"batch_size": 7, "execution": {"precision": precision}, **TOKENS}
+    for spec, loop in (
+        (rounds.federated("token_model", rounds=2, **common), last_of_rounds),
+        (gossip.gossip_job("token_model", 3, steps=6, **common), mean_of_nodes),
+    ):
+        cut = spec.model_copy(update={"accumulation": AccumulationSpec(micro_batch_size=3)})
+        first, second = loop(spec), loop(cut)
+        for name, tensor in first.items():
+            assert (tensor - second[name]).abs().max() <= tolerance, name
+
+
+# ---- one exchange for the window ----
+
+
+class Recorder(SoloTransport):
+    """Notes which buckets were handed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[int] = []
+
+    def launch(self, bucket: int) -> None:
+        self.launched.append(bucket)
+
+
+def test_nothing_is_handed_over_before_the_last_backward() -> None:
+    spec = job("mlp", accumulation={"steps": 4})
+    trainer = trainer_of(spec)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    recorder = Recorder()
+    exchange = Exchange(buckets, Party(0, 1, 2), recorder)
+    seen: list[list[int]] = []
+    last = trainer.params[-1][1]  # backward finishes it first
+    last.register_post_accumulate_grad_hook(lambda _: seen.append(list(recorder.launched)))
+    trainer.train_step(exchange, range(2), 2)
+    assert seen == [[]] * 8  # 2 shards of 4 micro-batches
+    assert recorder.launched == list(range(len(buckets.layout.buckets)))
+
+
+def test_buckets_leave_during_the_last_backward_of_several() -> None:
+    kinds = [torch.float32, torch.float64] * 2  # so that each parameter has its own bucket
+    params = [(f"p{i}", nn.Parameter(torch.ones(4, dtype=kind))) for i, kind in enumerate(kinds)]
+    recorder = Recorder()
+    exchange = Exchange(GradientBuckets(params, num_extras=1), Party(0, 1, 1), recorder)
+    notes: list[tuple[int, list[int]]] = []
+    for index, (_, param) in enumerate(params):
+        param.register_post_accumulate_grad_hook(
+            lambda _, i=index: notes.append((i, list(recorder.launched)))
+        )
+    exchange.begin_step(1, range(1), 1)
+    exchange.begin_shard(0, num_micro_batches=3)
+    for reached in ([0, 1, 2, 3], [1], [0, 2, 3]):  # p1 is absent from the last
+        if reached != [0, 1, 2, 3]:
+            exchange.next_micro_batch()
+        value = torch.ones((), dtype=torch.float64)
+        for index in reached:
+            value = value * params[index][1].sum()
+        value.backward()
+    assert notes[:5] == [(i, []) for i, _ in notes[:5]]
+    # p3 and p2 are complete within the last backward; p1's bucket waits for the end of the shard.
+    assert recorder.launched == [0, 1]
+    with pytest.raises(RuntimeError, match="no further micro-batch"):
+        exchange.next_micro_batch()
+    exchange.end_shard(0, Extras([], torch.zeros(1, dtype=torch.float64)))
+    assert recorder.launched == list(range(5))
+    exchange.finish()
+    assert [param.grad is not None for _, param in params] == [True] * 4
+    assert params[1][1].grad is not None
+    assert params[1][1].grad.tolist() == [4.0**3 + 1] * 4  # 1 from the micro-batch that has only it
+
+
+def test_a_shard_with_micro_batches_to_come_cannot_end() -> None:
+    trainer = trainer_of(job())
+    exchange = solo(trainer, 1)
+    exchange.begin_step(1, range(1), 1)
+    exchange.begin_shard(0, num_micro_batches=2)
+    with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
+        exchange.end_shard(0, Extras([], torch.zeros(trainer.num_extras, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.ones(5, dtype=dtype))
+    exchange = solo_exchange(GradientBuckets([("p", param)], num_extras=0), 1)
+    exchange.begin_step(1, range(1), 1)
+    exchange.begin_shard(0, num_micro_batches=3)
+    grads = [1.0, 2.0**-9, 2.0**-9]  # each vanishes beside 1 in bfloat16; both together do not
+    for number, grad in enumerate(grads):
+        if number:
+            exchange.next_micro_batch()
+        (param * torch.tensor(grad, dtype=dtype)).sum().backward()
+    exchange.end_shard(0, Extras([], torch.zeros(0, dtype=torch.float64)))
+    exchange.finish()
+    assert exchange.buckets.tensors(0)[0][:5].tolist() == [sum(grads)] * 5
+
+
+# ---- a window is one transaction ----
+
+
+def told(at: int = 0, what: str = "", **changes: Any) -> Trainer:
+    """A trainer of four micro-batches per step, whose model misbehaves in forward pass `at`."""
+    model = {"entrypoint": "tests.worker.engine.userland:Told", "kwargs": {"at": at, "what": what}}
+    accumulation = {"steps": 4, **changes}
+    return trainer_of(job(model, data=OF_ROWS, optimizer=ADAM, accumulation=accumulation))
+
+
+THIRD_OF_STEP_TWO = 7
+THIRD_OF_SECOND_SHARD = 8 + 7
+
+
+@pytest.mark.parametrize(("num_shards", "at"), [(1, THIRD_OF_STEP_TWO), (2, THIRD_OF_SECOND_SHARD)])
+@pytest.mark.parametrize(
+    ("what", "error"), [("raise", "as told"), ("nan", "non-finite loss at step 2")]
+)
+def test_a_failing_micro_batch_drops_its_window(
+    what: str, error: str, num_shards: int, at: int
+) -> None:
+    trainer, undisturbed = told(at, what), told()
+    train(trainer, num_shards, 1)
+    before, exchange = trainer.copy_state(), solo(trainer, num_shards)
+    with pytest.raises(UserCodeError, match=error):
+        trainer.train_step(exchange, range(num_shards), num_shards)
+    assert trainer.step == 1
+    assert_same_bits(trainer.copy_state()[0], before[0])  # parameters, buffers, moments
+    assert all(param.grad is None for _, param in trainer.params)
+    # Done again over the same storage, it has the bits that it would have had.
+    trainer.train_step(exchange, range(num_shards), num_shards)
+    train(undisturbed, num_shards, 2)
+    assert trainer.fingerprint() == undisturbed.fingerprint()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_parameter_absent_from_a_micro_batch_adds_nothing_to_it(num_shards: int) -> None:
+    """It is divided by the weight of the window, not of the micro-batches that it was in."""
+    trainer = told(2, "leave out")
+    losses = train(trainer, num_shards, 3)
+    expected = sharded_loop(trainer.job, ALLOWED, num_shards, 3)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("what", ["nan", "nan gradient"])
+def test_a_step_that_is_not_finite_is_skipped(what: str) -> None:
+    trainer = told(THIRD_OF_STEP_TWO, what, non_finite="skip_step")
+    exchange = solo(trainer, 1)
+    trainer.train_step(exchange, range(1), 1)
+    before = trainer.copy_state()[0]
+    report = trainer.train_step(exchange, range(1), 1)
+    assert (report.step, report.num_skipped, report.weight) == (2, 1, 0.0)
+    assert math.isfinite(report.loss) == (what == "nan gradient")
+    assert not math.isfinite(report.grad_norm)
+    assert_same_bits(trainer.copy_state()[0], before)
+    report = trainer.train_step(exchange, range(1), 1)
+    assert (report.step, report.num_skipped, report.weight) == (3, 0, 16.0)
+    expected = sharded_loop(trainer.job, ALLOWED, 1, 3)
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+def test_the_norm_is_that_of_the_whole_gradient_before_clipping() -> None:
+    spec = job(optimizer={"name": "sgd", "lr": 0.1}, data=OF_ROWS, execution={"precision": "Full"})
+    clipped = job(
+        optimizer={"name": "sgd", "lr": 0.1, "clip_norm": 1e-3},
+        data=OF_ROWS,
+        execution={"precision": "Full"},
+        accumulation={"steps": 3},
+    )
+    free, tight = trainer_of(spec), trainer_of(clipped)
+    start = model_of(tight)
+    norms = [each.train_step(solo(each, 2), range(2), 2).grad_norm for each in (free, tight)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    moved = [(tensor - start[name]).square().sum() for name, tensor in model_of(tight).items()]
+    assert math.sqrt(sum(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-3)
+    assert norms[1] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale", "numerics"), [("Full", 1e200, CURRENT), ("Single", 1e30, FIRST)]
+)
+def test_an_infinite_norm_of_finite_gradients_is_no_clipped_step(
+    precision: str, scale: float, numerics: int
+) -> None:
+    # Scaling by it would make every gradient zero without a word.
+    for clip_norm, is_skipped in ((None, 0), (1.0, 1)):
+        trainer = trainer_of(steep(precision, scale, clip_norm), numerics=numerics)
+        report = trainer.train_step(solo(trainer, 1), range(1), 1)
+        assert (report.grad_norm, report.num_skipped) == (math.inf, is_skipped)
+
+
+def test_large_float32_gradients_have_a_finite_norm() -> None:
+    trainer = trainer_of(steep("Single", 1e30, 1.0))
+    report = trainer.train_step(solo(trainer, 1), range(1), 1)
+    assert report.num_skipped == 0
+    assert 1e29 < report.grad_norm < 1e33
+
+
+def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
+    optimizer = {"name": "sgd", "lr": 1 / scale, "clip_norm": clip_norm}
+    return job(
+        loss={
+            "entrypoint": "tests.worker.engine.userland:half_squared",
+            "kwargs": {"scale": scale},
+        },
+        optimizer={key: value for key, value in optimizer.items() if value is not None},
+        accumulation={"non_finite": "skip_step"},
+        execution={"precision": precision},
+    )
+
+
+def test_clients_and_nodes_skip_alone() -> None:
+    told_model: dict[str, Any] = {
+        "entrypoint": "tests.worker.engine.userland:Told",
+        "kwargs": {"at": THIRD_OF_STEP_TWO, "what": "nan"},
+    }
+    accumulation = {"steps": 4, "non_finite": "skip_step"}
+    common: dict[str, Any] = {"data": OF_ROWS, "optimizer": ADAM, "accumulation": accumulation}
+    federated = rounds.federated(told_model, num_clients=1, **common)
+    base = trainer_of(federated).copy_state()[0]
+    done = ClientRunner(federated, ALLOWED, torch.device("cpu")).run(base, 0, 1, 1)
+    assert (done.num_steps, done.metrics["skipped_steps"]) == (3, 1)
+    assert_same_bits(
+        {name.removeprefix("model/"): tensor for name, tensor in done.tensors.items()},
+        dict(federated_loop(federated, ALLOWED, num_rounds=1).state),
+    )
+    spec = gossip.gossip_job(told_model, 2, steps=3, **common)
+    made, exchange = gossip.trainer(spec)
+    reports = [made.train_step(exchange, 2) for _ in range(3)]
+    assert [(each.num_skipped, each.weight) for each in reports] == [(0, 16), (2, 0), (0, 16)]
+    summary = made.end_segment(exchange)
+    assert summary.metrics["skipped_steps"] == 2
+    assert summary.metrics["max_grad_norm"] == max(reports[0].grad_norm, reports[2].grad_norm)
+    assert_same_bits(made.model.state_dict(), dict(gossip_loop(spec, ALLOWED).mean))

@@ -1,0 +1,131 @@
+"""Client rounds against the federated reference loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.worker.engine import ClientRunner, run_client_round
+from tests.reference.loops import federated_loop, plain_loop
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, job, trainer_of
+
+FEDAVG = {"method": "FedAvg"}
+
+
+def federated(
+    model: str | dict[str, Any] = "mlp",
+    *,
+    num_clients: int = 3,
+    rounds: int = 3,
+    aggregation: dict[str, Any] = FEDAVG,
+    local_epochs: int = 1,
+    **changes: Any,
+) -> Any:
+    strategy = {
+        "type": "Federated",
+        "num_clients": num_clients,
+        "rounds": rounds,
+        "aggregation": aggregation,
+        "client_selection": {"method": "All"},
+        "options": {"local_epochs": local_epochs},
+    }
+    return job(model, steps=None, strategy=strategy, **changes)
+
+
+def run(spec: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """The strategy by hand, with client rounds of the engine."""
+    state = {name: t for name, t in trainer_of(spec).copy_state()[0].items() if "model/" in name}
+    runner = ClientRunner(spec, ALLOWED, CPU)
+    losses = []
+    for round_num in range(1, spec.strategy.rounds + 1):
+        num_clients = spec.strategy.num_clients
+        updates = [runner.run(state, c, num_clients, round_num) for c in range(num_clients)]
+        total = sum(update.num_samples for update in updates)
+        largest = max(updates, key=lambda update: update.num_samples)
+        state = {
+            name: (
+                sum(u.tensors[name].double() * u.num_samples for u in updates) / total  # type: ignore[union-attr]
+            ).to(tensor.dtype)
+            if tensor.is_floating_point()
+            else largest.tensors[name]
+            for name, tensor in state.items()
+        }
+        losses.append(sum(u.loss * u.num_samples for u in updates) / total)
+    return {name.removeprefix("model/"): tensor for name, tensor in state.items()}, losses
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        federated(),
+        federated("dropout_mlp", local_epochs=2),
+        federated("everything", aggregation={"method": "FedProx", "mu": 0.3}),
+        federated("batch_norm_mlp", batch_size=25, partition={"method": "contiguous"}),
+        federated("mlp", partition={"method": "dirichlet", "alpha": 0.5}),
+        federated("mlp", data={"entrypoint": "tests.worker.engine.userland:per_client"}),
+        federated("mlp", optimizer={"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine"}}),
+    ],
+    ids=["plain", "dropout", "prox", "batch norm", "dirichlet", "per client", "schedule"],
+)
+def test_equals_the_federated_loop_to_the_bit(spec: Any) -> None:
+    state, losses = run(spec)
+    expected = federated_loop(spec, ALLOWED)
+    assert_same_bits(state, dict(expected.state))
+    assert losses == expected.losses
+
+
+def test_one_client_with_all_data_is_the_plain_loop() -> None:
+    optimizer = {"name": "sgd", "lr": 0.1}
+    state, _ = run(federated(num_clients=1, optimizer=optimizer))
+    expected = plain_loop(job(optimizer=optimizer, steps=None, epochs=3), ALLOWED)
+    assert_same_bits(state, dict(expected.state))
+
+
+def test_prox_without_pull_is_fedavg() -> None:
+    plain = run(federated("dropout_mlp"))
+    prox = run(federated("dropout_mlp", aggregation={"method": "FedProx", "mu": 0.0}))
+    assert_same_bits(plain[0], prox[0])
+
+
+def test_a_round_done_again_gives_the_same_update() -> None:
+    spec = federated("dropout_mlp")
+    base, _ = trainer_of(spec).copy_state()
+    runner = ClientRunner(spec, ALLOWED, CPU)
+    first = runner.run(base, 1, 3, 2)
+    runner.run(base, 0, 3, 2)
+    assert_same_bits(dict(runner.run(base, 1, 3, 2).tensors), dict(first.tensors))
+    again = run_client_round(spec, ALLOWED, base, 1, 3, 2, CPU)
+    assert_same_bits(dict(again.tensors), dict(first.tensors))
+    assert (again.num_samples, again.num_steps, again.loss) == (17, 2, first.loss)
+    other_round = runner.run(base, 1, 3, 3)
+    assert any(not torch.equal(first.tensors[n], t) for n, t in other_round.tensors.items())
+
+
+def test_client_without_rows_is_refused_by_name() -> None:
+    spec = federated(data={"entrypoint": "tests.worker.engine.userland:empty_for_client_1"})
+    base, _ = trainer_of(spec).copy_state()
+    with pytest.raises(InvalidInputError, match="client 1 of 3 has no rows"):
+        run_client_round(spec, ALLOWED, base, 1, 3, 1, CPU)
+
+
+def test_non_finite_loss_of_a_client() -> None:
+    spec = federated("exploding_mlp", local_epochs=3)
+    base, _ = trainer_of(spec).copy_state()
+    with pytest.raises(UserCodeError, match="non-finite loss") as caught:
+        run_client_round(spec, ALLOWED, base, 2, 3, 1, CPU)
+    assert caught.value.activity == "round 1, client 2, step 3"
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    spec = federated()
+    base, _ = trainer_of(spec).copy_state()
+    runner = ClientRunner(spec, ALLOWED, CPU)
+    missing = {name: t for name, t in base.items() if name != "model/0.bias"}
+    with pytest.raises(InvalidInputError, match=r"missing tensors: \['0.bias'\]"):
+        runner.run(missing, 0, 3, 1)
+    with pytest.raises(InvalidInputError, match=r"state\.0\.bias: is torch\.float64"):
+        runner.run({**base, "model/0.bias": base["model/0.bias"].double()}, 0, 3, 1)
+    with pytest.raises(InvalidInputError, match="Federated"):
+        ClientRunner(job(), ALLOWED, CPU)

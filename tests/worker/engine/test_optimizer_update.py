@@ -1,0 +1,85 @@
+"""An update without torch's wrappers against `optimizer.step()`."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stratagem.common.job import OptimizerSpec
+from stratagem.common.job.optimizers import KEYWORDS
+from stratagem.worker.engine.optim.optimizers import _OPTIMIZERS, make_optimizer, update
+
+SHAPES = {"muon": ((7, 3), (1, 1)), "adafactor": ((7, 3), (1,), ())}
+"""Muon takes matrices only, and Adafactor none that is empty."""
+
+
+def test_the_table_of_keywords_is_torchs() -> None:
+    """lr is the job's own; whether to use other kernels is ours to say."""
+    ours = {"self", "params", "lr", "foreach", "fused", "capturable"}
+    unusual = {"Optimizer", "LBFGS", "SparseAdam"}
+    found = {
+        name.lower(): set(inspect.signature(kind).parameters) - ours
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if name not in unusual
+    }
+    assert {name: set(known) for name, known in KEYWORDS.items()} == found
+    assert all(len(set(known)) == len(known) for known in KEYWORDS.values())
+
+
+def params_of(seed: int, shapes: tuple[tuple[int, ...], ...]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
+def test_has_the_bits_of_a_step(name: str) -> None:
+    shapes = SHAPES.get(name, ((7, 3), (1,), (0,), ()))
+    left, right = params_of(0, shapes), params_of(0, shapes)
+    spec = OptimizerSpec(name=name, lr=0.01)
+    one, other = make_optimizer(spec, left), make_optimizer(spec, right)
+    for step in range(3):
+        grads = params_of(step + 1, shapes)
+        for params in (left, right):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.detach().clone()
+        if step == 1:
+            left[1].grad = right[1].grad = None
+        update(one)
+        other.step()
+        assert all(map(torch.equal, left, right))
+    assert one.state_dict().keys() == other.state_dict().keys()
+    assert all(param.requires_grad for param in left)
+    assert torch.is_grad_enabled()
+
+
+@contextmanager
+def counting(calls: list[str]) -> Iterator[None]:
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append("hook"))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_hook_for_all_optimizers_is_called() -> None:
+    (param,) = params_of(0, ((3,),))
+    optimizer, calls = make_optimizer(OptimizerSpec(name="sgd", lr=0.1), [param]), list[str]()
+    param.grad = torch.ones(3)
+    with counting(calls):
+        update(optimizer)
+    update(optimizer)
+    assert calls == ["hook"]
+
+
+def test_a_recording_names_the_step() -> None:
+    (param,) = params_of(0, ((3,),))
+    optimizer = make_optimizer(OptimizerSpec(name="sgd", lr=0.1), [param])
+    param.grad = torch.ones(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        update(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}

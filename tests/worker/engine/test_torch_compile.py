@@ -1,0 +1,132 @@
+"""Compiled code: the bits of the reference compiled alike, whoever computes what, and the random
+numbers of eager code. Fused updates. The smallest case always; the others take long to compile."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.engine import Trainer
+from stratagem.worker.engine.step.forward_backward import Rows, Window
+from tests.reference.gossip_loop import gossip_loop
+from tests.reference.loops import federated_loop, sharded_loop
+from tests.worker.engine import test_federated_client, test_gossip_trainer
+from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, train, trainer_of
+
+ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
+NUM_STEPS = 7  # batches of 16, 16 and 10 rows
+LAZY = {"mode": "Lazy", "fusion": True}
+HYBRID = {"mode": "Hybrid"}
+
+
+def gradients(trainer: Trainer, shard: int) -> dict[str, Tensor]:
+    """Of one shard of two, computed by itself."""
+    trainer.model.train()
+    trainer._execution.begin_batch(16)
+    for _, param in trainer.params:
+        param.grad = None
+    rows = Rows(trainer._data["train"], torch.arange(8 * shard, 8 * shard + 8), "a test")
+    trainer._passes.add_sums(rows, Window([range(8)], key=lambda _: (3, 0, shard, 0)))
+    return {name: p.grad.clone() for name, p in trainer.params if p.grad is not None}
+
+
+def assert_compiled_alike(model: str, execution: dict[str, Any], num_shards: int = 2) -> None:
+    spec, eager = job(model, data=ROWS, execution=execution), job(model, data=ROWS)
+    trainer, beside = trainer_of(spec), trainer_of(eager)
+    losses = train(trainer, num_shards, NUM_STEPS)
+    expected = sharded_loop(spec, ALLOWED, num_shards, NUM_STEPS)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+    # Other masks would show in the first digit.
+    assert losses == pytest.approx(train(beside, num_shards, NUM_STEPS), rel=1e-5)
+
+
+def test_a_small_model() -> None:
+    assert_compiled_alike("mlp", LAZY)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("model", "execution"),
+    [
+        ("dropout_mlp", LAZY),
+        ("counting_layers", LAZY),
+        ("counting_layers", HYBRID),
+        ("everything", LAZY),
+        ("batch_norm_mlp", {**HYBRID, "fusion": True}),
+        ("counting_layers", {**LAZY, "gradient": {"Checkpointed": 1}, "precision": "Half"}),
+        ("dropout_mlp", {**HYBRID, "gradient": {"Checkpointed": 2}}),
+    ],
+    ids=str,
+)
+def test_models_of_all_kinds(model: str, execution: dict[str, Any]) -> None:
+    if execution.get("precision") != "Half":
+        assert_compiled_alike(model, execution)
+    else:
+        spec = job(model, data=ROWS, execution=execution)
+        losses = train(trainer_of(spec), 2, NUM_STEPS)
+        full = job(model, data=ROWS, execution={**execution, "mode": "Eager"})
+        assert losses == pytest.approx(train(trainer_of(full), 2, NUM_STEPS), rel=0.02)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("execution", [LAZY, HYBRID], ids=["lazy", "hybrid"])
+def test_it_does_not_matter_what_was_computed_before(execution: dict[str, Any]) -> None:
+    spec = job("counting_layers", data=ROWS, execution=execution)
+    both, second = trainer_of(spec), trainer_of(spec)
+    first = gradients(both, 0)
+    both._buffers.restore()
+    assert_same_bits(gradients(both, 1), gradients(second, 1))
+    second._buffers.restore()
+    assert_same_bits(first, gradients(second, 0))
+
+
+@pytest.mark.sweep
+def test_only_full_batches_are_compiled() -> None:
+    """What is left over takes no time to compile, of whatever size it is."""
+    trainer = trainer_of(job("mlp", data=ROWS, execution=LAZY))
+    train(trainer, 2, 1)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train(trainer, 2, NUM_STEPS)
+    trainer.evaluate("test", 0, 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.sweep
+def test_nodes_that_gossip_and_federated_clients() -> None:
+    spec = test_gossip_trainer.gossip_job("dropout_mlp", 2, data=ROWS, execution=LAZY)
+    made, exchange = test_gossip_trainer.trainer(spec)
+    losses = [made.train_step(exchange, 2).loss for _ in range(NUM_STEPS)]
+    assert losses == gossip_loop(spec, ALLOWED, NUM_STEPS).losses
+    federated = test_federated_client.federated("dropout_mlp", execution=LAZY)
+    state, losses = test_federated_client.run(federated)
+    expected = federated_loop(federated, ALLOWED)
+    assert losses == expected.losses
+    assert_same_bits(state, dict(expected.state))
+
+
+@pytest.mark.parametrize("mode", ["Lazy", "Hybrid"])
+def test_a_worker_without_a_compiler_says_so(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    reason = rf"execution.mode: {mode} needs a C\+\+ compiler .*, which this worker does not have"
+    with pytest.raises(InvalidInputError, match=reason):
+        trainer_of(job("mlp", execution={"mode": mode}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad"])
+def test_fused_updates_equal_the_reference(optimizer: str) -> None:
+    spec = job("mlp", optimizer={"name": optimizer, "lr": 0.05}, execution={"fusion": True})
+    trainer = trainer_of(spec)
+    assert train(trainer, 3, NUM_STEPS) == sharded_loop(spec, ALLOWED, 3, NUM_STEPS).losses
+    again = trainer_of(spec, fresh=False)
+    again.load_state(*trainer.copy_state())
+    assert train(again, 3, 2) == train(trainer, 3, 2)
+    assert not trainer.setup.notes
+
+
+def test_an_optimizer_without_fused_kernels_is_noted() -> None:
+    spec = job("mlp", optimizer={"name": "rmsprop", "lr": 0.01}, execution={"fusion": True})
+    assert "torch has no fused kernel for rmsprop" in trainer_of(spec).setup.notes[0]

@@ -1,0 +1,102 @@
+"""Gradients with known values, what their sum must be, and one step of a member."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.numerics.batch_shards import Node, tree_sum
+from stratagem.worker.exchange import Exchange, Extras, GradientBuckets
+from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+
+torch.set_num_threads(1)  # in the processes of a party, too
+
+ODD = (0, 1, 7, 1_000_003, 64, 300_000)
+
+
+WAYS = {
+    "": (all_reduce_schedule.SMALL_BYTES, all_reduce_schedule.MAX_GATHER_MEMBERS),
+    "direct": (0, 0),
+    "gather": (2**60, 2**60),
+    "tree": (2**60, 0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    num_shards: int
+    num_live: int
+    sizes: tuple[int, ...] = ODD
+    dtype: torch.dtype = torch.float32
+    num_extras: int = 3
+    divisor: float | None = None
+    piece_bytes: int = all_reduce_schedule.PIECE_BYTES
+    way: str = ""
+    """The one way that all buckets take; by size and members unless given."""
+    device: str = "cpu"
+
+    def configure(self) -> None:
+        """Sets the thresholds of this process."""
+        all_reduce_schedule.PIECE_BYTES = self.piece_bytes
+        all_reduce_schedule.SMALL_BYTES, all_reduce_schedule.MAX_GATHER_MEMBERS = WAYS[self.way]
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def gradient(self, shard: int, index: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * shard + index)
+        return torch.randn(self.sizes[index], generator=generator).to(self.dtype)
+
+    def extras(self, shard: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * shard + 99)
+        return torch.randn(self.num_extras, generator=generator, dtype=torch.float64)
+
+    def expected(self, step: int) -> list[bytes]:
+        """Every gradient and the extras, added in one process."""
+
+        def total(value: Callable[[int], Tensor]) -> Tensor:
+            leaves = {Node(s, s + 1): value(s) for s in range(self.num_live)}
+            return tree_sum(leaves, self.num_live, lambda a, b: a + b)
+
+        sums = [total(partial(self._wide, i, step)) for i in range(len(self.sizes))]
+        sums = [(s if self.divisor is None else s / self.divisor).to(self.dtype) for s in sums]
+        return [raw(t) for t in [*sums, total(lambda s: self.extras(s, step))]]
+
+    def _wide(self, index: int, step: int, shard: int) -> Tensor:
+        return self.gradient(shard, index, step).to(self.wide)
+
+    def make_buckets(self) -> tuple[list[nn.Parameter], GradientBuckets]:
+        params = [
+            nn.Parameter(torch.ones(n, dtype=self.dtype, device=self.device)) for n in self.sizes
+        ]
+        named = [(f"p{i}", p) for i, p in enumerate(params)]
+        return params, GradientBuckets(named, num_extras=self.num_extras)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> None:
+    """All of a step but its end."""
+    exchange.begin_step(step, exchange.party.owned, case.num_live, divisor=case.divisor)
+    for shard in exchange.party.owned:
+        if shard < case.num_live:
+            exchange.begin_shard(shard)
+            grads = [case.gradient(shard, i, step).to(case.device) for i in range(len(params))]
+            terms = [(p * grad).sum() for p, grad in zip(params, grads, strict=True)]
+            torch.stack(terms).sum().backward()
+            exchange.end_shard(shard, Extras([], case.extras(shard, step)))
+
+
+def one_step(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> list[bytes]:
+    compute(exchange, params, case, step)
+    extras = exchange.finish().rest
+    grads = []
+    for p in params:
+        assert p.grad is not None
+        grads.append(raw(p.grad))
+    return [*grads, raw(extras)]

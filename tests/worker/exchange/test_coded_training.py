@@ -1,0 +1,343 @@
+"""Training with a codec: the bits of the compressed loop, whoever owns which shards."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import CompressionSpec, JobSpec, with_fields
+from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
+from stratagem.worker.engine import Trainer
+from stratagem.worker.engine.numerics import mixed_precision
+from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from tests.common.compression.support import CODECS
+from tests.reference.compressed_loop import compressed_loop
+from tests.reference.loops import sharded_loop
+from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
+from tests.worker.engine.test_gossip_trainer import gossip_job
+from tests.worker.engine.test_gossip_trainer import trainer as gossip_trainer
+
+
+def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": 3,
+        "aggregation": {"method": "AllReduce"},
+    }
+    return job("dropout_mlp", compression=codec, strategy=strategy, **changes)
+
+
+def train(trainer: Trainer, num_steps: int, bucket_bytes: int = BUCKET_BYTES) -> list[float]:
+    """bucket_bytes: 1 is a bucket for each parameter, and so a portion that is coded alone."""
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
+    return [trainer.train_step(exchange, range(3), 3).loss for _ in range(num_steps)]
+
+
+MORE = ("fp16", "int8", "int8-feedback", "top_k-bitmap", "vsa", "vsa-int8", "ternary-stochastic")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.sweep if n in MORE else ()) for n in CODECS]
+)
+def test_equals_the_compressed_loop_to_the_bit(name: str) -> None:
+    # The last batch of an epoch has 2 rows for 3 shards.
+    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data)
+    trainer = trainer_of(spec)
+    losses = train(trainer, 5)
+    expected = compressed_loop(spec, ALLOWED, 3, 5)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("name", ["int8-stochastic", "ternary", "low_rank", "vsa"])
+def test_coding_bucket_by_bucket_has_the_same_bits(name: str) -> None:
+    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data, accumulation={"micro_batch_size": 2})
+    trainer = trainer_of(spec)
+    assert train(trainer, 5, bucket_bytes=1) == compressed_loop(spec, ALLOWED, 3, 5).losses
+    expected = trainer_of(spec)
+    train(expected, 5)
+    assert_same_bits(trainer.copy_state()[0], expected.copy_state()[0])
+
+
+@pytest.mark.parametrize("name", ["ternary", "low_rank", "int8"])
+def test_residuals_follow_the_scale_of_the_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two good steps double it, until gradients overflow; a step that does is left out."""
+    monkeypatch.setattr(mixed_precision, "_GROWTH_INTERVAL_STEPS", 2)
+    execution = {"precision": "Mixed", "amp_dtype": "float16"}
+    spec = compressed(CODECS[name], execution=execution, steps=20)
+    trainer = trainer_of(spec)
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
+    reports = [trainer.train_step(exchange, range(3), 3) for _ in range(20)]
+    assert 0 < sum(report.num_skipped for report in reports) < 10
+    expected = compressed_loop(spec, ALLOWED, 3)
+    assert [report.loss for report in reports] == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+class Recorder(SoloTransport):
+    """Notes which buckets were handed over before what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def launch(self, bucket: int) -> None:
+        self.notes.append(f"launch {bucket}")
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("ternary", ["launch 0", "launch 1", "launch 2"]), ("vsa", [])]
+)
+def test_coded_buckets_are_handed_over_during_backward(name: str, before: list[str]) -> None:
+    """Those of the last shard; a codec of one payload waits for all of them."""
+    trainer, recorder = trainer_of(compressed(CODECS[name])), Recorder()
+    assert [each for each, _ in trainer.params] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    trainer.params[0][1].register_post_accumulate_grad_hook(  # ahead of the last bucket's
+        lambda _: recorder.notes.append("end of backward")
+    )
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=1)
+    exchange = Exchange(buckets, Party(0, 1, 3), recorder, trainer.compressor)
+    trainer.train_step(exchange, range(3), 3)
+    ends = [place for place, note in enumerate(recorder.notes) if note == "end of backward"]
+    assert len(ends) == 3
+    launched = [note for note in recorder.notes[: ends[2]] if note != "end of backward"]
+    assert launched == before
+    assert recorder.notes[:2] == ["end of backward"] * 2
+    assert [note for note in recorder.notes if note != "end of backward"] == [
+        f"launch {bucket}" for bucket in range(5)
+    ]
+
+
+def test_codec_none_changes_nothing() -> None:
+    spec = compressed({"codec": "none"})
+    assert trainer_of(spec).compressor is None
+    assert compressed_loop(spec, ALLOWED, 3, 5).losses == sharded_loop(spec, ALLOWED, 3, 5).losses
+
+
+@pytest.mark.parametrize("name", ["int8", "ternary", "low_rank", "vsa"])
+def test_a_resumed_run_takes_up_its_residuals(name: str) -> None:
+    spec = compressed(CODECS[name])
+    straight, first = trainer_of(spec), trainer_of(spec)
+    train(straight, 7)
+    train(first, 3)
+    tensors, metadata = first.copy_state()
+    kept = {key.partition("/")[0] for key in tensors} - {"model", "optimizer"}
+    expected = {"int8": set(), "low_rank": {"residual", "basis"}}
+    assert kept == expected.get(name, {"residual"})
+    second = trainer_of(spec, fresh=False)
+    second.load_state(tensors, metadata)
+    train(second, 4)
+    assert_same_bits(model_of(second), model_of(straight))
+    assert_same_bits(second.copy_state()[0], straight.copy_state()[0])
+
+
+def test_a_step_that_failed_leaves_no_residual() -> None:
+    spec = compressed(CODECS["ternary"])
+    straight, disturbed = trainer_of(spec), trainer_of(spec)
+    train(straight, 4)
+    train(disturbed, 2)
+    buckets = GradientBuckets(disturbed.params, num_extras=disturbed.num_extras)
+    exchange = solo_exchange(buckets, 3, disturbed.compressor)
+    exchange.cut()
+    with pytest.raises(Exception, match="cut"):
+        disturbed.train_step(exchange, range(3), 3)
+    train(disturbed, 2)
+    assert_same_bits(disturbed.copy_state()[0], straight.copy_state()[0])
+
+
+def test_each_member_keeps_the_residuals_of_its_own_shards_only() -> None:
+    spec = compressed(CODECS["ternary"])
+    trainer = trainer_of(spec)
+    train(trainer, 2)
+    tensors, metadata = trainer.copy_state()
+    other = trainer_of(spec, fresh=False)
+    other.load_state(tensors, metadata)
+    assert other.compressor is not None
+    other.compressor.begin_step(3, range(1, 3))
+    alone, _ = other.copy_state(is_first=False)
+    assert {name.split("/")[1] for name in alone} == {"shard1", "shard2"}
+    with pytest.raises(RuntimeError, match="are of shards"):
+        other.compressor.begin_step(3, range(2))
+
+
+def test_gradients_that_are_not_finite_fail_the_step_by_name() -> None:
+    trainer = trainer_of(compressed(CODECS["ternary"]))
+    with torch.no_grad():
+        trainer.params[0][1].fill_(float("nan"))
+    with pytest.raises(UserCodeError, match=r"non-finite gradient of .* at step 1"):
+        train(trainer, 1)
+
+
+GOSSIP = {"method": "Decentralized", "topology": "ring"}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+
+
+def data_parallel(**changes: Any) -> dict[str, Any]:
+    aggregation = {"method": "AllReduce"}
+    return {"type": "DataParallel", "num_replicas": 3, "aggregation": aggregation, **changes}
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "message"),
+    [
+        ({}, {"execution": {"precision": "Full"}}, "compression.codec: int8 codes float32"),
+        ({}, {"strategy": {"type": "Local"}}, "Local exchanges neither gradients nor updates"),
+        (
+            {},
+            {"strategy": data_parallel(options={"all_reduce": "ring"})},
+            "ring sends sums, not what a codec makes of a shard",
+        ),
+        (
+            {},
+            {"strategy": {**FEDERATED, "options": {"inner": data_parallel()}}, "steps": None},
+            "is not possible around DataParallel/AllReduce",
+        ),
+        (
+            {"error_feedback": True},
+            {"strategy": FEDERATED, "steps": None},
+            "clients keep nothing from round to round",
+        ),
+        (
+            {"error_feedback": True},
+            {"strategy": data_parallel(aggregation=GOSSIP)},
+            "differences to public copies are one already",
+        ),
+        (
+            {"codec": "ternary", "stochastic": True},
+            {"strategy": data_parallel(aggregation=GOSSIP)},
+            "the public copies would drift away",
+        ),
+        ({"consensus_step_size": 0.5}, {"strategy": data_parallel()}, "belongs to Decentralized"),
+    ],
+)
+def test_what_no_engine_honours_is_refused(
+    codec: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        job(
+            "mlp",
+            compression={"codec": "int8", **codec},
+            **{"strategy": data_parallel(), **changes},
+        )
+
+
+def test_micro_batches_are_coded_once_together() -> None:
+    spec = compressed(CODECS["low_rank"], accumulation={"micro_batch_size": 2})
+    trainer = trainer_of(spec)
+    losses = train(trainer, 5)
+    expected = compressed_loop(spec, ALLOWED, 3, 5)
+    assert losses == expected.losses
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES])
+@pytest.mark.parametrize("what", ["nan", "nan gradient"])
+def test_a_skipped_step_leaves_no_residual(what: str, bucket_bytes: int) -> None:
+    told: dict[str, Any] = {
+        "entrypoint": "tests.worker.engine.userland:Told",
+        "kwargs": {"at": 5, "what": what},
+    }
+    accumulation = {"non_finite": "skip_step"}
+    spec = compressed(CODECS["ternary"], accumulation=accumulation)
+    trainer = trainer_of(with_fields(spec, {"model": told}))
+    num_extras = trainer.num_extras
+    buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
+    exchange = solo_exchange(buckets, 3, trainer.compressor)
+    trainer.train_step(exchange, range(3), 3)
+    before = trainer.copy_state()[0]
+    report = trainer.train_step(exchange, range(3), 3)
+    assert (report.num_skipped, report.step) == (1, 2)
+    assert_same_bits(trainer.copy_state()[0], before)
+    assert trainer.train_step(exchange, range(3), 3).num_skipped == 0
+
+
+@pytest.mark.parametrize("name", ["ternary", "low_rank"])
+def test_nodes_take_up_their_public_copies(name: str) -> None:
+    spec = gossip_job("dropout_mlp", 3, compression=CODECS[name])
+    straight, exchange = gossip_trainer(spec)
+    first, other_exchange = gossip_trainer(spec)
+    for _ in range(6):
+        straight.train_step(exchange, 3)
+    for _ in range(2):
+        first.train_step(other_exchange, 3)
+    tensors, metadata = first.copy_state(with_mean=True)
+    second, last_exchange = gossip_trainer(spec)
+    second.load_state(tensors, metadata)
+    for _ in range(4):
+        second.train_step(last_exchange, 3)
+    expected = straight.copy_state(with_mean=False)[0]
+    assert_same_bits(second.copy_state(with_mean=False)[0], expected)
+    num_params = sum(1 for name in tensors if name.startswith("node0/model/"))
+    assert sum(1 for name in tensors if name.startswith("node0/public/")) == num_params
+
+
+@pytest.mark.parametrize("numerics", [FIRST, CURRENT])
+@pytest.mark.parametrize("name", ["fp16", "ternary"])
+def test_each_number_has_a_loop_of_its_own(name: str, numerics: int) -> None:
+    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    spec = compressed(CODECS[name], data=data)
+    trainer = trainer_of(spec, numerics=numerics)
+    train(trainer, 5, bucket_bytes=1)
+    expected = compressed_loop(spec, ALLOWED, 3, 5, numerics=numerics)
+    assert_same_bits(model_of(trainer), dict(expected.state))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+@settings(max_examples=40, deadline=None)
+@given(weight=st.integers(1, 5000), sizes=st.lists(st.sampled_from([0, 1, 7, 40]), min_size=1))
+def test_a_mean_gradient_that_the_codec_can_say_is_kept_to_the_bit(
+    codec: str, weight: int, sizes: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(weight)
+    narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}[codec]
+    means = [torch.randn(size, generator=generator).to(narrow).float() for size in sizes]
+    params = [(str(place), nn.Parameter(torch.zeros(size))) for place, size in enumerate(sizes)]
+    coded = Compressor(CompressionSpec.parse(codec), params, num_extras=1, seed=3)
+    layout = GradientBuckets(params, num_extras=1).layout
+    coded.begin_step(1, range(1))
+    coded.weigh(0, float(weight))
+    gradients = [mean * weight for mean in means]
+    for portion in coded.portions(layout):
+        coded.code(0, portion, gradients)
+    assert all(torch.equal(g / weight, mean) for g, mean in zip(gradients, means, strict=True))
+    coded.end(0, torch.tensor([weight], dtype=torch.float64))
+    for adds in (False, True):
+        said = [torch.zeros_like(mean) for mean in means]
+        pieces = coded.cut(coded.message(0), coded.portions(layout))
+        for portion, piece in zip(coded.portions(layout), pieces, strict=True):
+            own = said[portion.places.start : portion.places.stop]
+            coded.decode(0, portion, piece, own, adds=adds)
+        assert all(map(torch.equal, said, gradients))
+
+
+def test_a_shard_without_counted_rows_says_nothing() -> None:
+    params = [("w", nn.Parameter(torch.zeros(40)))]
+    coded = Compressor(CompressionSpec.parse("ternary"), params, num_extras=1, seed=3)
+    (portion,) = coded.portions(GradientBuckets(params, num_extras=1).layout)
+    coded.begin_step(1, range(1))
+    coded.weigh(0, 0.0)
+    gradient = torch.zeros(40)
+    coded.code(0, portion, [gradient])
+    coded.end(0, torch.zeros(1, dtype=torch.float64))
+    coded.decode(0, portion, coded.message(0), [gradient], adds=True)
+    assert not gradient.any()

@@ -1,0 +1,213 @@
+"""The hand-over to a coordinator that sums, and that its sums have the mesh's bits."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.common.numerics.batch_shards import Node, assign_shards, tree_nodes, tree_sum
+from stratagem.coordinator.updates.tree_fold import fold_chunks
+from stratagem.worker.exchange import ExchangeError, ServerTransport, server_exchange
+from stratagem.worker.exchange.parameter_server import server_transport
+from tests.patience import PATIENCE_S
+from tests.worker.exchange.cases import Case, one_step
+from tests.worker.mesh.late_device import LateDevice
+
+CHUNK_BYTES = 1 << 18
+
+
+@contextmanager
+def members(
+    case: Case, size: int, deadline_s: float = PATIENCE_S
+) -> Iterator[tuple[list[ServerTransport], list["asyncio.Future[list[bytes]]"]]]:
+    """Each member computes step 7 in a thread of its own."""
+    made = []
+    for rank in range(size):
+        params, buckets = case.make_buckets()
+        exchange, transport = server_exchange(
+            buckets, rank, size, case.num_shards, deadline_s=deadline_s
+        )
+        made.append((params, exchange, transport))
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(size) as pool:
+        steps = [
+            loop.run_in_executor(pool, one_step, exchange, params, case, 7)
+            for params, exchange, _ in made
+        ]
+        try:
+            yield [transport for *_, transport in made], steps
+        finally:
+            for *_, transport in made:
+                transport.close()
+
+
+async def serve_step(transports: list[ServerTransport], case: Case) -> None:
+    """What the coordinator does: bucket by bucket, chunk by chunk."""
+    headers = [await transport.header(7) for transport in transports]
+    offset = 0
+    for entry in transports[0].sums():
+        held = []
+        for transport, header in zip(transports, headers, strict=True):
+            nodes = [e.node for e in header if e.bucket == entry.bucket and e.node is not None]
+            views = await transport.partials(7, entry.bucket)
+            assert [view.nbytes for view in views] == [entry.size_bytes] * len(nodes)
+            held.append(dict(zip(nodes, views, strict=True)))
+        for start in range(0, entry.size_bytes, CHUNK_BYTES):
+            chunks = [
+                {
+                    node: np.frombuffer(view[start : start + CHUNK_BYTES], entry.dtype)
+                    for node, view in h.items()
+                }
+                for h in held
+            ]
+            total = fold_chunks(chunks, case.num_live).tobytes()
+            for transport in transports:
+                transport.stage(7, offset, total)
+            offset += len(total)
+    for transport in transports:
+        assert offset == await transport.expected_bytes(7)
+        transport.commit(7)
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (1, Case(1, 1)),
+        (2, Case(2, 2, divisor=3.0)),
+        (2, Case(5, 5, dtype=torch.float64)),
+        (3, Case(4, 2)),
+        (3, Case(4, 4, dtype=torch.bfloat16, num_extras=0)),
+    ],
+)
+async def test_sums_through_the_coordinator_have_the_bits_of_the_tree(
+    size: int, case: Case
+) -> None:
+    with members(case, size) as (transports, steps):
+        await serve_step(transports, case)
+        for step in steps:
+            assert await step == case.expected(7)
+
+
+@pytest.mark.parametrize(("size", "case"), [(1, Case(3, 3)), (2, Case(5, 5, divisor=3.0))])
+async def test_partial_sums_are_read_when_they_have_reached_the_host(
+    monkeypatch: pytest.MonkeyPatch, size: int, case: Case
+) -> None:
+    device = LateDevice()
+    monkeypatch.setattr(server_transport, "to_host", device.to_host)
+    with members(case, size) as (transports, steps):
+        for transport in transports:
+            await transport.partials(7, len(transport.sums()) - 1)
+        num_begun = device.num_begun  # all of them, though nobody has asked for the others
+        await serve_step(transports, case)
+        for step in steps:
+            assert await step == case.expected(7)
+    assert device.num_begun == num_begun > 0
+    assert threading.get_ident() not in device.waited_in
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [1, 2])
+async def test_sums_from_a_gpu_have_the_same_bits(size: int) -> None:
+    case = Case(3, 3, divisor=3.0, device="cuda:0")
+    with members(case, size) as (transports, steps):
+        await serve_step(transports, case)
+        for step in steps:
+            assert await step == case.expected(7)
+
+
+async def test_a_stream_may_begin_again_but_not_skip_or_end_early() -> None:
+    case = Case(1, 1, sizes=(100,), num_extras=1)
+    with members(case, 1) as (transports, steps):
+        transport = transports[0]
+        await transport.partials(7, 1)
+        with pytest.raises(ValueError, match="expected offset 0"):
+            transport.stage(7, 8, b"x")
+        transport.stage(7, 0, b"\xff" * 16)
+        num_bytes = await transport.expected_bytes(7)
+        with pytest.raises(ValueError, match="commit after 16 of"):
+            transport.commit(7)
+        with pytest.raises(ValueError, match="expected offset 16"):
+            transport.stage(7, 16, bytes(num_bytes))
+        with pytest.raises(ExchangeError, match="step 8 is not under way"):
+            transport.stage(8, 0, b"x")
+        await serve_step(transports, case)
+        assert await steps[0] == case.expected(7)
+        with pytest.raises(ExchangeError, match="not under way"):
+            transport.commit(7)
+
+
+async def test_a_cut_ends_both_sides() -> None:
+    case = Case(1, 1, sizes=(100,))
+    with members(case, 1) as (transports, steps):
+        await transports[0].partials(7, 1)
+        later = asyncio.create_task(transports[0].partials(8, 0))
+        await asyncio.sleep(0)
+        threading.Thread(target=transports[0].cut).start()
+        with pytest.raises(ExchangeError, match="cut"):
+            await later
+        with pytest.raises(ExchangeError, match="cut"):
+            await steps[0]
+
+
+async def test_a_silent_coordinator_is_given_up_at_the_deadline() -> None:
+    case = Case(1, 1, sizes=(10,))
+    silence = pytest.raises(ExchangeError, match=r"no sums came within 0\.05 s")
+    with members(case, 1, deadline_s=0.05) as (_, steps), silence:
+        await steps[0]
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([np.float32, np.float64]),
+    st.integers(0, 2**32 - 1),
+)
+def test_fold_has_the_bits_of_the_torch_sum(
+    n: int, size: int, dtype: type[np.floating], seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    leaves = {
+        Node(i, i + 1): (generator.standard_normal(50) * 10.0 ** generator.integers(-6, 6)).astype(
+            dtype
+        )
+        for i in range(n)
+    }
+    tensors = {node: torch.from_numpy(value.copy()) for node, value in leaves.items()}
+    expected = tree_sum(tensors, n, lambda a, b: a + b).numpy().tobytes()
+    held = [
+        {
+            node: fold_chunks(
+                [
+                    {
+                        Node(i - node.first, i - node.first + 1): leaves[Node(i, i + 1)]
+                        for i in range(*node)
+                    }
+                ],
+                node.stop - node.first,
+            )
+            for node in tree_nodes(owned, n)
+        }
+        for owned in assign_shards(max(n, size), size)
+    ]
+    copies = [{node: value.copy() for node, value in one.items()} for one in held]
+    assert fold_chunks(held, n).tobytes() == expected
+    for one, copy in zip(held, copies, strict=True):
+        assert all(np.array_equal(one[node], copy[node]) for node in copy), "input was modified"
+
+
+def test_fold_refuses_what_does_not_cover() -> None:
+    one = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match="two members hold"):
+        fold_chunks([{Node(0, 1): one}, {Node(0, 1): one}], 2)
+    with pytest.raises(ValueError, match="hold 1 shards, the step has 2"):
+        fold_chunks([{Node(0, 1): one}], 2)
+    with pytest.raises(ValueError, match="differ"):
+        fold_chunks([{Node(0, 1): one}, {Node(1, 2): one.astype(np.float64)}], 2)

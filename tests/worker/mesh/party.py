@@ -1,0 +1,67 @@
+"""A party of real processes over loopback, driven by the test through pipes."""
+
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.patience import PATIENCE_S
+
+SPAWN = mp.get_context("forkserver")
+SPAWN.set_forkserver_preload(["tests.worker.mesh.engines"])
+
+
+class Member:
+    """One process. Its target talks through the pipe: it may rendezvous, and report."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        if not self.pipe.poll(PATIENCE_S):
+            raise TimeoutError("a member says nothing")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        """One that has ended by itself, as when it lost a member, has ended, too."""
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+
+@contextmanager
+def party(target: Callable[..., None], size: int, *args: Any) -> Iterator[list[Member]]:
+    members = [Member(target, (rank, size, *args)) for rank in range(size)]
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.join()
+
+
+def introduce(members: list[Member]) -> list[bytes]:
+    """Collects the addresses of these members, tells all of them to each, and returns them."""
+    addresses = [member.receive() for member in members]
+    for member in members:
+        member.pipe.send(addresses)
+    return addresses
+
+
+def rendezvous_over(pipe: Connection) -> Callable[[bytes], list[bytes]]:
+    def rendezvous(address: bytes) -> list[bytes]:
+        pipe.send(address)
+        addresses: list[bytes] = pipe.recv()
+        return addresses
+
+    return rendezvous

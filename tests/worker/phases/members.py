@@ -1,0 +1,71 @@
+"""Members of one party as threads of the test's process; they share memory as processes do."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.worker.engine import StepReport, Trainer
+from stratagem.worker.exchange import AloneExchange, Exchange, GradientBuckets, mesh_exchange
+from stratagem.worker.mesh.same_host import SharedListener
+from stratagem.worker.mesh.shm_buffers import form_shared
+from tests.patience import PATIENCE_S
+from tests.worker.engine.support import solo
+
+Value = TypeVar("Value")
+
+
+@contextmanager
+def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchange | AloneExchange]]:
+    """One exchange for each member, connected."""
+    size = len(trainers)
+    if size == 1:
+        yield [solo(trainers[0], num_shards)]
+        return
+    addresses: dict[int, bytes] = {}
+    barrier = threading.Barrier(size)
+
+    def form(rank: int) -> Exchange:
+        listener = SharedListener()
+        addresses[rank] = listener.address
+        barrier.wait(PATIENCE_S)
+        by_rank = [addresses[index] for index in range(size)]
+        group = form_shared(listener, rank, size, by_rank, PATIENCE_S)
+        trainer = trainers[rank]
+        buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+        return mesh_exchange(
+            buckets, group, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
+        )
+
+    made: list[Exchange | AloneExchange] = together([partial(form, rank) for rank in range(size)])
+    try:
+        yield made
+    finally:
+        for exchange in made:
+            exchange.cut()
+            exchange.close()
+
+
+def together(calls: list[Callable[[], Value]]) -> list[Value]:
+    """All calls at once; their answers, or the first error."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def train_together(
+    trainers: list[Trainer], num_shards: int, to_step: int
+) -> list[list[StepReport]]:
+    """Every member trains to the step; their reports."""
+    with exchanges(trainers, num_shards) as connected:
+        owned = assign_shards(num_shards, len(trainers))
+
+        def run(rank: int) -> list[StepReport]:
+            reports = []
+            while trainers[rank].step < to_step:
+                reports.append(trainers[rank].train_step(connected[rank], owned[rank], num_shards))
+            return reports
+
+        return together([partial(run, rank) for rank in range(len(trainers))])

@@ -1,0 +1,207 @@
+"""Jobs, graphs, and parties of ranks that the pipeline's tests share."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.rank_trainer import StageRunner
+from stratagem.worker.pipeline.stage_message import Address, Message
+from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, Transport
+from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.patience import PATIENCE_S
+
+ALLOWED = EntryPoints(["tests.worker.pipeline.userland:*"])
+T = TypeVar("T")
+
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
+
+
+def job(model: str | dict[str, Any] = "deep", **changes: Any) -> JobSpec:
+    """A small job; `changes` replace whole sections. The last of three batches is short."""
+    named = {"entrypoint": f"tests.worker.pipeline.userland:{model}"}
+    document: dict[str, Any] = {
+        "name": "test",
+        "model": named if isinstance(model, str) else model,
+        "data": {"entrypoint": "tests.worker.pipeline.userland:classes"},
+        "loss": "cross_entropy",
+        "optimizer": SGD,
+        "steps": 5,
+        "batch_size": 8,
+        "seed": 3,
+    }
+    document.update(changes)
+    return JobSpec.parse(document)
+
+
+def linear(name: str, width: int = 16, out: int = 16) -> dict[str, Any]:
+    kwargs = {"in_features": width, "out_features": out}
+    return {"id": name, "module": "Linear", "kwargs": kwargs}
+
+
+def edges(*pairs: str) -> list[dict[str, Any]]:
+    """ "a>b" or "a>b:1" (port)."""
+    found = []
+    for pair in pairs:
+        source, _, rest = pair.partition(">")
+        target, _, port = rest.partition(":")
+        found.append({"source": source, "target": target, "port": int(port or 0)})
+    return found
+
+
+SKIPS: dict[str, Any] = {
+    "nodes": [
+        linear("a", 12),
+        {"id": "t", "module": "Tanh"},
+        linear("b"),
+        linear("c"),
+        {"id": "d", "module": "Dropout", "kwargs": {"p": 0.25}},
+        {"id": "sum", "module": "Add"},
+        linear("e"),
+        {"id": "all", "module": "Add"},
+        linear("head", 16, 5),
+    ],
+    # t is used five times, by nodes of every stage
+    "edges": edges(
+        "a>t", "t>b", "b>c", "c>d", "d>sum", "t>sum:1", "t>sum:2", "sum>e", "e>all", "t>all:1",
+        "t>all:2", "b>all:3", "all>head",
+    ),
+}  # fmt: skip
+
+BRANCHES: dict[str, Any] = {
+    "nodes": [
+        linear("a", 12),
+        {"id": "norm", "module": "BatchNorm1d", "kwargs": {"num_features": 16}},
+        linear("left", 16, 5),
+        linear("right", 16, 3),
+    ],
+    "edges": edges("a>norm", "norm>left", "norm>right"),
+    "outputs": ["left", "right"],
+}
+
+NESTED: dict[str, Any] = {
+    "nodes": [linear("start", 12), {"id": "join", "module": "Add"}, linear("end", 16, 5)],
+    "subgraphs": [
+        {
+            "id": "enc",
+            "graph": {
+                "nodes": [linear("x"), linear("y"), {"id": "m", "module": "Multiply"}],
+                "edges": edges("x>m", "y>m:1"),
+                "outputs": ["m", "x"],
+            },
+        }
+    ],
+    "edges": edges("start>enc", "enc>pick", "pick>join", "start>join:1", "join>end"),
+}
+NESTED["nodes"].append({"id": "pick", "module": "Select", "kwargs": {"index": 0}})
+
+
+class TakingTurns:
+    """Any transport, for ranks that are threads of one process: they share torch's generators, so
+    only the one that holds `turn` computes, and it gives `turn` away while it waits."""
+
+    def __init__(self, inner: Transport, turn: threading.Lock) -> None:
+        self._inner, self._turn = inner, turn
+
+    def begin(self, step: int, awaited: Iterable[Address]) -> None:
+        self._inner.begin(step, awaited)
+
+    def send(self, address: Address, message: Message) -> None:
+        self._inner.send(address, message)
+
+    def recv(self, address: Address, timeout_s: float) -> Message:
+        self._turn.release()
+        try:
+            return self._inner.recv(address, timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def end(self, timeout_s: float) -> None:
+        self._turn.release()
+        try:
+            self._inner.end(timeout_s)
+        finally:
+            self._turn.acquire()
+
+    def cut(self) -> None:
+        self._inner.cut()
+
+
+class Party:
+    """Ranks as threads of this process, which take turns."""
+
+    def __init__(
+        self, spec: JobSpec, placement: Placement, transports: Sequence[Transport] | None = None,
+        *, fresh: bool = True, timeout_s: float = PATIENCE_S,
+    ) -> None:  # fmt: skip
+        size = max(placement.ranks) + 1
+        if transports is None:
+            post = LocalPost(size)
+            transports = [LocalTransport(post, rank) for rank in range(size)]
+        self._turn = threading.Lock()
+        self._pool = ThreadPoolExecutor(size)
+        self.runners = [
+            build_stage_runner(
+                spec,
+                ALLOWED,
+                placement,
+                Seat(rank, TakingTurns(transport, self._turn), timeout_s),
+                fresh=fresh,
+            )
+            for rank, transport in enumerate(transports)
+        ]
+
+    def each(self, act: Callable[[StageRunner], T]) -> list[T]:
+        """What every rank answers; raises the first error, by rank."""
+
+        def turn(runner: StageRunner) -> T:
+            torch.set_num_threads(1)
+            with self._turn:
+                return act(runner)
+
+        futures = [self._pool.submit(turn, runner) for runner in self.runners]
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda each: isinstance(each, ExchangeError)):
+            raise error  # the one that made the others lose a peer, if it is here
+        return [future.result() for future in futures]
+
+    def train(self, num_steps: int) -> list[float]:
+        """The losses, which all ranks must agree on."""
+        found = self.each(lambda runner: [runner.train_step().loss for _ in range(num_steps)])
+        assert all(losses == found[0] for losses in found)
+        return found[0]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Of all ranks together."""
+        tensors: dict[str, Tensor] = {}
+        metadata: dict[str, str] = {}
+        for runner in self.runners:
+            mine, words = runner.copy_state()
+            assert not tensors.keys() & mine.keys()
+            tensors |= mine
+            metadata |= words
+        return tensors, metadata
+
+    def model(self) -> dict[str, Tensor]:
+        return {
+            name.removeprefix("model/"): tensor
+            for name, tensor in self.state()[0].items()
+            if name.startswith("model/")
+        }
+
+
+def cut(names: Sequence[str], *sizes: int) -> tuple[tuple[str, ...], ...]:
+    """Names in portions of these sizes."""
+    assert sum(sizes) == len(names)
+    found, start = [], 0
+    for size in sizes:
+        found.append(tuple(names[start : start + size]))
+        start += size
+    return tuple(found)

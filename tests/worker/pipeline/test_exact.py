@@ -1,0 +1,239 @@
+"""Any schedule, any split: the bits of the sharded loop with the same micro-batches."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.common.model.graph import GraphSpec
+from stratagem.common.pipeline.schedules import SCHEDULES
+from stratagem.worker.pipeline.build_stages import Placement
+from tests.patience import PATIENCE_S
+from tests.reference.loops import sharded_loop
+from tests.worker.engine.support import assert_same_bits
+from tests.worker.pipeline.support import (
+    ADAM,
+    ALLOWED,
+    BRANCHES,
+    NESTED,
+    SGD,
+    SKIPS,
+    Party,
+    cut,
+    edges,
+    job,
+    linear,
+)
+
+DEEP = [str(i) for i in range(8)]
+
+
+def assert_exact(
+    spec: Any, placement: Placement, num_steps: int = 5, timeout_s: float = PATIENCE_S
+) -> None:
+    party = Party(spec, placement, timeout_s=timeout_s)
+    losses = party.train(num_steps)
+    size = placement.micro_batch_size or 1000
+    expected = sharded_loop(spec, ALLOWED, 1, num_steps, micro_batch_size=size)
+    assert losses == expected.losses
+    assert_same_bits(party.model(), dict(expected.state))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
+@pytest.mark.parametrize("precision", ["Single", "Full"])
+@pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 4, 3), (2, 2, 1, 3)], ids=str)
+def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any]) -> None:
+    """Dropout, batch norm, in-place nodes; batches of 8, 8 and 5 rows in micro-batches of 3."""
+    spec = job(optimizer=optimizer, execution={"precision": precision})
+    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3)
+    assert_exact(spec, placement)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager", "zero_bubble"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2, 4])
+def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
+    placement = Placement(cut(DEEP, 2, 3, 3), (0, 1, 2), micro_batch_size, schedule)
+    assert_exact(job(optimizer=ADAM), placement)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("ranks", [(0, 1, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (0, 1, 2, 0)], ids=str)
+def test_several_stages_per_rank(ranks: tuple[int, ...], schedule: str) -> None:
+    """Interleaved where the number of micro-batches allows it (8 rows), else a list schedule."""
+    placement = Placement(cut(DEEP, 2, 2, 2, 2), ranks, 2, schedule)
+    assert_exact(job(optimizer=ADAM), placement)
+
+
+def test_seven_rows_in_micro_batches_of_two() -> None:
+    data = {"entrypoint": "tests.worker.pipeline.userland:classes", "kwargs": {"num_rows": 14}}
+    spec = job("InARow", batch_size=7, data=data)
+    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 2))
+    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 1))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
+@pytest.mark.parametrize(
+    ("copies", "sizes", "ranks"),
+    [(2, (4,), (0,)), (2, (2, 2), (0, 1)), (3, (2, 2, 3), (0, 1, 2)), (3, (2, 2, 3), (0, 1, 0))],
+)
+def test_tied_parameters(
+    copies: int, sizes: tuple[int, ...], ranks: tuple[int, ...], optimizer: dict[str, Any]
+) -> None:
+    """Tokens, with the loss over those that count; two or three stages hold the embedding."""
+    names = [str(i) for i in range(sum(sizes))]
+    spec = job(
+        {"entrypoint": "tests.worker.pipeline.userland:tied", "kwargs": {"copies": copies}},
+        data={"entrypoint": "tests.worker.pipeline.userland:tokens"},
+        loss="token_cross_entropy",
+        optimizer=optimizer,
+    )
+    assert_exact(spec, Placement(cut(names, *sizes), ranks, 3))
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("a", "t", "b", "c", "d", "sum", "e", "all", "head"),),
+        (("a", "t"), ("b", "c", "d", "sum"), ("e", "all", "head")),
+        (("a", "t", "b"), ("c", "d"), ("sum",), ("e", "all", "head")),
+        (("all", "head"), ("e", "sum", "d", "c", "b"), ("t", "a")),
+        (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head")),
+    ],
+    ids=lambda each: "|".join("".join(nodes) for nodes in each),
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_skips_that_are_used_by_several_stages(
+    partitions: tuple[tuple[str, ...], ...], schedule: str
+) -> None:
+    placement = Placement(partitions, tuple(range(len(partitions))), 3, schedule)
+    assert_exact(job({"graph": SKIPS}, optimizer=ADAM), placement)
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("a", "norm"), ("left",), ("right",)),
+        (("right",), ("left",), ("a", "norm")),
+        (("a",), ("norm", "left"), ("right",)),
+        (("a", "norm", "right"), ("left",)),
+    ],
+)
+def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> None:
+    spec = job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads")
+    assert_exact(spec, Placement(partitions, tuple(range(len(partitions))), 4))
+
+
+@pytest.mark.parametrize(
+    "partitions",
+    [
+        (("start", "enc"), ("pick", "join", "end")),
+        (("start", "enc/x"), ("enc/y",), ("enc/m", "pick", "join", "end")),
+    ],
+)
+def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> None:
+    assert_exact(job({"graph": NESTED}), Placement(partitions, tuple(range(len(partitions))), 3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("structured", (1, 1)),
+        ("frozen_start", (1, 2)),
+        ("frozen_start", (2, 1)),
+        ("shared_block", (3, 1)),
+    ],
+)
+def test_values_of_all_kinds_cross(model: str, sizes: tuple[int, ...], schedule: str) -> None:
+    names = [str(i) for i in range(sum(sizes))]
+    assert_exact(job(model), Placement(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "eager", "1f1b"])
+def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
+    """Several micro-batches are under way when the first of them is computed again."""
+    assert_exact(job("checkpointed"), Placement((("0",), ("1", "2")), (0, 1), 2, schedule))
+
+
+@pytest.mark.parametrize(
+    ("execution", "sizes", "schedule"),
+    [
+        ({"precision": "Mixed"}, (3, 5), "1f1b"),
+        ({"precision": "Half"}, (1, 4, 3), "1f1b"),
+        ({"precision": "Mixed", "amp_dtype": "float16"}, (3, 5), "zero_bubble"),
+        ({"precision": "Half", "amp_dtype": "float16"}, (3, 5), "gpipe"),
+        ({"gradient": {"Checkpointed": 2}}, (3, 5), "zero_bubble"),
+        ({"gradient": {"Checkpointed": 3}, "precision": "Half"}, (1, 4, 3), "eager"),
+    ],
+    ids=str,
+)
+def test_execution_settings(
+    execution: dict[str, Any], sizes: tuple[int, ...], schedule: str
+) -> None:
+    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3, schedule)
+    assert_exact(job(execution=execution), placement)
+    parts = (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head"))
+    skips = Placement(parts, (0, 1, 2), 2, schedule)
+    assert_exact(job({"graph": SKIPS}, execution=execution), skips)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["Lazy", "Hybrid"])
+def test_compiled_nodes(mode: str) -> None:
+    """A cut changes no bit, so what is compiled together is a node."""
+    strategy = {
+        "type": "ModelParallel",
+        "partitions": [
+            {"node_ids": DEEP[:3], "target": {"WorkerId": "a"}},
+            {"node_ids": DEEP[3:], "target": {"WorkerId": "b"}},
+        ],
+        "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
+    }
+    spec = job(strategy=strategy, execution={"mode": mode, "precision": "Mixed"})
+    placement = Placement(cut(DEEP, 3, 5), (0, 1), 3, "1f1b")
+    assert_exact(spec, placement, timeout_s=300.0)  # a compiler on a busy machine
+
+
+@st.composite
+def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], Placement]:
+    """Any graph of sums and linear nodes, cut anywhere, on any ranks, in any portions."""
+    nodes, pairs = [linear("n0", 12, 4)], []
+    for i in range(1, draw(st.integers(2, 7))):
+        known = st.sampled_from([node["id"] for node in nodes])
+        sources = draw(st.lists(known, min_size=1, max_size=4))
+        pairs += [f"{source}>s{i}:{port}" for port, source in enumerate(sources)] + [f"s{i}>n{i}"]
+        nodes += [{"id": f"s{i}", "module": "Add"}, linear(f"n{i}", 4, 4)]
+    nodes.append(linear("end", 4, 5))
+    pairs.append(f"{nodes[-2]['id']}>end")
+    graph = {"nodes": nodes, "edges": edges(*pairs), "outputs": ["end"]}
+    order = GraphSpec.model_validate(graph).topological_order()
+    cuts = sorted(draw(st.sets(st.integers(1, len(order) - 1), max_size=4)))
+    partitions = tuple(tuple(order[a:b]) for a, b in pairwise([0, *cuts, len(order)]))
+    drawn = [draw(st.integers(0, 3)) for _ in partitions]
+    ranks = tuple(sorted(set(drawn)).index(rank) for rank in drawn)
+    micro_batch_size = draw(st.sampled_from([None, 1, 2, 3]))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    return graph, Placement(partitions, ranks, micro_batch_size, schedule)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cut_graphs())
+def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], Placement]) -> None:
+    graph, placement = case
+    assert_exact(job({"graph": graph}, optimizer=ADAM), placement, 3)
+
+
+def test_augmentation_in_the_data_is_drawn_alike_by_first_and_last_stage() -> None:
+    spec = job(data={"entrypoint": "tests.worker.pipeline.userland:noisy"})
+    assert_exact(spec, Placement(cut(DEEP, 4, 4), (0, 1), 3))
+
+
+def test_one_micro_batch_is_the_loop_without_micro_batches() -> None:
+    spec = job(optimizer=ADAM)
+    party = Party(spec, Placement(cut(DEEP, 3, 5), (0, 1)))
+    losses = party.train(5)
+    expected = sharded_loop(spec, ALLOWED, 1, 5)
+    assert losses == expected.losses
+    assert_same_bits(party.model(), dict(expected.state))

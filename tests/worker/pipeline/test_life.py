@@ -1,0 +1,307 @@
+"""States, evaluation, failures, the seam for replicas, and what cannot be cut."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.numerics.batch_shards import Node, tree_sum
+from stratagem.worker.engine import build_trainer
+from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.pipeline.build_stages import Placement
+from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
+from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
+from tests.patience import PATIENCE_S
+from tests.reference.loops import sharded_loop
+from tests.worker.engine.support import assert_same_bits
+from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
+
+CPU = torch.device("cpu")
+DEEP = [str(i) for i in range(8)]
+TWO = Placement(cut(DEEP, 3, 5), (0, 1), 3)
+TIED = job(
+    {"entrypoint": "tests.worker.pipeline.userland:tied"},
+    data={"entrypoint": "tests.worker.pipeline.userland:tokens"},
+    loss="token_cross_entropy",
+    optimizer=ADAM,
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"), [(job(optimizer=ADAM), (3, 5)), (job(), (3, 5)), (TIED, (2, 2))]
+)
+def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any) -> None:
+    names = [str(i) for i in range(sum(sizes))]
+    straight = Party(spec, Placement(cut(names, *sizes), (0, 1), 3))
+    straight.train(5)
+    first = Party(spec, Placement(cut(names, *sizes), (0, 1), 3))
+    first.train(2)
+    tensors, metadata = first.state()
+    again = Party(
+        spec, Placement(cut(names, 1, *sizes[1:], sizes[0] - 1), (0, 1, 2), 3), fresh=False
+    )
+    for runner in again.runners:
+        runner.load_state(tensors, metadata)
+    again.train(3)
+    assert_same_bits(again.state()[0], straight.state()[0])
+    assert again.state()[1] == straight.state()[1]
+    alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
+    alone.load_state(tensors, metadata)
+    assert alone.state()[0].keys() == tensors.keys()
+
+
+def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:
+    party = Party(job(), TWO)
+    party.train(1)
+    first, last = party.runners
+    assert {name.split("/")[1].split(".")[0] for name in first.state()[0]} == {"0", "1"}
+    assert first.wants("model/1.running_mean")
+    assert first.wants("optimizer/0.weight/momentum_buffer")
+    assert not first.wants("model/7.weight")
+    assert not first.wants("optimizer/7.weight/momentum_buffer")
+    assert sum(p.numel() for p in last.model.parameters()) == 16 * 16 + 16 + 32 + 16 * 5 + 5
+    tied = Party(TIED, Placement(cut(["0", "1", "2", "3"], 2, 2), (0, 1)))
+    assert tied.runners[1].wants("optimizer/0.weight/exp_avg")
+    assert [name for name, _ in tied.runners[1].params] == ["0.weight"]
+
+
+def test_evaluation_and_prediction_are_those_of_a_single_process() -> None:
+    evaluation = {"split": "train", "batch_size": 2, "metrics": ["accuracy"], "every": "1 epoch"}
+    for ranks in ((0, 1, 2), (0, 1, 0)):
+        spec = job(evaluation=evaluation)
+        party = Party(spec, Placement(cut(DEEP, 3, 2, 3), ranks, 3))
+        party.train(2)
+        alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
+        alone.load_state(*party.state())
+        expected = alone.evaluate("train", 0, 1)
+        found = party.each(lambda runner: [runner.evaluate("train") for _ in range(2)])
+        last = ranks[2]
+        assert found[last] == [expected, expected]
+        assert all(not any(each) for rank, each in enumerate(found) if rank != last)
+        outputs = party.each(lambda runner: runner.predict("test"))[last]
+        assert [len(each) for each in outputs] == [2, 2, 2, 2, 1]
+        assert party.train(1) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=3).losses[2:]
+        with pytest.raises(InvalidInputError, match='no split "tset"'):
+            party.each(lambda runner: runner.evaluate("tset"))
+
+
+class Replicas:
+    """Adds up over the replicas of each rank, as a mesh per stage would."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._given: dict[int, StageGradients | None] = {}
+        self._barrier = threading.Barrier(num_replicas)
+
+    def reduce(self, replica: int, mine: StageGradients | None) -> StageGradients:
+        self._given[replica] = mine
+        self._barrier.wait(PATIENCE_S)
+        live = [each for _, each in sorted(self._given.items()) if each is not None]
+
+        def total(tensors: list[torch.Tensor]) -> torch.Tensor:
+            leaves = {Node(i, i + 1): tensor.clone() for i, tensor in enumerate(tensors)}
+            return tree_sum(leaves, len(tensors), torch.add)
+
+        names = live[0].gradients
+        answer = StageGradients(
+            {name: total([each.gradients[name] for each in live]) for name in names},
+            total([each.extras for each in live]),
+        )
+        self._barrier.wait(PATIENCE_S)
+        return answer
+
+
+NO_DROPOUT = {"entrypoint": "tests.worker.pipeline.userland:deep", "kwargs": {"dropout": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "micro_batch_size"),
+    [
+        (job(NO_DROPOUT, optimizer=ADAM), (3, 5), None),
+        (job(NO_DROPOUT, optimizer=ADAM, batch_size=10), (5, 3), None),
+        (TIED, (2, 2), 2),
+        (TIED.model_copy(update={"batch_size": 2}), (3, 1), 1),  # a replica without rows
+    ],
+    ids=["batch norm", "uneven", "tied", "without rows"],
+)
+def test_data_parallel_over_pipelines_equals_the_sharded_loop(
+    spec: Any, sizes: tuple[int, ...], micro_batch_size: int | None
+) -> None:
+    """Three replicas of two stages; no dropout, for these replicas compute at the same time."""
+    names = [str(i) for i in range(sum(sizes))]
+    placement = Placement(cut(names, *sizes), (0, 1), micro_batch_size)
+    parties = [Party(spec, placement) for _ in range(3)]
+    sums = [Replicas(3), Replicas(3)]
+    losses: dict[int, list[list[float]]] = {}
+
+    def steps(replica: int, runner: StageRunner) -> list[float]:
+        rank = parties[replica].runners.index(runner)
+        return [
+            runner.train_step(
+                shards=range(replica, replica + 1),
+                num_shards=3,
+                reduce=lambda _, mine: sums[rank].reduce(replica, next(mine, None)),
+            ).loss
+            for _ in range(2)
+        ]
+
+    def run(replica: int) -> None:
+        losses[replica] = parties[replica].each(lambda runner: steps(replica, runner))
+
+    threads = [threading.Thread(target=run, args=(replica,)) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sharded_loop(spec, ALLOWED, 3, 2, micro_batch_size=micro_batch_size)
+    assert losses == dict.fromkeys(range(3), [expected.losses] * 2)
+    for party in parties:
+        assert_same_bits(party.model(), dict(expected.state))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "micro_batch_size", "num_shards"),
+    [
+        (job(optimizer=ADAM), (3, 5), None, 2),
+        (job(), (4, 4), None, 3),
+        (TIED, (2, 2), 2, 3),
+        (TIED, (3, 1), 1, 7),
+    ],
+    ids=["halves", "thirds", "tied", "without rows"],
+)
+def test_one_pipeline_may_compute_all_shards(
+    spec: Any, sizes: tuple[int, ...], micro_batch_size: int | None, num_shards: int
+) -> None:
+    """The last of three batches has 6 rows, fewer than shards in one case."""
+    names = [str(i) for i in range(sum(sizes))]
+    party = Party(spec, Placement(cut(names, *sizes), (0, 1), micro_batch_size))
+    sums = [
+        SumOverReplicas(
+            runner,
+            solo_exchange(GradientBuckets(runner.params, num_extras=runner.num_extras), num_shards),
+        )
+        for runner in party.runners
+    ]
+
+    def steps(runner: StageRunner) -> list[float]:
+        reduce = sums[party.runners.index(runner)]
+        shards = range(num_shards)
+        return [
+            runner.train_step(shards=shards, num_shards=num_shards, reduce=reduce).loss
+            for _ in range(4)
+        ]
+
+    expected = sharded_loop(
+        spec, ALLOWED, num_shards, 4, micro_batch_size=micro_batch_size or 2**62
+    )
+    assert party.each(steps) == [expected.losses] * 2
+    assert_same_bits(party.model(), dict(expected.state))
+
+
+def test_an_error_of_the_user_ends_the_step_everywhere_and_changes_nothing() -> None:
+    party = Party(job(loss="tests.worker.pipeline.userland:broken_loss"), TWO)
+    before = [runner.fingerprint() for runner in party.runners]
+    found: list[BaseException | None] = [None, None]
+
+    def step(runner: StageRunner) -> None:
+        try:
+            runner.train_step()
+        except (UserCodeError, ExchangeError) as error:
+            found[party.runners.index(runner)] = error
+
+    party.each(step)
+    assert isinstance(found[0], ExchangeError)
+    assert isinstance(found[1], UserCodeError)
+    assert (found[1].message, found[1].activity) == ("labels are upside down", "training step 1")
+    assert [runner.fingerprint() for runner in party.runners] == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"), [("infinite_loss", "non-finite loss at step 1"), ("huge_loss", "gradient")]
+)
+def test_what_is_not_finite_is_refused_by_all_ranks_alike(loss: str, what: str) -> None:
+    party = Party(job(loss=f"tests.worker.pipeline.userland:{loss}"), TWO)
+    before = [runner.fingerprint() for runner in party.runners]
+
+    def step(runner: StageRunner) -> str:
+        with pytest.raises(UserCodeError, match=what) as caught:
+            runner.train_step()
+        return str(caught.value)
+
+    for _ in range(2):  # the party is still whole
+        assert len(set(party.each(step))) == 1
+    assert [runner.fingerprint() for runner in party.runners] == before
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
+    """The third batch of an epoch has 6 rows, for which the loss is infinite."""
+    loss, skip = "tests.worker.pipeline.userland:infinite_if_short", {"non_finite": "skip_step"}
+    two = Placement(cut(DEEP, 3, 5), (0, 1))
+    party = Party(job(loss=loss, accumulation=skip), two)
+    party.train(2)
+    before = party.model()
+    reports = party.each(lambda runner: runner.train_step())
+    assert [(each.step, each.num_skipped, each.weight) for each in reports] == [(3, 1, 0.0)] * 2
+    assert_same_bits(party.model(), before)
+    reports = party.each(lambda runner: runner.train_step())
+    assert [(each.step, each.num_skipped, each.weight) for each in reports] == [(4, 0, 8.0)] * 2
+    assert any(not torch.equal(party.model()[name], before[name]) for name in before)
+
+
+def test_a_wish_to_stop_reaches_all() -> None:
+    party = Party(job(), TWO)
+    reports = party.each(lambda r: r.train_step(stop=r is party.runners[0]))
+    assert [(each.step, each.stop, each.weight) for each in reports] == [(1, True, 8.0)] * 2
+    assert not any(each.stop for each in party.each(lambda r: r.train_step()))
+
+
+@pytest.mark.parametrize(
+    ("model", "partitions", "reason"),
+    [
+        ("Residual", ["first", "last"], r"Residual does more: .*add.* a model that is cut must be"),
+        ("shared_block", ["0", "123"], "'2' .Linear. is the same object in the nodes '0' and '2'"),
+        ("deep", ["012", "3456"], "'7': claimed by no partition"),
+    ],
+)
+def test_models_that_cannot_be_cut_so(model: str, partitions: list[str], reason: str) -> None:
+    split = tuple(tuple(each) if each.isdigit() else (each,) for each in partitions)
+    with pytest.raises(InvalidInputError, match=reason):
+        Party(job(model), Placement(split, (0, 1)))
+
+
+def test_placements_are_checked() -> None:
+    with pytest.raises(InvalidInputError, match=r"ranks: .* one of 0, 1, … per partition"):
+        Placement((("a",), ("b",)), (0, 2))
+    with pytest.raises(InvalidInputError, match="schedule: 'dual' is not one of auto, 1f1b"):
+        Placement((("a",),), (0,), schedule="dual")
+
+
+def test_momentum_of_a_branch_that_nothing_reaches() -> None:
+    """The loss uses one head only: the other keeps its parameters, weight decay and all."""
+    spec = job({"graph": BRANCHES | {"outputs": ["left"]}}, optimizer=SGD)
+    party = Party(spec, Placement((("a", "norm"), ("right",), ("left",)), (0, 1, 2), 4))
+    before = {name: tensor.clone() for name, tensor in party.model().items()}
+    assert party.train(3) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=4).losses
+    assert torch.equal(party.model()["right.weight"], before["right.weight"])
+    assert not torch.equal(party.model()["left.weight"], before["left.weight"])
+
+
+def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
+    party = Party(job(), Placement(cut(DEEP, 3, 5), (0, 1), 3))
+    reports = party.each(lambda runner: runner.train_step())
+    assert [len(each.micro_batch_losses) for each in reports] == [3, 3]
+    assert reports[0].micro_batch_losses == reports[1].micro_batch_losses
+    total = sum(n * loss for n, loss in zip((3, 3, 2), reports[0].micro_batch_losses, strict=True))
+    assert reports[0].loss == pytest.approx(total / 8)
+
+
+def test_a_message_that_does_not_come_is_named() -> None:
+    """By stages, micro-batch and direction; the first rank never begins."""
+    party = Party(job(), Placement(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)
+    with pytest.raises(
+        ExchangeError,
+        match="stage 1 got no activation of micro-batch 0 from stage 0: receive of boundary 0",
+    ):
+        party.each(lambda runner: runner.train_step() if runner is party.runners[1] else None)

@@ -1,0 +1,103 @@
+"""A pipeline of real processes: the bits of one process, and a lost stage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.same_host import SharedListener, connect
+from stratagem.worker.mesh.shm_messages import SlotLink
+from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.peer_transport import PeerTransport
+from tests.patience import PATIENCE_S
+from tests.reference.loops import sharded_loop
+from tests.worker.mesh.engines import hub_in_a_thread
+from tests.worker.mesh.party import introduce, party, rendezvous_over
+from tests.worker.mesh.test_peer_processes import form
+from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
+
+DEEP = [str(i) for i in range(8)]
+CASES = {
+    "deep": (job(optimizer=ADAM), Placement(cut(DEEP, 3, 5), (0, 1), 2)),
+    "interleaved": (job(optimizer=ADAM), Placement(cut(DEEP, 2, 2, 2, 2), (0, 1, 0, 1), 2)),
+    "branches": (
+        job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads"),
+        Placement((("a", "norm"), ("left",), ("right",)), (0, 1, 2), 4, "eager"),
+    ),
+}
+
+
+@contextmanager
+def transport_over(engine: str, pipe: Connection, rank: int, size: int) -> Iterator[PeerTransport]:
+    if engine == "shm":
+        listener = SharedListener()
+        addresses = rendezvous_over(pipe)(listener.address)
+        yield PeerTransport(
+            SlotLink(rank, size, connect(listener, rank, size, addresses, PATIENCE_S))
+        )
+        return
+    with hub_in_a_thread() as hub:
+        yield PeerTransport(form(hub, pipe, rank, size))
+
+
+def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) -> None:
+    torch.set_num_threads(1)
+    spec, placement = CASES[case]
+    with transport_over(engine, pipe, rank, size) as transport:
+        seat = Seat(rank, transport, PATIENCE_S)
+        runner = build_stage_runner(spec, ALLOWED, placement, seat, fresh=True)
+        losses = [runner.train_step().loss for _ in range(5)]
+        pipe.send((losses, runner.evaluate("test"), runner.fingerprint()))
+        state = {name: each.tolist() for name, each in runner.state()[0].items()}
+        pipe.send(state)
+        pipe.recv()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("engine", ["shm", "grpc"])
+@pytest.mark.parametrize("case", CASES)
+def test_processes_compute_the_bits_of_one(case: str, engine: str) -> None:
+    spec, placement = CASES[case]
+    expected = sharded_loop(spec, ALLOWED, 1, 5, micro_batch_size=placement.micro_batch_size)
+    with party(train_steps, max(placement.ranks) + 1, case, engine) as members:
+        introduce(members)
+        told = [member.receive() for member in members]
+        states = [member.receive() for member in members]
+    assert all(losses == expected.losses for losses, *_ in told)
+    assert [bool(parts) for _, parts, _ in told] == [False] * (len(members) - 1) + [True]
+    merged = {name: values for state in states for name, values in state.items()}
+    assert {name: values for name, values in merged.items() if name.startswith("model/")} == {
+        f"model/{name}": each.tolist() for name, each in expected.state.items()
+    }
+
+
+def train_until_lost(pipe: Connection, rank: int, size: int, engine: str) -> None:
+    spec, placement = CASES["deep"]
+    with transport_over(engine, pipe, rank, size) as transport:
+        runner = build_stage_runner(
+            spec, ALLOWED, placement, Seat(rank, transport, PATIENCE_S), fresh=True
+        )
+        pipe.send(runner.train_step().step)
+        if rank == 1:
+            pipe.recv()  # never comes
+        before = runner.fingerprint()
+        try:
+            runner.train_step()
+        except ExchangeError as error:
+            pipe.send((str(error), runner.fingerprint() == before, runner.step))
+        pipe.recv()
+
+
+@pytest.mark.parametrize("engine", ["shm", pytest.param("grpc", marks=pytest.mark.sweep)])
+def test_a_killed_stage_is_seen_and_the_step_leaves_no_trace(engine: str) -> None:
+    with party(train_until_lost, 2, engine) as members:
+        introduce(members)
+        assert [member.receive() for member in members] == [1, 1]
+        members[1].kill()
+        words, is_unchanged, step = members[0].receive()
+    assert "from member 1" in words
+    assert is_unchanged
+    assert step == 1

@@ -1,0 +1,103 @@
+"""What a worker finds out about the structure of a job's state."""
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from stratagem.common.job import JobSpec, OptimizerSpec, with_fields
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import build_trainer
+from stratagem.worker.plans.structural_fields import go_on, layout_of, structural
+from stratagem.worker.session.context import Work
+from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.worker.engine.support import CPU
+from tests.worker.engine.support import job as make_job
+
+HERE = "tests.worker.engine.userland"
+ALLOWED = EntryPoints([f"{HERE}:*"])
+
+
+def job(**kwargs: Any) -> JobSpec:
+    spec = make_job()
+    model: dict[str, Any] = {"entrypoint": f"{HERE}:shaped", "kwargs": kwargs}
+    return with_fields(spec, {"model": model})
+
+
+def variant(name: str, value: object) -> pb.Variant:
+    return pb.Variant(name=name, fields_json=json.dumps({name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"width": 8}, True),
+        ({"depth": 2}, True),
+        ({"is_frozen": True}, True),
+        ({"is_tied": True}, True),
+        ({"has_buffer": True}, True),
+        ({"dropout": 0.5}, False),
+        ({"activation": "relu"}, False),
+        ({"reads_values": True}, False),
+        ({"reads_values": True, "width": 8}, True),
+    ],
+    ids=str,
+)
+def test_a_layout_is_names_shapes_types_ties_and_what_is_trained(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    assert (layout_of(job(), ALLOWED) != layout_of(job(**changes), ALLOWED)) is expected
+
+
+def optimizer(name: str, **kwargs: Any) -> OptimizerSpec:
+    return OptimizerSpec(name=name, lr=0.1, kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (optimizer("sgd"), optimizer("sgd", momentum=0.9), True),
+        (optimizer("sgd", momentum=0.5), optimizer("sgd", momentum=0.9, nesterov=True), True),
+        (optimizer("adam"), optimizer("adam", betas=[0.5, 0.9], weight_decay=0.1), True),
+        (optimizer("adam"), optimizer("adam", amsgrad=True), False),
+        (optimizer("rmsprop"), optimizer("rmsprop", centered=True), False),
+        (optimizer("rmsprop"), optimizer("rmsprop", momentum=0.5), False),
+        (optimizer("rmsprop", momentum=0.1), optimizer("rmsprop", momentum=0.5), True),
+        (optimizer("sgd", momentum=0.9), optimizer("adam"), False),
+    ],
+    ids=str,
+)
+def test_optimizers_go_on_from_each_others_state(
+    one: OptimizerSpec, other: OptimizerSpec, expected: bool
+) -> None:
+    assert go_on(one, other, [0, 1, 2, 4]) is expected
+    assert go_on(other, one, [0, 1, 2, 4]) is expected
+
+
+def test_what_is_structural_is_named_once_and_what_cannot_be_built_is_passed_over() -> None:
+    spec = job()
+    trainer = build_trainer(spec, ALLOWED, device=CPU, fresh=True)
+    checks: list[int] = []
+    work = SimpleNamespace(
+        job=spec,
+        host=SimpleNamespace(entrypoints=ALLOWED),
+        control=SimpleNamespace(check=lambda: checks.append(1)),
+    )
+    asked = [
+        variant("model.kwargs.width", 8),
+        variant("model.kwargs.width", 16),
+        variant("model.kwargs.dropout", 0.9),
+        variant("model.kwargs.depth", "many"),
+        variant("model.kwargs.unknown", 1),
+        variant("model.kwargs.depth", 3),
+        variant("optimizer.amsgrad", True),
+        variant("optimizer.lr", -1),
+        variant("optimizer.nothing", 1),
+    ]
+    spec = with_fields(spec, {"optimizer": {"name": "adam", "lr": 0.1}})
+    work.job = spec
+    found = structural(cast(Work, work), trainer.model, asked)
+    assert found == ["model.kwargs.width", "model.kwargs.depth", "optimizer.amsgrad"]
+    assert len(checks) == len(asked)
+    assert structural(cast(Work, work), trainer.model, []) == []

@@ -1,0 +1,280 @@
+"""What each call promises: attach and replay, fences, errors of the user, abort, blobs, logs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.tensors.chunks import iter_chunks
+from stratagem.common.tensors.manifest import to_proto
+from stratagem.v1 import worker_pb2 as pb
+from tests.worker.service.gate import Gate
+from tests.worker.service.rig import Worker
+from tests.worker.service.saying import (
+    Plan,
+    attend,
+    base_of,
+    bring,
+    build_request,
+    fence,
+    fetch,
+    job,
+    refusal,
+    session,
+)
+
+pytestmark = pytest.mark.cluster
+
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 2,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+
+
+async def test_a_broken_stream_attaches_again_and_results_are_replayed(
+    w0: Worker, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    run_id, spec = "attach", job("gated", gate.kwargs)
+    base = await base_of(w0, run_id, spec)
+    request = Plan(run_id, spec, base, num_shards=1, to_step=3).request([w0], 0)
+    call = w0.stub.Execute(request)
+    kinds = [(await call.read()).WhichOneof("message") for _ in range(2)]
+    assert kinds == ["accepted", "need_blob"]
+    call.cancel()
+    attending = asyncio.create_task(attend(w0, request, base))  # is told the need again
+    await gate.arrived()
+    described = await w0.stub.Describe(pb.DescribeRequest())
+    mine = next(each for each in described.sessions if each.session == session(run_id))
+    assert (mine.activity, mine.segment, mine.membership) == ("training", 1, 1)
+    attending.cancel()  # a disconnect never cancels the plan
+    gate.open()
+    await gate.leave()
+    said = await attend(w0, request)
+    assert (said.accepted.attached, said.needed) == (True, [])
+    replayed = await attend(w0, request)
+    assert replayed.result == said.result
+    assert said.result.train.step == 3
+
+
+async def test_older_fences_are_refused(w0: Worker) -> None:
+    run_id, spec = "fences", job()
+    request = build_request(run_id, spec)
+    request.fence.membership = 5
+    await attend(w0, request)
+    request.fence.membership = 4
+    error = await refusal(w0.stub.Execute(request))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "membership 4" in str(error.details())
+    stale = fence(5, term=0)
+    for call in (
+        w0.stub.Execute(pb.ExecuteRequest(fence=stale, session=session(run_id, "build"))),
+        w0.stub.GetState(pb.GetStateRequest(fence=stale, session=session(run_id, "build"))),
+        w0.stub.GetGradients(pb.GetGradientsRequest(fence=stale, session=session(run_id))),
+        w0.stub.Abort(pb.AbortRequest(fence=stale, session=session(run_id))),
+        w0.stub.CloseSession(pb.CloseSessionRequest(fence=stale, run_id=run_id)),
+    ):
+        assert (await refusal(call)).code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        ("broken_loss", "ValueError", "labels are upside down"),
+        ("hungry_loss", "MemoryError", "no room"),
+        ("quitting_loss", "KeyboardInterrupt", ""),
+    ],
+)
+async def test_errors_of_the_user_are_results(
+    w0: Worker, loss: str, kind: str, message: str
+) -> None:
+    run_id = loss.replace("_", "-")
+    spec = job(loss=f"tests.worker.service.userland:{loss}")
+    base = await base_of(w0, run_id, spec)
+    request = Plan(run_id, spec, base).request([w0], 0)
+    error = (await attend(w0, request, base)).result.error
+    assert (error.type, error.message, error.worker_id) == (kind, message, "w0")
+    assert loss in error.traceback
+    assert "training" in error.activity
+    # A newer view does not make it right.
+    request.fence.membership = 2
+    assert (await attend(w0, request)).result.error == error
+
+
+async def test_what_is_not_allowed_is_an_error_of_the_user(w0: Worker) -> None:
+    spec = forbidden_job()
+    error = (await attend(w0, build_request("forbidden", spec))).result.error
+    assert (error.type, error.traceback) == ("InvalidInputError", "")
+    assert error.message.startswith('model.entrypoint: "os:getcwd"')
+
+
+@pytest.mark.parametrize("plan", ["build", "train"])
+async def test_what_the_device_cannot_compute_is_refused_before_anything_is_trained(
+    w0: Worker, plan: str
+) -> None:
+    run_id, spec = f"rare-{plan}", job("rare", execution={"precision": "Mixed"})
+    if plan == "build":
+        said = await attend(w0, build_request(run_id, spec))
+    else:  # the run comes from a worker whose device can
+        base = await base_of(w0, run_id, job("rare"))
+        said = await attend(w0, Plan(run_id, spec, base, to_step=1).request([w0], 0), base)
+        assert said.progress == []
+    error = said.result.error
+    assert (error.type, error.traceback) == ("InvalidInputError", "")
+    assert error.message.startswith("execution.precision: this worker's ")
+    assert "cannot compute Mixed in bfloat16: Rare (0): no primitive for Rare; " in error.message
+
+
+def forbidden_job() -> Any:
+    document = json.loads(job().canonical_json())
+    document["model"] = {"entrypoint": "os:getcwd"}
+    return JobSpec.parse(document)
+
+
+async def test_abort_ends_a_plan_and_drops_its_work(w0: Worker, tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    run_id, spec = "abort", job("gated", gate.kwargs)
+    base = await base_of(w0, run_id, spec)
+    plan = Plan(run_id, spec, base, num_shards=1, to_step=5)
+    attending = asyncio.create_task(attend(w0, plan.request([w0], 0), base))
+    await gate.arrived()
+    await w0.stub.Abort(pb.AbortRequest(fence=fence(), session=session(run_id)))
+    await w0.stub.Abort(pb.AbortRequest(fence=fence(), session=session(run_id, "nobody")))
+    gate.open()
+    await gate.leave()
+    said = await attending
+    assert said.result.interrupted.reason == "aborted"
+    assert (await attend(w0, plan.request([w0], 0))).result == said.result
+    again = await attend(w0, plan.request([w0], 0, membership=2))
+    assert again.result.train.step == 5
+    assert again.result.train.num_rows == 3 * 16 + 2 + 16
+
+
+async def test_abort_while_a_plan_waits_for_a_blob(w0: Worker) -> None:
+    run_id, spec = "abort-wait", job()
+    base = await base_of(w0, run_id, spec)
+    call = w0.stub.Execute(Plan(run_id, spec, base).request([w0], 0))
+    kinds = [(await call.read()).WhichOneof("message") for _ in range(2)]
+    assert kinds == ["accepted", "need_blob"]
+    await w0.stub.Abort(pb.AbortRequest(fence=fence(), session=session(run_id)))
+    assert (await call.read()).result.interrupted.reason == "aborted"
+
+
+async def test_what_user_code_prints_and_logs_arrives_as_lines(w0: Worker) -> None:
+    said = await attend(w0, build_request("lines", job("talkative")))
+    told = [(line.level, line.text) for line in said.lines]
+    assert told == [
+        ("PRINT", "building a model"),
+        ("ERROR", "to stderr"),
+        ("WARNING", "careful: 4 layers"),
+    ]
+    assert {line.worker_id for line in said.lines} == {"w0"}
+
+
+async def test_set_state_resumes_and_checks(w0: Worker) -> None:
+    run_id = "blobs"
+    base = await base_of(w0, run_id, job())
+    header = pb.SetStateRequest(
+        header=pb.SetStateHeader(
+            fence=fence(0), run_id=run_id, digest=base.digest, manifest=to_proto(base.manifest)
+        )
+    )
+    data = b"".join(bytes(buffer) for buffer in base.buffers)
+    first = next(iter_chunks([memoryview(data)[:100]]))
+
+    async def broken() -> AsyncIterator[pb.SetStateRequest]:
+        yield header
+        yield pb.SetStateRequest(chunk=first)
+
+    assert (await refusal(w0.stub.SetState(broken()))).code() is grpc.StatusCode.DATA_LOSS
+    call = w0.stub.SetState()
+    await call.write(header)
+    assert (await call.read()).resume_offset == 100
+    busy = w0.stub.SetState()
+    await busy.write(header)
+    assert (await refusal(busy)).code() is grpc.StatusCode.ABORTED
+    for chunk in iter_chunks([memoryview(data)], 100):
+        await call.write(pb.SetStateRequest(chunk=chunk))
+    assert (await call.read()).committed
+    await call.done_writing()
+    done = w0.stub.SetState()
+    await done.write(header)
+    assert (await done.read()).resume_offset == len(data)
+    assert (await done.read()).committed
+
+
+async def test_close_frees_everything(w0: Worker) -> None:
+    run_id, spec = "close", job()
+    base = await base_of(w0, run_id, spec)
+    await bring(w0, run_id, base)
+    waiting = build_request(run_id, spec)
+    await w0.stub.CloseSession(pb.CloseSessionRequest(fence=fence(0), run_id=run_id))
+    await w0.stub.CloseSession(pb.CloseSessionRequest(fence=fence(0), run_id=run_id))
+    described = await w0.stub.Describe(pb.DescribeRequest())
+    assert run_id not in {each.session.run_id for each in described.sessions}
+    state = pb.GetStateRequest(fence=fence(), session=session(run_id, "build"), snapshot=0)
+    assert (await refusal(w0.stub.GetState(state))).code() is grpc.StatusCode.NOT_FOUND
+    said = await attend(w0, waiting)
+    assert not said.accepted.attached
+
+
+async def test_close_ends_attached_calls(w0: Worker) -> None:
+    run_id, spec = "close-attached", job()
+    base = await base_of(w0, run_id, spec)
+    call = w0.stub.Execute(Plan(run_id, spec, base).request([w0], 0))
+    kinds = [(await call.read()).WhichOneof("message") for _ in range(2)]
+    assert kinds == ["accepted", "need_blob"]
+    await w0.stub.CloseSession(pb.CloseSessionRequest(fence=fence(0), run_id=run_id))
+    assert (await refusal(call)).code() is grpc.StatusCode.ABORTED
+
+
+async def test_wrong_requests_are_named(w0: Worker) -> None:
+    spec = job()
+    nothing = pb.ExecuteRequest(
+        fence=fence(), session=session("wrong"), job_json=spec.canonical_json()
+    )
+    assert (await refusal(w0.stub.Execute(nothing))).code() is grpc.StatusCode.INVALID_ARGUMENT
+    federated = job(steps=None, strategy=FEDERATED, data={"worker_local": "hospital"})
+    error = await refusal(w0.stub.Execute(build_request("wrong", federated)))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert "hospital" in str(error.details())
+    bad = build_request("wrong", spec)
+    bad.job_json = json.dumps({"name": "x"})
+    assert (await refusal(w0.stub.Execute(bad))).code() is grpc.StatusCode.INVALID_ARGUMENT
+    beyond = build_request("wrong", spec)
+    beyond.numerics = CURRENT + 1
+    error = await refusal(w0.stub.Execute(beyond))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"numerics: {CURRENT + 1} is not known here" in str(error.details())
+    escape = build_request("../wrong", spec)
+    assert (await refusal(w0.stub.Execute(escape))).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_one_client_round(w0: Worker) -> None:
+    run_id = "client"
+    spec = job(steps=None, strategy=FEDERATED)
+    base = await base_of(w0, run_id, spec)
+    request = pb.ExecuteRequest(
+        fence=fence(),
+        session=session(run_id, "client1"),
+        segment=1,
+        job_json=spec.canonical_json(),
+        numerics=CURRENT,
+        client_round=pb.ClientRoundPlan(
+            base=pb.StateRef(digest=base.digest), client=1, num_clients=2, local_epochs=1
+        ),
+    )
+    said = await attend(w0, request, base)
+    assert (said.result.client_round.num_samples, said.result.client_round.num_steps) == (25, 2)
+    tensors, manifest = await fetch(w0, run_id, 1, "client1")
+    assert (manifest.purpose.name, manifest.weight) == ("UPDATE", 25.0)
+    assert all(name.startswith("model/") for name in tensors)

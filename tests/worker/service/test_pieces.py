@@ -1,0 +1,322 @@
+"""The parts of the shell without processes."""
+
+import asyncio
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.common.base.errors import (
+    ConflictError,
+    IntegrityError,
+    LimitError,
+    NotFoundError,
+    StaleError,
+    UnavailableError,
+)
+from stratagem.common.tensors.chunks import iter_chunks
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.host.torch_thread import TorchThread
+from stratagem.worker.host.worker_blob_cache import BlobCache
+from stratagem.worker.process.worker_settings import from_command_line
+from stratagem.worker.service.fence import FenceGuard
+from stratagem.worker.session.outbox import MAX_LOG_LINES, Outbox
+from stratagem.worker.session.plan_control import (
+    ABORTED,
+    DRAINED,
+    Control,
+    Interrupt,
+    Moved,
+    Parked,
+    PartyView,
+)
+from stratagem.worker.session.session_states import StateStore, freeze
+
+FENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from("ab")))
+
+
+@given(FENCES)
+async def test_a_fence_never_falls(calls: list[tuple[int, int, str]]) -> None:
+    """`led_by` is what the coordinator says when it is asked."""
+    guard, term, memberships, led_by = FenceGuard(), 0, {"a": 0, "b": 0}, 0
+
+    def ask() -> None:
+        asyncio.get_running_loop().call_soon(guard.see_term, led_by)
+
+    guard.ask_with(ask)
+    for given_term, membership, party in calls:
+        fence = types_pb2.Fence(term=given_term, membership=membership)
+        led_by = max(led_by, given_term)
+        is_stale = given_term < term or membership < memberships[party]
+        term = max(term, given_term)
+        if is_stale:
+            with pytest.raises(StaleError):
+                await guard.check(fence, "run", party)
+        else:
+            await guard.check(fence, "run", party)
+            memberships[party] = membership
+    assert guard.term == term
+
+
+async def test_a_term_counts_when_the_coordinator_has_said_it() -> None:
+    guard, questions = FenceGuard(), []
+
+    def ask() -> None:
+        questions.append("?")
+        asyncio.get_running_loop().call_soon(guard.see_term, 3)
+
+    guard.ask_with(ask)
+    with pytest.raises(UnavailableError, match=r"fence\.term: 9, but the coordinator's is 3"):
+        await guard.check_term(9)
+    await guard.check_term(3)
+    assert (guard.term, len(questions)) == (3, 2)
+
+
+async def test_what_only_asks_does_not_move_the_fence() -> None:
+    guard = FenceGuard()
+    guard.see_term(1)
+    far = types_pb2.Fence(term=1, membership=2**64 - 1)
+    await guard.check(far, "run", "", is_order=False)
+    await guard.check(types_pb2.Fence(term=1, membership=1), "run", "")
+
+
+def upload(cache: BlobCache, value: float, *, purpose: Purpose = Purpose.STATE) -> str:
+    manifest, buffers = manifest_of({"x": torch.full((600_000,), value)}, purpose)
+    digest = blob_digest(manifest, buffers)
+    for part in (buffers[0][:1_000_000], None):
+        one = cache.open_upload("run", digest, manifest, 1)
+        with pytest.raises(ConflictError):
+            cache.open_upload("run", digest, manifest, 1)
+        content = buffers if part is None else [part]
+        for chunk in iter_chunks(content, one.writer.received):
+            one.writer.write(chunk)
+        one.is_open = False
+    cache.commit("run", one)
+    return digest
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_the_upload_of_a_frozen_coordinator_gives_way_to_its_successor(
+    tmp_path: Path, limit: int
+) -> None:
+    cache = BlobCache(tmp_path, limit)
+    manifest, buffers = manifest_of({"x": torch.ones(600_000)}, Purpose.STATE)
+    digest = blob_digest(manifest, buffers)
+    first, *rest = iter_chunks(buffers, 0)
+    frozen = cache.open_upload("run", digest, manifest, 1)
+    frozen.writer.write(first)
+    successor = cache.open_upload("run", digest, manifest, 2)
+    assert successor.writer.received == 0
+    for chunk in (first, *rest):
+        successor.writer.write(chunk)
+    with suppress(StaleError):  # a file refuses it at once
+        for chunk in rest:
+            frozen.writer.write(chunk)
+    with pytest.raises(StaleError):
+        cache.commit("run", frozen)
+    cache.commit("run", successor)
+    assert cache.find("run", digest) is not None
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
+    cache = BlobCache(tmp_path, limit)
+    waiting = asyncio.create_task(cache.get("run", upload(BlobCache(None, 1), 3.0)))
+    data = upload(cache, 0.5, purpose=Purpose.DATA)
+    digests = [upload(cache, value) for value in (1.0, 2.0, 3.0)]
+    assert [cache.find("run", digest) is not None for digest in digests] == [False, True, True]
+    assert cache.find("run", data) is not None
+    tensors, _ = (await waiting).load()
+    assert torch.equal(tensors["x"], torch.full((600_000,), 3.0))
+    assert len(files_in(tmp_path)) == (3 if limit == 0 else 0)
+    cache.clear()
+    assert not files_in(tmp_path)
+    assert cache.find("run", data) is None
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+async def test_what_came_in_several_streams_must_have_the_digest(
+    tmp_path: Path, limit: int
+) -> None:
+    cache = BlobCache(tmp_path, limit, max_uploads=2)
+    manifest, buffers = manifest_of({"x": torch.full((600_000,), 1.0)}, Purpose.STATE)
+    _, others = manifest_of({"x": torch.full((600_000,), 2.0)}, Purpose.STATE)
+    digest = blob_digest(manifest, buffers)
+    for first, is_right in ((others, False), (buffers, True)):
+        one = cache.open_upload("run", digest, manifest, 1)
+        assert one.writer.received == 0
+        one.writer.write(next(iter_chunks([first[0][:1000]])))
+        one.is_open = False
+        one = cache.open_upload("run", digest, manifest, 1)
+        assert (one.writer.received, one.num_streams) == (1000, 2)
+        for chunk in iter_chunks(buffers, 1000):
+            one.writer.write(chunk)
+        if is_right:
+            one.check()
+            break
+        with pytest.raises(IntegrityError, match="several streams"):
+            one.check()
+        cache.forget("run", one)
+    cache.commit("run", one)
+    assert cache.find("run", digest) is not None
+    cache.clear()
+    assert not files_in(tmp_path)
+
+
+async def test_uploads_that_nobody_goes_on_with_do_not_pile_up(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, 0, max_uploads=2)
+    manifest, _ = manifest_of({"x": torch.ones(600)}, Purpose.STATE)
+    for number in range(5):
+        cache.open_upload("run", f"{number:064}", manifest, 1).is_open = False
+    assert len(files_in(tmp_path)) == 2
+    for number in range(2):
+        cache.open_upload("run", f"{number:064}", manifest, 1)
+    with pytest.raises(LimitError, match="max_uploads: 2 uploads are open, the limit is 2"):
+        cache.open_upload("run", "9" * 64, manifest, 1)
+    cache.clear()
+
+
+class Cut:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def cut(self) -> None:
+        self.event.set()
+
+
+def view(membership: int) -> PartyView:
+    return PartyView(1, membership, 0, ())
+
+
+async def test_control_cuts_what_is_held_under_an_older_view() -> None:
+    control, exchange = Control(asyncio.get_running_loop(), view(1)), Cut()
+    control.hold(exchange, 1)
+    control.set_view(view(2))
+    assert exchange.event.is_set()
+    late, current = Cut(), Cut()
+    control.hold(late, 1)
+    assert late.event.is_set()
+    control.hold(current, 2)
+    assert not current.event.is_set()
+    control.drain()
+    assert not current.event.is_set()
+    control.interrupt(ABORTED)
+    assert current.event.is_set()
+
+
+async def test_waits_end_when_the_ground_moves() -> None:
+    loop = asyncio.get_running_loop()
+    control = Control(loop, view(1))
+
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    async def soon() -> int:
+        return 7
+
+    assert await asyncio.to_thread(control.wait, soon(), 1) == 7
+    moved = asyncio.create_task(asyncio.to_thread(control.wait, forever(), 1))
+    with pytest.raises(Parked):
+        control.view_after(1)
+    control.set_view(view(2))
+    with pytest.raises(Moved):
+        await moved
+    assert control.view_after(1).membership == 2
+    drained = asyncio.create_task(asyncio.to_thread(control.wait, forever()))
+    control.drain()
+    with pytest.raises(Interrupt) as end:
+        await drained
+    assert end.value.reason == DRAINED
+    control.interrupt(ABORTED)
+    with pytest.raises(Interrupt) as end:
+        await asyncio.to_thread(control.wait, forever(), 2)
+    assert end.value.reason == ABORTED
+
+
+async def test_an_outbox_tells_latecomers_what_counts() -> None:
+    outbox = Outbox("w")
+    for step in range(3):
+        outbox.progress(pb.Progress(step=step))
+    for number in range(MAX_LOG_LINES + 2):
+        outbox.log(pb.LogLine(text=str(number)))
+    outbox.need("a")
+    outbox.need("b")
+    outbox.has("a")
+    outbox.finish(pb.ExecuteResult(build=pb.BuildResult()))
+    said = [message async for message in outbox.follow()]
+    kinds = [message.WhichOneof("message") for message in said]
+    assert kinds[0] == "need_blob"
+    assert said[1].log.text == "(2 lines were dropped here)"
+    assert said[2].log.text == "2"
+    assert said[-2].progress.step == 2
+    assert kinds[-1] == "result"
+    late = [message.WhichOneof("message") async for message in outbox.follow()]
+    assert late == ["need_blob", "progress", "result"]
+    await outbox.ended()
+    outbox.close()
+    with pytest.raises(ConflictError):
+        [message async for message in outbox.follow()]
+
+
+async def test_snapshots_and_the_live_state() -> None:
+    store = StateStore()
+    states = [freeze({"x": torch.ones(1)}, {"step": str(n)}) for n in range(4)]
+    for segment, state in enumerate(states[:3]):
+        store.keep(segment, state)
+    assert store.snapshot(2) is states[2]
+    with pytest.raises(NotFoundError, match="held: 1, 2"):
+        store.snapshot(0)
+    waiting = asyncio.create_task(store.live(7, 60.0))
+    await asyncio.sleep(0)
+    store.set_live(6, states[0])
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    store.set_live(7, states[3])
+    assert await waiting is states[3]
+
+
+def test_the_torch_thread_runs_jobs_in_order() -> None:
+    thread, seen = TorchThread(1), []
+    thread.start()
+    for number in range(3):
+
+        def note(number: int = number) -> None:
+            seen.append((number, threading.current_thread().name))
+
+        thread.submit(note)
+    assert thread.stop(10.0)
+    assert seen == [(0, "torch"), (1, "torch"), (2, "torch")]
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_WORKER_TAGS", "x,y")
+    monkeypatch.setenv("STRATAGEM_WORKER_THREADS", "3")
+    needed = ["--coordinator", "h:1", "--name", "w"]
+    settings = from_command_line(
+        [*needed, "--threads", "2", "--allow", "a:*", "--allow", "b.*:*", "--local-data", "n=m:f"]
+    )
+    assert settings.tags == ["x", "y"]
+    assert settings.threads == 2
+    assert settings.allow == ["a:*", "b.*:*"]
+    assert settings.local_data == {"n": "m:f"}
+    for wrong in (
+        ["--listen", "nowhere"],
+        ["--local-data", "n"],
+        ["--threads", "0"],
+        ["--mesh", "nccl"],
+        ["--mesh", "tcp"],
+    ):
+        with pytest.raises(ValueError, match=wrong[0].strip("-").replace("-", "_")):
+            from_command_line([*needed, *wrong])

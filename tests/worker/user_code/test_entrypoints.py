@@ -1,0 +1,101 @@
+"""The allow list, and how errors of the user's code look."""
+
+import inspect
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.base.errors import ConflictError, InvalidInputError, UserCodeError
+from stratagem.common.schema.frozen import frozen
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+HERE = "tests.worker.engine.userland"
+
+
+def test_allowed_names_resolve() -> None:
+    assert EntryPoints([f"{HERE}:*"]).resolve(f"{HERE}:mlp").__name__ == "mlp"
+    assert EntryPoints([f"{HERE}:mlp"]).resolve(f"{HERE}:mlp")(hidden=4) is not None
+    assert EntryPoints(["tests.*"]).resolve(f"{HERE}:Everything").__name__ == "Everything"
+
+
+def test_refused_before_import(tmp_path: Path) -> None:
+    (tmp_path / "harmful_module.py").write_text("raise SystemError('imported')")
+    entrypoints = EntryPoints(["good:*"], [tmp_path])
+    with pytest.raises(InvalidInputError, match="which allows: good:") as caught:
+        entrypoints.resolve("harmful_module:build", "model.entrypoint")
+    assert "harmful_module" not in sys.modules
+    assert caught.value.violations[0].field == "model.entrypoint"
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"{HERE}:borrowed_module.join", "reaches through a module"),
+        (f"{HERE}:borrowed_module", "cannot be called"),
+        (f"{HERE}:borrowed", "is really posix:getcwd"),
+        (f"{HERE}:mlp.__globals__", "private"),
+        (f"{HERE}:mlp.__class__", "private"),
+        (f"{HERE}:NUM_CLASSES", "cannot be called"),
+        (f"{HERE}:nothing", 'no attribute "nothing"'),
+        (f"{HERE}:nn.Linear", "reaches through a module"),
+        (f"{HERE}:checkpoint", "is really torch"),
+        ("tests.worker.engine.userland", "form"),
+        ("../userland:mlp", "form"),
+        (f"{HERE}:mlp()", "form"),
+        ("os:system", "is not allowed"),
+        (
+            "tests.worker.engine.missing:build",
+            'no module "tests.worker.engine.missing" is installed$',
+        ),
+    ],
+)
+def test_attacks_and_mistakes_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(InvalidInputError, match=reason):
+        EntryPoints(["tests.worker.engine.*"]).resolve(name)
+
+
+def test_a_missing_module_is_told_with_the_folders_that_were_looked_in(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=f'"missing" is installed, or lies in {tmp_path}$'):
+        EntryPoints(["missing:*"], [tmp_path]).resolve("missing:build")
+
+
+def test_import_that_raises_is_an_error_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "broken_import.py").write_text("import json\nimport no_such_package_at_all\n")
+    with pytest.raises(UserCodeError, match="no_such_package_at_all") as caught:
+        EntryPoints(["broken_import:*"], [tmp_path]).resolve("broken_import:build")
+    assert caught.value.activity == "importing broken_import"
+    assert "broken_import.py" in caught.value.traceback
+    assert "entrypoints.py" not in caught.value.traceback
+    sys.path.remove(str(tmp_path))
+
+
+def test_user_code_translates_exactly_once() -> None:
+    with pytest.raises(UserCodeError) as caught, user_code("outer"), user_code("inner"):
+        sys.exit(3)
+    assert (caught.value.type, caught.value.message) == ("SystemExit", "3")
+    assert caught.value.activity == "inner"
+    with pytest.raises(ConflictError), user_code("ours passes"):
+        raise ConflictError("ours")
+
+
+def test_what_a_call_does_to_its_arguments_is_its_own() -> None:
+    """The user's function gets plain lists and mappings, and fresh ones in every call."""
+    kwargs = frozen({"log": [1, {"deep": []}], "options": {"a": 1}})
+    bound = EntryPoints([f"{HERE}:*"]).bind(f"{HERE}:spoiling", kwargs, "model")
+    assert list(inspect.signature(bound).parameters) == ["extra", "log", "options"]
+    for _ in range(2):
+        log, options = bound(extra=3)
+        assert (log, options) == ([1, {"deep": [3]}, 3], {})
+        assert (type(log), type(log[1]), type(options)) == (list, dict, dict)
+    assert kwargs == {"log": [1, {"deep": []}], "options": {"a": 1}}
+
+
+def test_what_is_listed_by_its_own_name_may_come_from_elsewhere() -> None:
+    """As when a package offers what its modules define, and the list is that of `run --local`."""
+    name = f"{HERE}:borrowed"
+    assert EntryPoints([name]).resolve(name) is os.getcwd
+    with pytest.raises(InvalidInputError, match="reaches through a module"):
+        EntryPoints([f"{HERE}:borrowed_module.join"]).resolve(f"{HERE}:borrowed_module.join")

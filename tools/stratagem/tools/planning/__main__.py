@@ -1,0 +1,116 @@
+"""`python -m stratagem.tools.planning`: answers one question about a job, as JSON.
+
+The SDK and the command line ask here, in a process of its own, because they load neither torch nor
+the user's code. One request on standard input, one answer on standard output; what user code
+prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import torch
+
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.common.schema.json_text import not_one_of
+from stratagem.tools.planning.memory_estimate import estimate_memory
+from stratagem.tools.planning.recommend_settings import recommend
+from stratagem.tools.planning.resolve_parallelism import Fleet, Member, alone, resolve
+from stratagem.tools.planning.simulated_step import Site
+from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+DEVICES: Final = ("cpu", "cuda")
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to one request; raises what the question raises."""
+    job = JobSpec.from_json(request["job_json"])
+    return _QUESTIONS[request["question"]](job, _site(request), request)
+
+
+def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    num_workers = request.get("num_workers")
+    fleet = Fleet.of_equals(num_workers or job.execution.num_workers, site.device.type)
+    resolved, reason = (alone(job), "") if job.only_evaluates else resolve(job, site, fleet)
+    found = estimate_memory(
+        resolved,
+        site,
+        num_workers=num_workers,
+        inference=bool(request.get("inference")),
+        measure=bool(request.get("measure")),
+    )
+    notes = [*found.notes, *([reason] if reason else [])]
+    return {**found.document(), "notes": notes, "text": str(found)}
+
+
+def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    members = [Member(**each) for each in request.get("members") or ()]
+    found = recommend(
+        job,
+        site,
+        request["memory_bytes"],
+        request["num_workers"],
+        members=None if request.get("members") is None else members,
+    )
+    return {**found.document(), "text": str(found.estimate)}
+
+
+def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    fleet = Fleet(tuple(Member(**each) for each in request["members"]))
+    resolved, reason = resolve(job, site, fleet)
+    return {"job_json": resolved.canonical_json(), "reason": reason}
+
+
+_QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict[str, Any]]]] = {
+    "estimate": _estimate,
+    "recommend": _recommend,
+    "resolve": _resolve,
+}
+
+
+def _site(request: Mapping[str, Any]) -> Site:
+    name = request.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEVICES:
+        raise InvalidInputError.at("device", not_one_of(name, DEVICES))
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidInputError.at("device", f"{name} is not here; leave it out for this machine's")
+    entrypoints = EntryPoints(request["allow"], request["import_path"])
+    return Site(entrypoints, torch.device(name), DataSources())
+
+
+def _told(error: StratagemError) -> dict[str, Any]:
+    """An error as plain values."""
+    match error:
+        case InvalidInputError(violations=violations) if violations:
+            return {"violations": [asdict(each) for each in violations]}
+        case UserCodeError():
+            return {
+                "type": error.type,
+                "message": error.message,
+                "traceback": error.traceback,
+                "activity": error.activity,
+            }
+        case _:
+            return {"text": str(error)}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        try:
+            result = {"answer": answer(request)}
+        except StratagemError as error:
+            result = {"error": _told(error)}
+        json.dump(result, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""How much memory one worker of a job needs, found by playing its steps with fake tensors.
+
+An estimate is of the worker that needs most. What is divided is what the strategy really divides:
+data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.compression import TensorLayout
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.strategy import (
+    Custom,
+    DataParallel,
+    Decentralized,
+    Federated,
+    FedProx,
+    Local,
+    ModelParallel,
+    ParameterServer,
+    PopulationBased,
+    Strategy,
+)
+from stratagem.tools.planning.codec_memory import codec_memory
+from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
+from stratagem.tools.planning.simulated_step import (
+    Reading,
+    Site,
+    library_workspace,
+    measure_training,
+    play_forward,
+    play_training,
+)
+from stratagem.tools.planning.stage_memory import play_stages
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.models.model_builder import float_dtype
+from stratagem.worker.plans.supported_settings import check_supported
+
+_PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on the device of one worker during a training step; the six parts add up to `total`.
+
+    gradients: all buckets, and what the exchange receives into or copies. activations: the batch
+    and what forward keeps for backward. workspace: what is there for a moment at the worst one.
+    buffers: with the engine's copies of them, and predictions that are kept. snapshot: in host
+    memory beside it, while a commit is fetched. rows: that pass through the model together.
+    measured: the peak of a real step, if one was done; the workspace then holds what was measured
+    beyond the rest.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    buffers: int
+    snapshot: int
+    rows: int
+    num_parameters: int
+    device: str
+    measured: int | None = None
+    layout: tuple[TensorLayout, ...] = ()
+    """What is trained, where one party trains it."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in _PARTS)
+
+    @property
+    def needed(self) -> int:
+        """Of the device's memory; on a CPU the snapshot lies in the same."""
+        return self.total + (self.snapshot if self.device == "cpu" else 0)
+
+    @property
+    def calibrated_by(self) -> str:
+        """ "a measured step", or "" where nothing was measured."""
+        return "a measured step" if self.measured is not None else ""
+
+    def document(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        fields = asdict(self)
+        del fields["layout"]
+        return {
+            **fields,
+            "notes": list(self.notes),
+            "total": self.total,
+            "needed": self.needed,
+            "calibrated_by": self.calibrated_by,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12} {text_of(getattr(self, name)):>10}" for name in _PARTS]
+        lines.append(f"{'total':<12} {text_of(self.total):>10}  on {self.device}, {self.rows} rows")
+        return "\n".join(lines)
+
+
+def text_of(num_bytes: int) -> str:
+    """A size for people, in binary units."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def estimate_memory(
+    job: JobSpec,
+    site: Site,
+    *,
+    num_workers: int | None = None,
+    inference: bool = False,
+    measure: bool = False,
+) -> MemoryEstimate:
+    """What the worker that needs most will need.
+
+    num_workers: that share the job; by default as many as its strategy has room for. inference:
+    only run the model, over the batch of one step, as a job that trains nothing does. measure: do
+    the step for real, here, too. execution.parallelism must be a strategy by now: see `resolve`.
+
+    Raises InvalidInputError for a job that workers refuse, UserCodeError for what the user's code
+    raises.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise InvalidInputError.at("num_workers", f"{num_workers} is not 1 or more")
+    if measure and job.only_evaluates:
+        text = "only training steps are measured, and execution.gradient is None"
+        raise InvalidInputError.at("measure", text)
+    check_supported(job.execution)
+    # Compiled code keeps no more for backward than the same code not compiled.
+    execution = job.execution.with_changes(mode="Eager", profiling=False)
+    # Codecs and predictions work on values, which a played step does not have.
+    played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
+    if inference or job.only_evaluates:
+        return _running(played, site, num_workers)
+    estimate = _training(played, site, job.strategy, num_workers)
+    if measure:
+        estimate = _calibrated(played, site, estimate)
+    return _with_phases(job, _with_codec(job, estimate, num_workers))
+
+
+def _running(job: JobSpec, site: Site, num_workers: int | None) -> MemoryEstimate:
+    """Of a model that is only run; with the predictions that the worker keeps until all is done."""
+    reading = play_forward(job, site, job.batch_size)
+    estimate = _estimate(reading, site, job.batch_size, ())
+    if isinstance(job.strategy, ModelParallel):
+        note = "the whole model on one worker; a stage holds its own part"
+        return replace(estimate, notes=(note,))
+    if job.evaluation is None or not (job.only_evaluates and job.evaluation.predictions):
+        return estimate
+    num_replicas = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    num_batches = math.ceil(reading.num_rows / job.batch_size)
+    own = math.ceil(num_batches / min(num_workers or num_replicas, num_replicas))
+    num_bytes = min(reading.num_rows, own * job.batch_size) * reading.output_bytes_per_row
+    if estimate.device != "cpu":
+        note = f"{text_of(num_bytes)} of predictions lie in host memory, which is not in it"
+        return replace(estimate, notes=(*estimate.notes, note))
+    return replace(estimate, buffers=estimate.buffers + num_bytes)
+
+
+def _training(
+    job: JobSpec, site: Site, strategy: Strategy, num_workers: int | None
+) -> MemoryEstimate:
+    match strategy:
+        case DataParallel(num_replicas, Decentralized(topology=topology)):
+            num_members = min(num_workers or num_replicas, num_replicas)
+            return _gossip(job, site, topology, num_replicas, num_members)
+        case DataParallel(num_replicas, aggregation, options):
+            rows = _pieces(job, num_replicas)
+            if isinstance(options.inner, ModelParallel):
+                return _pipeline(job, site, options.inner, rows)
+            party = Party(0, min(num_workers or num_replicas, num_replicas), num_replicas)
+            estimate = _of_party(job, site, party)
+            if party.size > 1 and isinstance(aggregation, ParameterServer):
+                received = 4 * estimate.num_parameters  # the sums are staged beside the buckets
+                return replace(estimate, gradients=estimate.gradients + received)
+            return estimate
+        case ModelParallel():
+            return _pipeline(job, site, strategy, job.batch_size)
+        case Federated(options=options):
+            estimate = _training(job, site, options.inner or Local(), num_workers)
+            if not isinstance(strategy.aggregation, FedProx):
+                return estimate
+            # The proximal term pulls towards the round's parameters, which are kept.
+            return replace(estimate, parameters=2 * estimate.parameters)
+        case PopulationBased(options=options):
+            return _training(job, site, options.inner or Local(), num_workers)
+        case Custom():
+            note = "the strategy is a plug-in's: this is what one worker alone would need"
+            return replace(_of_party(job, site, Party(0, 1, 1)), notes=(note,))
+        case Local():
+            return _of_party(job, site, Party(0, 1, 1))
+
+
+def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None) -> MemoryEstimate:
+    """With what a codec takes: of each shard that the worker owns its state, before and after the
+    step, and its message; and for a moment, when no activations are left, the scratch of one."""
+    spec = job.compression
+    if spec is None or spec.codec == "none":
+        return estimate
+    if isinstance(job.strategy, DataParallel) and isinstance(
+        job.strategy.aggregation, Decentralized
+    ):
+        return estimate  # with the copies of nodes, see `_gossip`
+    if estimate.device != "cpu":
+        note = "the codec works in host memory, or in scratch on the device that is not in it"
+        estimate = replace(estimate, notes=(*estimate.notes, note))
+    num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    num_owned = math.ceil(num_shards / min(num_workers or num_shards, num_shards))
+    codec = codec_memory(
+        spec, estimate.layout, with_feedback=not isinstance(job.strategy, Federated)
+    )
+    held = num_owned * (2 * codec.state + codec.payload)
+    if estimate.device != "cpu":
+        held, codec = num_owned * 2 * codec.state, replace(codec, scratch=0)
+    kept = replace(estimate, gradients=estimate.gradients + held)
+    return _with_moment(kept, codec.scratch)
+
+
+def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
+    """With the gradients that phase training keeps: its history, the forecast of the back-test, and
+    those of a predicted step, flat and by parameter."""
+    if job.phases is None:
+        return estimate
+    predictor = job.phases.predictor
+    kept = (predictor.history if predictor.kind == "wls" else 2) + 3
+    size = 8 if job.execution.precision == "Full" else 4
+    held = size * estimate.num_parameters * kept
+    return replace(estimate, gradients=estimate.gradients + held)
+
+
+def _of_party(job: JobSpec, site: Site, party: Party) -> MemoryEstimate:
+    rows = rows_of_pass(job, party.num_shards)
+    one_pass = _without_accumulation(job, rows * party.num_shards)
+    return _estimate(play_training(one_pass, site, party), site, rows, ())
+
+
+def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
+    """All passes hold the same buckets, and the rows of one: so one is enough to play."""
+    window = job.window.model_copy(update={"micro_batch_size": None, "steps": None})
+    execution = job.execution
+    if execution.accumulation_steps is not None:
+        execution = execution.with_changes(gradient="Full")
+    changes = {"batch_size": batch_size, "execution": execution, "accumulation": window}
+    return job.model_copy(update=changes)
+
+
+def rows_of_share(job: JobSpec) -> int | None:
+    """Rows of a batch that one logical shard, node or client has; None where a pipeline cuts them
+    into micro-batches of its own."""
+    match job.strategy:
+        case ModelParallel():
+            return None
+        case DataParallel(num_replicas, options=options):
+            is_cut = isinstance(options.inner, ModelParallel)
+            return None if is_cut else _pieces(job, num_replicas)
+        case _:
+            return job.batch_size
+
+
+def rows_of_pass(job: JobSpec, num_shards: int) -> int:
+    """Rows that pass through the model together, at most."""
+    return max(map(len, job.window.cut(_pieces(job, num_shards))))
+
+
+def _pieces(job: JobSpec, num_shards: int) -> int:
+    return math.ceil(job.batch_size / num_shards)
+
+
+def _gossip(
+    job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
+) -> MemoryEstimate:
+    """A worker keeps one model for each of its nodes, and works on one at a time; one more for the
+    mean of all, which is evaluated; and copies of its nodes and of their neighbours."""
+    rows = _pieces(job, num_nodes)
+    one_node = job.model_copy(update={"batch_size": rows, "strategy": Local()})
+    one = _of_party(one_node, site, Party(0, 1, 1))
+    held = len(assign_shards(num_nodes, num_members)[0])
+    known = num_known(topology, num_nodes, num_members, job.seed)
+    if job.compression is None or job.compression.codec == "none":
+        copies = plain_copies(known, one.layout, float_dtype(job))
+    elif one.device == "cpu":
+        copies = coded_copies(known, held, one.layout, job)
+    else:  # numpy's
+        copies = NodeCopies(known, 0, 0)
+    estimate = replace(
+        one,
+        parameters=(held + 1) * one.parameters,
+        gradients=held * one.gradients + copies.held,
+        optimizer=held * one.optimizer,
+        buffers=held * one.buffers,
+        snapshot=held * one.snapshot,
+        notes=(
+            f"{held} of {num_nodes} nodes, each with a model of its own; copies of {known}, "
+            "their neighbours among them",
+        ),
+    )
+    return _with_moment(estimate, copies.moment)
+
+
+def _with_moment(estimate: MemoryEstimate, num_bytes: int) -> MemoryEstimate:
+    """With what is needed for a moment when no activations are left."""
+    more = num_bytes - estimate.activations - estimate.workspace
+    return replace(estimate, workspace=estimate.workspace + max(0, more))
+
+
+def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> MemoryEstimate:
+    """The worker of the stage that needs most."""
+    needs = [
+        _estimate(stage.reading, site, stage.rows, (stage.note,))
+        for stage in play_stages(job, site, strategy, rows)
+    ]
+    return max(needs, key=lambda estimate: estimate.total)
+
+
+def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> MemoryEstimate:
+    fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
+    # After the last backward the optimizer may need more than the activations did.
+    activations = max(0, min(reading.before_backward, reading.peak) - fixed)
+    return MemoryEstimate(
+        parameters=reading.parameters,
+        gradients=reading.gradients,
+        optimizer=reading.optimizer,
+        activations=activations,
+        workspace=max(0, reading.peak - fixed - activations) + library_workspace(site.device),
+        buffers=reading.buffers,
+        snapshot=reading.state,
+        rows=rows,
+        num_parameters=reading.num_parameters,
+        device=site.device.type,
+        layout=reading.layout,
+        notes=notes,
+    )
+
+
+def _calibrated(job: JobSpec, site: Site, estimate: MemoryEstimate) -> MemoryEstimate:
+    """Corrects the workspace by the peak of real steps of the same share."""
+    if not isinstance(job.strategy, Local | DataParallel) or estimate.notes:
+        raise InvalidInputError.at(
+            "strategy", f"a step of {type(job.strategy).__name__} is not measured by one worker"
+        )
+    num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
+    measured = measure_training(job, site, Party(0, num_shards, num_shards))
+    others = estimate.total - estimate.workspace
+    return replace(estimate, workspace=max(0, measured - others), measured=measured)

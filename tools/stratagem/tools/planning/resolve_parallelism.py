@@ -1,0 +1,294 @@
+"""Turns the parallelism that a job asks for into a strategy for the workers that are there.
+
+`Automatic` weighs computing against exchanging, with nominal speeds, so that the same job and the
+same workers always get the same answer, and says why. A model that does not fit one worker is cut
+into a pipeline, where it can be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import WorkerId
+from stratagem.common.job import JobSpec
+from stratagem.common.job import execution_section as forms
+from stratagem.common.strategy import (
+    AllReduce,
+    DataParallel,
+    Direct,
+    Local,
+    ModelParallel,
+    Partition,
+    Pipeline,
+    Strategy,
+    WorkerIdTarget,
+)
+from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory, text_of
+from stratagem.tools.planning.simulated_step import Site, play_forward
+from stratagem.tools.planning.stage_memory import NodeCost, node_costs
+
+SAFETY_MARGIN: Final = 0.1
+"""The part of the memory left free: what kernels take inside an operation, and fragments."""
+CPU_THREAD_FLOPS: Final = 1e10
+GPU_FLOPS: Final = 2e13
+SAME_HOST_BYTES_PER_S: Final = 2e9
+NETWORK_BYTES_PER_S: Final = 1e9
+EXCHANGE_LATENCY_S: Final = 1e-3
+"""Nominal: they order the choices, they do not predict times."""
+BACKWARD_COST: Final = 2
+"""Operations of backward, per one of forward."""
+MICRO_BATCHES_PER_STAGE: Final = 4
+"""A pipeline then idles for about a fifth of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that a run may use."""
+
+    worker_id: str
+    host: str = ""
+    device: str = "cpu"
+    memory_bytes: int = 0
+    num_threads: int = 1
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def flops(self) -> float:
+        return GPU_FLOPS if self.on_cuda else self.num_threads * CPU_THREAD_FLOPS
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers, in the order in which they are taken."""
+
+    members: tuple[Member, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What each worker may use: the least, where several share the memory of their host."""
+        return min((self._own(each) for each in self.members), default=0)
+
+    @classmethod
+    def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
+        """So many workers with a host each; without memory, theirs is not known."""
+        numbers = range(number)
+        members = (Member(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers)
+        return cls(tuple(members))
+
+    @property
+    def has_one_host(self) -> bool:
+        return len({each.host for each in self.members}) == 1
+
+    @property
+    def link(self) -> str:
+        return "shared memory" if self.has_one_host else "a network"
+
+    def _own(self, member: Member) -> int:
+        if member.on_cuda:
+            return member.memory_bytes
+        return member.memory_bytes // sum(each.host == member.host for each in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy, and the sentence that says why it was chosen."""
+
+    strategy: Strategy
+    reason: str
+
+
+def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
+    """The job with the strategy that its parallelism means, and the reason; "" if it asks for none.
+
+    Raises InvalidInputError, naming execution.parallelism, for what cannot be done.
+    """
+    if job.execution.parallelism == "None":
+        return job, ""
+    choice = choose(job, site, fleet)
+    execution = job.execution.with_changes(parallelism="None")
+    changed = job.model_copy(update={"strategy": choice.strategy, "execution": execution})
+    return JobSpec.from_json(changed.canonical_json()), choice.reason
+
+
+def choose(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+    """The strategy for the job's parallelism on these workers."""
+    match job.execution.parallelism:
+        case "None":
+            return Choice(job.strategy, "parallelism is None")
+        case forms.DataParallel(number):
+            strategy = DataParallel(number, AllReduce())
+            return Choice(strategy, f"DataParallel over {number} workers, as asked for")
+        case forms.PipelineParallel(number):
+            return _cut(job, site, fleet, number, is_pipeline=True)
+        case forms.ModelParallel(number):
+            return _cut(job, site, fleet, number, is_pipeline=False)
+        case "Automatic":
+            return _automatic(alone(job), site, fleet)
+
+
+def alone(job: JobSpec) -> JobSpec:
+    """The job as one worker has it."""
+    execution = job.execution.with_changes(parallelism="None")
+    return job.model_copy(update={"strategy": Local(), "execution": execution})
+
+
+def _replicas(number: int) -> Strategy:
+    return DataParallel(number, AllReduce()) if number > 1 else Local()
+
+
+# ---- automatic ----
+
+
+def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+    if not fleet.members:
+        raise InvalidInputError.at("execution.parallelism", "Automatic found no worker; start one")
+    if len(fleet) == 1:
+        return Choice(Local(), "Local: there is one worker")
+    budget = int(fleet.memory_bytes * (1 - SAFETY_MARGIN)) or None
+    most = min(len(fleet), job.batch_size)
+    if most == 1:
+        return Choice(Local(), "Local: a batch of one row cannot be divided")
+    smallest = _estimate_replicas(job, site, most)
+    if budget is not None and smallest.needed > budget:
+        return _too_large(job, site, fleet, smallest, budget)
+    counts = [
+        n
+        for n in range(1, most + 1)
+        if n == most or budget is None or _estimate_replicas(job, site, n).needed <= budget
+    ]
+    return _fastest(job, site, fleet, counts)
+
+
+def _estimate_replicas(job: JobSpec, site: Site, number: int) -> MemoryEstimate:
+    return estimate_memory(job.model_copy(update={"strategy": _replicas(number)}), site)
+
+
+def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> Choice:
+    estimate = _estimate_replicas(job, site, 1)
+    flops = (1 + BACKWARD_COST) * play_forward(job, site, job.batch_size).flops
+    speed = min(each.flops for each in fleet.members)
+    bandwidth = SAME_HOST_BYTES_PER_S if fleet.has_one_host else NETWORK_BYTES_PER_S
+
+    def seconds(number: int) -> float:
+        exchange = 0.0
+        if number > 1:
+            sent = 2 * estimate.gradients * (number - 1) / number
+            exchange = EXCHANGE_LATENCY_S + sent / bandwidth
+        return flops / (number * speed) + exchange
+
+    best = min(counts, key=lambda number: (seconds(number), number))
+    work = f"{flops / 1e9:.3g} GFLOP and {text_of(estimate.gradients)} of gradients a step"
+    if best == 1:
+        reason = (
+            f"Local: {work} over {fleet.link}; exchanging costs more than {len(fleet)} workers save"
+        )
+        return Choice(Local(), reason)
+    reason = (
+        f"DataParallel over {best} of {len(fleet)} workers: {work} over {fleet.link}; "
+        f"a worker needs {text_of(_estimate_replicas(job, site, best).needed)}"
+    )
+    return Choice(_replicas(best), reason)
+
+
+def _too_large(
+    job: JobSpec, site: Site, fleet: Fleet, smallest: MemoryEstimate, budget: int
+) -> Choice:
+    """The shortest pipeline whose stages fit."""
+    need = f"one of {len(fleet)} replicas needs {text_of(smallest.needed)} of {text_of(budget)}"
+    for number in range(2, len(fleet) + 1):
+        try:
+            choice = _cut(job, site, fleet, number, is_pipeline=True)
+        except InvalidInputError as error:
+            raise InvalidInputError.at(
+                "execution.parallelism", f"Automatic: {need}, and no pipeline can be made: {error}"
+            ) from error
+        piped = job.model_copy(update={"strategy": choice.strategy})
+        estimate = estimate_memory(piped, site)
+        if estimate.needed <= budget:
+            reason = f"{choice.reason}; {need}, a stage {text_of(estimate.needed)}"
+            return replace(choice, reason=reason)
+    raise InvalidInputError.at(
+        "execution.parallelism",
+        f"Automatic: {need}, and a pipeline over all workers needs {text_of(estimate.needed)}; "
+        "`stratagem recommend` says what would fit",
+    )
+
+
+# ---- cutting ----
+
+
+def _cut(job: JobSpec, site: Site, fleet: Fleet, number: int, *, is_pipeline: bool) -> Choice:
+    name = "PipelineParallel" if is_pipeline else "ModelParallel"
+    if number > len(fleet):
+        text = f"{name} {number} needs as many workers; there are {len(fleet)}"
+        raise InvalidInputError.at("execution.parallelism", text)
+    rows = math.ceil(job.batch_size / (MICRO_BATCHES_PER_STAGE * number)) if is_pipeline else 1
+    try:
+        program, costs = node_costs(alone(job), site, rows)
+    except InvalidInputError as error:
+        text = f"{name} cannot cut this model: {error}"
+        raise InvalidInputError.at("execution.parallelism", text) from error
+    nodes = [call.node for call in program.calls]
+    if number > len(nodes):
+        text = f"{name} {number}: the model has only {len(nodes)} nodes to cut between"
+        raise InvalidInputError.at("execution.parallelism", text)
+    weights = _weights(nodes, costs, is_pipeline=is_pipeline)
+    groups = balanced([weights[node] for node in nodes], number)
+    partitions = tuple(
+        Partition(
+            tuple(nodes[group.start : group.stop]), WorkerIdTarget(WorkerId(member.worker_id))
+        )
+        for group, member in zip(groups, fleet.members, strict=False)
+    )
+    by = "operations" if is_pipeline else "parameters"
+    protocol = Pipeline(rows) if is_pipeline else Direct()
+    heaviest = max(sum(weights[node] for node in nodes[g.start : g.stop]) for g in groups)
+    share = heaviest / (sum(weights.values()) or 1)
+    reason = f"{name} over {number} workers, balanced by {by}: the heaviest has {share:.0%} of them"
+    return Choice(ModelParallel(partitions, protocol), reason)
+
+
+def _weights(
+    nodes: Sequence[str], costs: Mapping[str, NodeCost], *, is_pipeline: bool
+) -> dict[str, int]:
+    counted = {node: costs[node].flops if is_pipeline else costs[node].parameters for node in nodes}
+    return counted if any(counted.values()) else dict.fromkeys(nodes, 1)
+
+
+def balanced(weights: Sequence[int], number: int) -> list[range]:
+    """The weights in a row cut into `number` pieces, none empty, the heaviest as light as can be.
+
+    Of cuts that are as good the one with the earliest cuts is taken.
+    """
+    if not 1 <= number <= len(weights):
+        raise ValueError(f"{len(weights)} weights cannot make {number} pieces")
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[k][j]: (heaviest piece, last cut) of the first j weights in k pieces
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for pieces in range(1, number + 1):
+        row = {}
+        for end in range(pieces, len(weights) - (number - pieces) + 1):
+            row[end] = min(
+                (max(before[0], sums[end] - sums[start]), start)
+                for start, before in best[-1].items()
+                if start < end
+            )
+        best.append(row)
+    cuts = [len(weights)]
+    for pieces in range(number, 0, -1):
+        cuts.append(best[pieces][cuts[-1]][1])
+    cuts.reverse()
+    return [range(a, b) for a, b in pairwise(cuts)]

@@ -1,0 +1,287 @@
+"""Plays training steps of one worker to see what they hold: with fake tensors, or for real.
+
+The engine itself is run, so that what it holds is what it will hold: gradient buckets, copies of
+buffers, temporaries of the optimizer. Fake tensors take shapes from one row of the real data and
+no memory. Must not know what an estimate is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from stratagem.common.compression import TensorLayout
+from stratagem.common.job import JobSpec
+from stratagem.tools.planning.live_bytes import LiveBytes
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
+from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.trainers.build_trainer import make_setup
+from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
+from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
+from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import Party, num_sets, plan_step
+from stratagem.worker.exchange.reducer import Exchange
+from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+CUBLAS_BYTES: Final = 8_519_680
+"""torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
+HOPPER: Final = (9, 0)
+NUM_STEPS: Final = 2
+"""The first step makes the optimizer's state; the second holds it from the start."""
+MAX_STEPS: Final = 32
+"""Enough for a scale of the loss to come down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a job would run: what may be imported, where data lie, on which kind of device."""
+
+    entrypoints: EntryPoints
+    device: torch.device
+    sources: DataSources
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes on the device of one worker, but for num_ ones."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    before_backward: int
+    """All that was live when a backward began, at most."""
+    peak: int
+    num_parameters: int
+    state: int
+    """Of a copy of parameters, buffers and optimizer state, as each commit takes one."""
+    layout: tuple[TensorLayout, ...] = ()
+    """What is trained."""
+    flops: int = 0
+    """Where only forward was played: of its matrix products, convolutions and attention."""
+    num_rows: int = 0
+    """Where only forward was played: of the split."""
+    output_bytes_per_row: int = 0
+    """Likewise."""
+
+
+def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
+    """What the first steps of a member hold, by fake tensors."""
+    data = load_data(job, site.entrypoints, site.sources)
+    gather = gather_shapes(job, site, data)
+    # Whole batches only: the last one of an epoch may be short.
+    num_rows = min(job.batch_size, len(data["train"]))
+    whole = job.model_copy(update={"batch_size": num_rows})
+    batches = {**data, "train": _Rows(NUM_STEPS * num_rows)}
+    live = LiveBytes(site.device)
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        model = build_shapes(job, site.entrypoints, device=site.device)
+        trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
+        parameters = live.size_of(trainer.model.parameters())
+        cached = _cached(job, data, gather)
+        buffers = live.live - parameters
+        buckets = _buckets(trainer, party)
+        received = _received(buckets, party)
+        gradients = live.live - buffers - parameters
+        exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
+        for _ in range(NUM_STEPS):
+            live.forget_peak()
+            trainer.train_step(exchange, party.owned, party.num_shards)
+        optimizer = live.size_of(_optimizer_state(trainer))
+        state = live.size_of([*_tensors_of(trainer.model), *_optimizer_state(trainer)])
+        del received, cached
+    return Reading(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=gradients,
+        optimizer=optimizer,
+        before_backward=live.before_backward,
+        peak=live.peak,
+        num_parameters=sum(param.numel() for param in trainer.model.parameters()),
+        state=state,
+        layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
+    )
+
+
+def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
+    """What running the model without gradients over some rows holds, by fake tensors."""
+    data = load_data(job, site.entrypoints, site.sources)
+    gather = gather_shapes(job, site, data)
+    live = LiveBytes(site.device)
+    with FakeTensorMode(allow_non_fake_inputs=True), live, torch.no_grad():
+        model = build_shapes(job, site.entrypoints, device=site.device).eval()
+        parameters = live.size_of(model.parameters())
+        cached = _cached(job, data, gather) if job.only_evaluates else None
+        buffers = live.live - parameters
+        live.forget_peak()
+        x, _ = gather(data[_split(job)], torch.arange(num_rows), "running the model")
+        with FlopCounterMode(display=False) as counter:
+            output = model(x)
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        state = live.size_of(_tensors_of(model))
+        del cached
+    return Reading(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=0,
+        optimizer=0,
+        before_backward=live.peak,
+        peak=live.peak,
+        flops=counter.get_total_flops(),
+        num_rows=len(data[_split(job)]),
+        output_bytes_per_row=sum(each.nbytes for each in outputs) // num_rows,
+        num_parameters=sum(param.numel() for param in model.parameters()),
+        state=state,
+    )
+
+
+def measure_training(job: JobSpec, site: Site, party: Party) -> int:
+    """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
+    data = load_data(job, site.entrypoints, site.sources)
+    gather = make_gather(job, site.device)
+    if site.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(site.device)
+        before = torch.cuda.memory_allocated(site.device)
+        _steps(job, site, data, gather, party)
+        return torch.cuda.max_memory_allocated(site.device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        held = _steps(job, site, data, gather, party)
+    del held
+    return _peak_of(recorded)
+
+
+def library_workspace(device: torch.device) -> int:
+    """What torch reserves for libraries, whatever the model."""
+    if device.type != "cuda":
+        return 0
+    is_large = torch.cuda.get_device_capability(device) >= HOPPER
+    return 32 << 20 if is_large else CUBLAS_BYTES
+
+
+def _peak_of(recorded: profile) -> int:
+    """The highest sum of allocations less what was freed, in the order of time."""
+    assert recorded.profiler is not None
+    results = recorded.profiler.kineto_results
+    assert results is not None
+    changes = sorted(
+        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # the stub lacks it
+        for event in results.events()
+        if event.name() == "[memory]"
+    )
+    live = peak = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def _steps(
+    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: Party
+) -> tuple[Trainer, GradientBuckets]:
+    model = build_model(job, site.entrypoints, device=site.device, fresh=True)
+    trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
+    buckets = _buckets(trainer, party)
+    received = _received(buckets, party)
+    exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
+    for step in range(1, MAX_STEPS + 1):
+        is_whole = bool(trainer.optimizer.state) or not _skips(job)
+        trainer.train_step(exchange, party.owned, party.num_shards)
+        if step >= NUM_STEPS and is_whole:
+            break
+    del received
+    return trainer, buckets
+
+
+def _skips(job: JobSpec) -> bool:
+    """Whether first steps may change nothing, because the loss is still scaled too far."""
+    return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
+
+
+def _buckets(trainer: Trainer, party: Party) -> GradientBuckets:
+    buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
+    buckets.tensors(num_sets(party) - 1)
+    return buckets
+
+
+def _received(buckets: GradientBuckets, party: Party) -> object:
+    """What the exchange between machines receives partial sums into."""
+    if party.size == 1:
+        return None
+    step = plan_step(party, party.num_shards)
+    sets = [buckets.tensors(index) for index in range(num_sets(party))]
+    return prepare(cut_pieces(buckets.layout, party.size), party, step, sets, WINDOW)
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _optimizer_state(trainer: Trainer) -> list[Tensor]:
+    values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A data set of so many rows, of which nothing but the shapes is asked."""
+
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def take(self, indices: Tensor) -> tuple[Any, Any]:
+        raise NotImplementedError("rows of a played step have no values")
+
+
+@dataclass(frozen=True)
+class _ShapesOnly(Gather):
+    """Rows of the right shapes and types, without values. Called where tensors are fake."""
+
+    x: Any
+    y: Any
+
+    def __call__(self, dataset: Dataset, indices: Tensor, activity: str) -> tuple[Any, Any]:
+        def rows(row: Tensor) -> Tensor:
+            dtype = self.dtype if row.is_floating_point() else row.dtype
+            return torch.empty((len(indices), *row.shape[1:]), dtype=dtype, device=self.device)
+
+        return map_tensors(self.x, rows), map_tensors(self.y, rows)
+
+
+def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
+    """The data sets that lie on the device, if the job wants that. Rows as those of training."""
+    if job.execution.memory != "Cached":
+        return None
+    used = {_split(job), *([job.evaluation.split] if job.evaluation is not None else [])}
+    return [
+        gather(dataset, torch.arange(len(dataset)), "caching data sets")
+        for split, dataset in data.items()
+        if split in used
+    ]
+
+
+def _split(job: JobSpec) -> str:
+    """The split whose rows pass through the model."""
+    return job.evaluation.split if job.only_evaluates and job.evaluation else "train"
+
+
+def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Gather:
+    """Gathers nothing but the shapes of rows. To be called where tensors are real."""
+    x, y = Gather(float_dtype(job), torch.device("cpu"))(
+        data[_split(job)], torch.arange(1), "reading one row"
+    )
+    return _ShapesOnly(float_dtype(job), site.device, x, y)

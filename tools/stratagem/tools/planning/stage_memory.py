@@ -1,0 +1,132 @@
+"""What each stage of a pipeline holds: its share of the model, and the passes it has under way.
+
+One micro-batch is run through the whole model with fake tensors, node by node; the schedule says
+how many of them a stage keeps at one time. Must not know which worker gets which stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from stratagem.common.job import JobSpec
+from stratagem.common.model.program import Program
+from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.pipeline.schedule_simulation import peak_live
+from stratagem.common.pipeline.schedules import choose
+from stratagem.common.strategy import Local, ModelParallel, Pipeline
+from stratagem.common.strategy.schedule_names import AUTO
+from stratagem.tools.planning.live_bytes import LiveBytes
+from stratagem.tools.planning.simulated_step import Reading, Site, gather_shapes, play_training
+from stratagem.worker.data.data_sources import load_data
+from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.models.graph_model import node_modules
+from stratagem.worker.models.model_builder import build_shapes
+from stratagem.worker.models.model_nodes import program_of
+from stratagem.worker.models.run_program import Slots, run_calls
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """Of one node: bytes of parameters and buffers, and what one pass keeps for backward."""
+
+    parameters: int
+    buffers: int
+    kept: int
+    flops: int
+    """Of one forward pass, those of matrix products, convolutions and attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReading:
+    """One stage: what its worker holds, with so many rows in each micro-batch."""
+
+    reading: Reading
+    rows: int
+    note: str
+
+
+def play_stages(
+    job: JobSpec, site: Site, strategy: ModelParallel, num_rows: int
+) -> list[StageReading]:
+    """All stages, for a batch (or the shard of a replica) of so many rows."""
+    match strategy.communication:
+        case Pipeline(micro_batch_size):
+            rows = min(micro_batch_size, num_rows)
+        case _:
+            rows = num_rows
+    program, costs = node_costs(job, site, rows)
+    whole = play_whole(job, site, rows)
+    plan = plan_stages(program, [part.node_ids for part in strategy.partitions])
+    count = len(plan.stages)
+    name = strategy.options.schedule
+    # What auto may choose, and the larger of the two.
+    name = "eager" if name == AUTO else name
+    schedule = choose(name, range(count), math.ceil(num_rows / rows))
+    live = peak_live(schedule)
+    return [
+        StageReading(
+            _share(whole, [costs[node] for node in stage.nodes], live[index]),
+            rows,
+            f"stage {index} of {count}: {live[index]} micro-batches of {rows} rows at one time",
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def play_whole(job: JobSpec, site: Site, rows: int) -> Reading:
+    """The whole model on one worker, with these rows in a batch."""
+    alone = job.model_copy(update={"batch_size": rows, "strategy": Local()})
+    return play_training(alone, site, Party(0, 1, 1))
+
+
+def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[Program, Mapping[str, NodeCost]]:
+    """Each node of a model that can be cut. Raises InvalidInputError for one that cannot."""
+    data = load_data(job, site.entrypoints, site.sources)
+    gather = gather_shapes(job, site, data)
+    live = LiveBytes(site.device)
+    costs: dict[str, NodeCost] = {}
+    counter = FlopCounterMode(display=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), live, counter:
+        model = build_shapes(job, site.entrypoints, device=site.device)
+        program = program_of(model, job)
+        modules = node_modules(model, program)
+        x, _ = gather(data["train"], torch.arange(rows), "reading rows")
+        slots: Slots = {}
+        for call in program.calls:
+            before, counted = live.live, counter.get_total_flops()
+            run_calls((call,), modules, program.num_uses, x, slots)
+            module = modules[call.node]
+            costs[call.node] = NodeCost(
+                parameters=live.size_of(module.parameters()),
+                buffers=live.size_of(module.buffers()),
+                kept=max(0, live.live - before),
+                flops=counter.get_total_flops() - counted,
+            )
+    return program, costs
+
+
+def _share(whole: Reading, nodes: Sequence[NodeCost], num_live: int) -> Reading:
+    """Parameters and what grows with them are divided by nodes; temporaries are those of all."""
+    parameters = sum(node.parameters for node in nodes)
+    buffers = 2 * sum(node.buffers for node in nodes)  # the engine keeps a copy
+    part = parameters / whole.parameters if whole.parameters else 0.0
+    gradients, optimizer = parameters, round(part * whole.optimizer)
+    fixed = parameters + gradients + optimizer + buffers
+    before_backward = fixed + num_live * sum(node.kept for node in nodes)
+    temporaries = max(0, whole.peak - whole.before_backward)
+    return Reading(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=gradients,
+        optimizer=optimizer,
+        before_backward=before_backward,
+        peak=before_backward + temporaries,
+        num_parameters=round(part * whole.num_parameters),
+        state=parameters + optimizer + buffers // 2,
+    )

@@ -1,0 +1,217 @@
+"""Loads the data that a job names: an entry point, a file, tensors of the caller, local data.
+
+Owns what each kind of source may look like and, for federated jobs, what one client gets to see.
+Must not know batches, models or the network.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.job import DataSpec, JobSpec
+from stratagem.worker.data.client_partition import client_rows
+from stratagem.worker.data.datasets import Dataset, Subset, as_dataset, tensor_dataset
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+MAX_CLIENTS_KEPT: Final = 64
+"""Data sets of single clients that a worker keeps, where a factory makes them one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client of a federated run."""
+
+    number: int
+    num_clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSources:
+    """What the operator and the caller provide: local data by name, inline tensors by name."""
+
+    worker_local: Mapping[str, str | Path] = field(default_factory=dict)
+    inline: Mapping[str, Tensor] | None = None
+    roots: tuple[Path, ...] | None = None
+    """Folders below which `data.path` must lie; None where the caller's own process reads it."""
+
+
+def load_data(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    sources: DataSources,
+    client: Client | None = None,
+) -> dict[str, Dataset]:
+    """The job's data sets by split. With a client: only what this client trains on."""
+    spec, partition = job.data, job.partition
+    if client is None and partition is not None and partition.client is not None:
+        client = Client(partition.client, partition.num_clients or 1)
+    if spec.entrypoint is not None:
+        return _from_entrypoint(job, spec.entrypoint, entrypoints, client)
+    if spec.worker_local is not None:
+        # Local data is the client's own already.
+        return from_tensors(_read(_local_path(spec.worker_local, sources), "data.worker_local"))
+    if spec.inline is not None:
+        if sources.inline is None:
+            raise NotFoundError(f"the inline data {spec.inline} of the job is not on this worker")
+        splits = from_tensors(sources.inline)
+    else:
+        splits = from_tensors(_read(_job_path(spec, sources), "data.path"))
+    return _own_rows(job, splits, client)
+
+
+class ClientData:
+    """The data of any client of one job. What the clients share is loaded and divided once; what a
+    factory makes for each of them is kept for the clients that came last."""
+
+    def __init__(self, job: JobSpec, entrypoints: EntryPoints, sources: DataSources) -> None:
+        self._job, self._entrypoints, self._sources = job, entrypoints, sources
+        self._shared: dict[str, Dataset] | None = None
+        self._rows: dict[int, list[Tensor]] = {}  # by number of clients
+        self._own: OrderedDict[Client, dict[str, Dataset]] = OrderedDict()
+
+    def of(self, client: Client) -> dict[str, Dataset]:
+        """What this client gets to see, by split."""
+        if self._is_made_per_client():
+            return self._made_for(client)
+        if self._shared is None:
+            self._shared = load_data(self._job, self._entrypoints, self._sources)
+        if self._job.data.worker_local is not None or "train" not in self._shared:
+            return self._shared
+        if client.num_clients not in self._rows:
+            self._rows[client.num_clients] = _divided(
+                self._job, self._shared["train"], client.num_clients
+            )
+        rows = self._rows[client.num_clients][client.number]
+        return {**self._shared, "train": Subset(self._shared["train"], rows)}
+
+    def _is_made_per_client(self) -> bool:
+        spec = self._job.data
+        if spec.entrypoint is None:
+            return False
+        factory = self._entrypoints.bind(spec.entrypoint, spec.kwargs, "data")
+        return bool(_client_arguments(factory, Client(0, 1)))
+
+    def _made_for(self, client: Client) -> dict[str, Dataset]:
+        if client not in self._own:
+            if len(self._own) >= MAX_CLIENTS_KEPT:
+                self._own.popitem(last=False)
+            made = load_data(self._job, self._entrypoints, self._sources, client)
+            self._own[client] = made
+        self._own.move_to_end(client)
+        return self._own[client]
+
+
+def _job_path(spec: DataSpec, sources: DataSources) -> Path:
+    """The file that a job names, where the operator lets jobs name files."""
+    if spec.path is None:
+        raise InvalidInputError.at("data", "names no source")
+    if sources.roots is None:
+        return Path(spec.path)
+    path = Path(spec.path).resolve()  # symbolic links lead nowhere else
+    if not any(path.is_relative_to(root) for root in sources.roots):
+        allowed = ", ".join(map(str, sources.roots)) or "none"
+        reason = f"{spec.path!r} lies below no folder of data of this worker (--data-root): "
+        raise InvalidInputError.at("data.path", reason + allowed)
+    return path
+
+
+def _from_entrypoint(
+    job: JobSpec, name: str, entrypoints: EntryPoints, client: Client | None
+) -> dict[str, Dataset]:
+    factory = entrypoints.bind(name, job.data.kwargs, "data")
+    wanted = _client_arguments(factory, client)
+    with user_code("loading data"):
+        value = factory(**wanted)
+    if not isinstance(value, Mapping):
+        raise InvalidInputError.at(
+            "data.entrypoint",
+            f'"{name}" must return a dict {{split: data set}}, not a {type(value).__name__}',
+        )
+    splits = {str(split): as_dataset(each, str(split)) for split, each in value.items()}
+    return splits if wanted else _own_rows(job, splits, client)
+
+
+def _client_arguments(factory: Callable[..., Any], client: Client | None) -> dict[str, int]:
+    """The client's number and their count, for a factory that wants them.
+
+    Outside a client's round (building, evaluating) a factory keeps its own defaults; one without
+    defaults is asked for the data of client 0 of 1.
+    """
+    parameters = inspect.signature(factory).parameters
+    known = client or Client(0, 1)
+    values = {"client_id": known.number, "num_clients": known.num_clients}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in parameters
+        and (client is not None or parameters[name].default is inspect.Parameter.empty)
+    }
+
+
+def _own_rows(
+    job: JobSpec, splits: dict[str, Dataset], client: Client | None
+) -> dict[str, Dataset]:
+    """Cuts the training split down to the rows of one client."""
+    if client is None or "train" not in splits:
+        return splits
+    train = splits["train"]
+    rows = _divided(job, train, client.num_clients)
+    return {**splits, "train": Subset(train, rows[client.number])}
+
+
+def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
+    """The rows of every client."""
+    labels = None
+    if job.partition is not None and job.partition.method != "contiguous":
+        with user_code("reading labels"):
+            labels = train.take(torch.arange(len(train)))[1]
+        labels = torch.as_tensor(labels) if labels is not None else None
+    partition = job.partition
+    seed = job.seed if partition is None or partition.seed is None else partition.seed
+    return client_rows(partition, labels, len(train), num_clients, seed)
+
+
+def _local_path(name: str, sources: DataSources) -> Path:
+    if name not in sources.worker_local:
+        known = ", ".join(sorted(sources.worker_local)) or "none"
+        raise NotFoundError(f'data.worker_local: this worker has no "{name}"; it has: {known}')
+    return Path(sources.worker_local[name])
+
+
+def _read(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{where}: no file {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError.at(where, f"{path} is not a safetensors file: {error}") from error
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Dataset]:
+    """Splits out of names: `train.x`, `train.y`; nested ones `train.x.<key>` become dicts."""
+    nested: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        split, _, rest = name.partition(".")
+        side, _, key = rest.partition(".")
+        if side not in ("x", "y"):
+            raise InvalidInputError.at("data", f'tensor "{name}" is not named <split>.x or .y')
+        sides = nested.setdefault(split, {})
+        if key:
+            sides.setdefault(side, {})[key] = tensor
+        else:
+            sides[side] = tensor
+    return {
+        split: tensor_dataset(sides.get("x"), sides.get("y"), split)
+        for split, sides in nested.items()
+    }

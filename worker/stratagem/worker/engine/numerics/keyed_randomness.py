@@ -1,0 +1,180 @@
+"""Random numbers that depend on what is computed, not on who computes it or what came before.
+
+Before every module that may draw random numbers the default generator is seeded with a key of
+(seed, step, shard, micro-batch; module name; number of the call). So a dropout mask is the same
+whichever worker computes the shard. Knows modules, but neither data nor the exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stratagem.worker.models.stochastic_modules import draws_random_numbers, runs_only_known_code
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_POSITIVE: Final = (1 << 63) - 1
+
+
+def mix(*values: int | str) -> int:
+    """64 well-mixed bits of the values and their order (splitmix64 steps)."""
+    state = 0
+    for value in values:
+        number = _number(value) if isinstance(value, str) else value
+        state = (state + (number & _MASK) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True)
+class _Hook:
+    """Before each call of one module. Compiled code is interrupted for it unless it is idle."""
+
+    owner: KeyedRandomness
+    name_key: int
+    is_idle: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self.owner._before_call(self.name_key)
+        elif not self.is_idle:
+            self.owner._border(self.name_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What compiled code leaves out of one computation."""
+
+    skipped: Mapping[int, int]
+    """Calls of modules with an idle hook, by name key."""
+    last: int | None
+    """The module that was seeded last, if its hook is idle."""
+
+
+class KeyedRandomness:
+    """Seeds the generators of one model's device; hooks stay on the model for its life."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._is_known = runs_only_known_code(model)
+        self._prefix: int | None = None
+        self._num_calls: dict[int, int] = {}
+        self._keys: dict[tuple[int, int], int] = {}
+        self._latest: int | None = None
+        self._hooks: dict[nn.Module, _Hook] = {}
+        self._border: Callable[[int], None] = self._before_call
+        for name, module in model.named_modules():
+            if draws_random_numbers(module):
+                hook = self._hooks[module] = _Hook(self, _number(name))
+                module.register_forward_pre_hook(hook)
+
+    def begin(self, *key: int | str, forget: bool = True, is_users: bool = True) -> None:
+        """Starts the computation named by `key`: a shard of a step, a batch of an evaluation.
+
+        forget=False where the backward of an earlier computation is still to come. is_users: False
+        where code of the user's runs in the model at most.
+        """
+        self._prefix = mix(*key)
+        self._num_calls.clear()
+        if forget:
+            self._keys.clear()
+        self._seed(self._prefix)
+        if is_users or not self._is_known:
+            # Only the user's code draws from these two. Seeding them takes 15 µs.
+            random.seed(self._prefix)
+            np.random.seed(self._prefix & 0xFFFFFFFF)
+
+    def end(self) -> None:
+        """Calls from now on draw as they would without us."""
+        self._prefix = None
+
+    def allow_compiled_code(self) -> None:
+        """To be called before the model's modules are compiled."""
+        self._border = torch.compiler.disable(self._before_call)
+
+    def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
+        """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
+
+        Hooks that seed for nobody become idle: numbers stay the same without them, and compiled
+        code need not be interrupted.
+        """
+        calls, keys = dict(self._num_calls), dict(self._keys)
+        states = [generator.get_state() for generator in self._generators]
+        watch = _Watch(self)
+        self._num_calls.clear()
+        self._latest = None
+        with watch:
+            run()
+        made, last = dict(self._num_calls), self._latest
+        self._num_calls, self._keys = calls, keys
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        for each in module.modules():
+            hook = self._hooks.get(each)
+            if hook is not None and not type(each).__module__.startswith("torch.nn."):
+                hook.is_idle = hook.name_key not in watch.names
+        idle = {hook.name_key for hook in self._hooks.values() if hook.is_idle}
+        return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
+
+    def catch_up(self, draws: Draws) -> None:
+        """After compiled code: be where its modules would have left the generators."""
+        if self._prefix is None:
+            return
+        self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
+        if draws.last is not None:
+            self._seed(mix(self._prefix, draws.last, self._num_calls[draws.last] - 1))
+
+    def _before_call(self, name_key: int) -> None:
+        if self._prefix is None:
+            return
+        self._latest = name_key
+        # The seed in force tells at which place of the forward pass this call stands.
+        place = (self._generators[0].initial_seed(), name_key)
+        if torch._C._current_graph_task_id() != -1 and place in self._keys:
+            # Inside backward: activation checkpointing computes again what forward computed, from
+            # the generator state it saved there, and must draw the same numbers.
+            self._seed(self._keys[place])
+            return
+        call = self._num_calls.get(name_key, 0)
+        self._num_calls[name_key] = call + 1
+        key = mix(self._prefix, name_key, call)
+        self._keys[place] = key & _POSITIVE
+        self._seed(key)
+
+    def _seed(self, key: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(key & _POSITIVE)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which module's seed was in force whenever a random number was drawn."""
+
+    def __init__(self, owner: KeyedRandomness) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self.names: set[int | None] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(self._owner._latest)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,208 @@
+"""Which layers a device computes in which precision, found by trying: once each, when it matters.
+
+Processors without 16-bit units lack some primitives of the libraries that torch calls; which ones
+depends on the processor, the library and its settings, so nobody can list them. Must not know jobs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import ExecutionSpec
+from stratagem.worker.engine.numerics.fingerprint import device_name
+from stratagem.worker.engine.numerics.mixed_precision import (
+    Forward,
+    autocasting,
+    low_dtype,
+    lowered,
+)
+
+
+class Numbers(NamedTuple):
+    """What a job computes in."""
+
+    precision: str
+    dtype: torch.dtype
+    """Of matrix products where the precision is Mixed, of everything elsewhere."""
+
+    def __str__(self) -> str:
+        """As people say it: "Mixed in float16"."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.precision} in {name}"
+
+
+ALL_NUMBERS: Final = (
+    Numbers("Mixed", torch.bfloat16),
+    Numbers("Mixed", torch.float16),
+    Numbers("Half", torch.bfloat16),
+    Numbers("Half", torch.float16),
+    Numbers("Full", torch.float64),
+    Numbers("Single", torch.float32),
+)
+SINGLE: Final = ALL_NUMBERS[-1]
+"""What everything is made for."""
+NUM_NAMES: Final = 3
+"""Layers that an error names."""
+
+
+class Kind(NamedTuple):
+    """A small layer of its kind, and the shapes that go into it."""
+
+    layer: type[nn.Module]
+    make: Callable[[], nn.Module]
+    inputs: tuple[tuple[int, ...], ...]
+
+
+KINDS: Final[dict[str, Kind]] = {
+    "Linear": Kind(nn.Linear, lambda: nn.Linear(8, 8), ((4, 8),)),
+    "Conv1d": Kind(nn.Conv1d, lambda: nn.Conv1d(4, 8, 3), ((2, 4, 8),)),
+    "Conv2d": Kind(nn.Conv2d, lambda: nn.Conv2d(4, 8, 3), ((2, 4, 8, 8),)),
+    "Conv3d": Kind(nn.Conv3d, lambda: nn.Conv3d(4, 8, 3), ((2, 4, 8, 8, 8),)),
+    "ConvTranspose1d": Kind(nn.ConvTranspose1d, lambda: nn.ConvTranspose1d(4, 8, 3), ((2, 4, 8),)),
+    "ConvTranspose2d": Kind(
+        nn.ConvTranspose2d, lambda: nn.ConvTranspose2d(4, 8, 3), ((2, 4, 8, 8),)
+    ),
+    "ConvTranspose3d": Kind(
+        nn.ConvTranspose3d, lambda: nn.ConvTranspose3d(4, 8, 3), ((2, 4, 8, 8, 8),)
+    ),
+    "RNN": Kind(nn.RNN, lambda: nn.RNN(4, 8), ((3, 2, 4),)),
+    "GRU": Kind(nn.GRU, lambda: nn.GRU(4, 8), ((3, 2, 4),)),
+    "LSTM": Kind(nn.LSTM, lambda: nn.LSTM(4, 8), ((3, 2, 4),)),
+    "LSTM with projections": Kind(nn.LSTM, lambda: nn.LSTM(4, 8, proj_size=3), ((3, 2, 4),)),
+    "MultiheadAttention": Kind(
+        nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
+    ),
+}
+"""What libraries have primitives for. Everything else torch computes itself, in any precision.
+
+A dictionary, so that tests can add a kind that no device has."""
+
+
+def check_able(
+    modules: Iterable[tuple[str, nn.Module]],
+    spec: ExecutionSpec,
+    device: torch.device,
+    *,
+    trains: bool,
+) -> None:
+    """Raises InvalidInputError that names each module which the device cannot compute as asked.
+
+    modules: all of a model, by name. trains: gradients are computed, too. An estimate, which is
+    made with fake tensors, is for another device: it is not checked.
+    """
+    asked = _numbers(spec)
+    is_estimate = isinstance(torch.empty(0), FakeTensor)
+    if asked.precision == "Single" or is_estimate:  # Single is what everything is made for
+        return
+    layers = _layers(modules)
+    missing = _missing(asked, layers, device, trains)
+    if not missing:
+        return
+    told = "; ".join(
+        f"{kind} ({', '.join(layers[kind][:NUM_NAMES])}): {reason}"
+        for kind, reason in missing.items()
+    )
+    able = [str(each) for each in ALL_NUMBERS if not _missing(each, layers, device, trains)]
+    raise InvalidInputError.at(
+        "execution.precision",
+        f"this worker's {device_name(device)} cannot compute {asked}: {told}; "
+        f"all layers of this model can have {', '.join(able)} there",
+    )
+
+
+def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
+    """(numbers, kind of layer, reason) for all that the device cannot train."""
+    for numbers in ALL_NUMBERS:
+        for kind, reason in _missing(numbers, KINDS, device, True).items():
+            yield numbers, kind, reason
+
+
+@cache
+def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
+    """Why a layer of this kind cannot be computed so on the device, as torch says; None: it can.
+
+    Raises what says nothing about the numbers, and forgets it: memory that others have taken, and
+    whatever keeps a plain layer in single precision from being computed at that moment, too.
+    """
+    try:
+        _tried(KINDS[kind], numbers, device, trains)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a library says no with
+        if numbers != SINGLE:
+            _tried(KINDS["Linear"], SINGLE, device, trains)
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return None
+
+
+def _tried(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+    """As a job would compute it, whatever modes of torch the caller is in."""
+    with warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
+        with torch.autocast(device.type, enabled=False):
+            _compute(kind, numbers, device, trains)
+
+
+def _numbers(spec: ExecutionSpec) -> Numbers:
+    wide = torch.float64 if spec.precision == "Full" else torch.float32
+    return Numbers(spec.precision, low_dtype(spec) or wide)
+
+
+def _missing(
+    numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
+) -> dict[str, str]:
+    """Reasons by kind of layer."""
+    found = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
+    return {kind: reason for kind, reason in found.items() if reason is not None}
+
+
+def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
+    """Names of layers by kind."""
+    found: dict[str, list[str]] = {}
+    for name, module in modules:
+        kind = _kind_of(module)
+        if kind is not None:
+            found.setdefault(kind, []).append(name or "the model")
+    return found
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.LSTM) and module.proj_size:
+        return "LSTM with projections"
+    return next((name for name, kind in KINDS.items() if isinstance(module, kind.layer)), None)
+
+
+def _compute(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+    """The same wrappers as a job's model gets, around one layer of zeros: nothing is drawn."""
+    with torch.device("meta"):
+        layer = kind.make()
+    low = numbers.precision in ("Mixed", "Half")
+    wide = torch.float32 if low else numbers.dtype
+    layer = layer.to_empty(device=device).to(wide).train(trains)
+    forward: Forward = layer.forward
+    if numbers.precision == "Mixed":
+        forward = autocasting(forward, device, numbers.dtype)
+    elif numbers.precision == "Half":
+        forward = lowered(forward, layer, numbers.dtype)
+    with torch.set_grad_enabled(trains):
+        for param in layer.parameters():
+            nn.init.zeros_(param)
+        inputs = [
+            torch.zeros(shape, device=device, dtype=wide, requires_grad=trains)
+            for shape in kind.inputs
+        ]
+        output = forward(*inputs)
+        while not isinstance(output, Tensor):
+            output = output[0]
+        if trains:
+            output.sum().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # errors of kernels are told later

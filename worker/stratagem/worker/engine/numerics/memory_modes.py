@@ -1,0 +1,37 @@
+"""What `execution.memory` asks for.
+
+Pooled: storage of batches is used again. Cached: data sets lie ready on the device. MinimalPeak:
+gradients have storage from their first micro-batch's backward to the update only, and what was
+freed goes back to the system. None of them changes a bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
+from stratagem.worker.data.datasets import Gather
+from stratagem.worker.models.model_builder import float_dtype
+
+
+def make_gather(job: JobSpec, device: torch.device) -> Gather:
+    """Takes rows as the job's memory setting says."""
+    memory = job.execution.memory
+    return Gather(
+        float_dtype(job),
+        device,
+        pool=BatchPool() if memory == "Pooled" else None,
+        cache=DatasetCache() if memory == "Cached" else None,
+    )
+
+
+def give_back(device: torch.device) -> None:
+    """Returns freed memory of this process, which others may then use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,146 @@
+"""Training losses: each answers (mean, weight), the mean being over `weight` rows or tokens.
+
+The weight is what makes a sum over uneven shards equal one big batch: gradients are added as
+mean × weight and divided once by the total weight. Must not know shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import LossSpec
+from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json_text import not_one_of, unknown_key
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """A scalar mean that can be differentiated, and the rows or tokens it is a mean over."""
+
+    mean: Tensor
+    weight: float
+
+
+LossFunction = Callable[[Any, Any, int], LossValue]
+"""(output, target, num_rows) -> LossValue."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss of the table below with its settings; none of it is code of the user's."""
+
+    function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
+        """A `LossFunction`."""
+        return self.function(output, target, num_rows, self.kwargs)
+
+
+def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
+    """The loss that a job names."""
+    if spec.entrypoint is not None:
+        return _user_loss(entrypoints.bind(spec.entrypoint, spec.kwargs, "loss"))
+    name = spec.name or ""
+    if name not in _LOSSES:
+        raise InvalidInputError.at("loss.name", not_one_of(name, sorted(_LOSSES)))
+    function, allowed = _LOSSES[name]
+    for key in spec.kwargs:
+        if key not in allowed:
+            raise InvalidInputError.at(f"loss.{key}", unknown_key(key, sorted(allowed)))
+    return NamedLoss(function, thawed(spec.kwargs))
+
+
+def counts_rows(spec: LossSpec) -> bool:
+    """True when the weight of the loss is the number of rows, whatever the rows hold."""
+    return spec.entrypoint is None and spec.name != "token_cross_entropy"
+
+
+def _user_loss(function: Callable[..., Any]) -> LossFunction:
+    def loss(output: Any, target: Any, num_rows: int) -> LossValue:
+        value = function(output, target)
+        mean, weight = value if isinstance(value, tuple) else (value, num_rows)
+        return LossValue(_scalar(mean), float(weight))
+
+    return loss
+
+
+def _scalar(mean: Any) -> Tensor:
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        what = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"the loss must be one number as a tensor, not {what}")
+    return mean.reshape(())
+
+
+def _same_shape(output: Tensor, target: Tensor) -> None:
+    """Refuses what would be broadcast silently into a wrong loss."""
+    if output.shape != target.shape:
+        raise ValueError(
+            f"output has shape {tuple(output.shape)} but target has {tuple(target.shape)}"
+        )
+
+
+def _cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    return LossValue(F.cross_entropy(x, y, **kwargs), rows)
+
+
+def _nll(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    return LossValue(F.nll_loss(x, y), rows)
+
+
+def _mse(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    _same_shape(x, y)
+    return LossValue(F.mse_loss(x, y), rows)
+
+
+def _l1(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    _same_shape(x, y)
+    return LossValue(F.l1_loss(x, y), rows)
+
+
+def _bce_with_logits(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    target = y.to(x.dtype)
+    _same_shape(x, target)
+    positive = kwargs.get("pos_weight")
+    pos_weight = None if positive is None else torch.as_tensor(positive, dtype=x.dtype).to(x.device)
+    return LossValue(F.binary_cross_entropy_with_logits(x, target, pos_weight=pos_weight), rows)
+
+
+def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
+    """Classes last; the mean is over the tokens not ignored; there may be none."""
+    ignored = int(kwargs.get("ignore_index", -100))
+    total = F.cross_entropy(
+        x.reshape(-1, x.shape[-1]),
+        y.reshape(-1),
+        ignore_index=ignored,
+        label_smoothing=float(kwargs.get("label_smoothing", 0.0)),
+        reduction="sum",
+    )
+    counted = int((y != ignored).sum())
+    return LossValue(total / max(counted, 1), counted)
+
+
+_LOSSES: Final[
+    Mapping[
+        str,
+        tuple[Callable[[Tensor, Tensor, int, Mapping[str, Any]], LossValue], frozenset[str]],
+    ]
+] = {
+    "cross_entropy": (_cross_entropy, frozenset({"label_smoothing"})),
+    "nll": (_nll, frozenset()),
+    "mse": (_mse, frozenset()),
+    "l1": (_l1, frozenset()),
+    "bce_with_logits": (_bce_with_logits, frozenset({"pos_weight"})),
+    "token_cross_entropy": (
+        _token_cross_entropy,
+        frozenset({"ignore_index", "label_smoothing"}),
+    ),
+}

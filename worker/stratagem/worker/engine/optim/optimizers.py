@@ -1,0 +1,89 @@
+"""Optimizers by their torch.optim names, their updates, and clipping of gradients.
+
+Steps run per parameter tensor (foreach is off, and fused kernels keep to one tensor too): the same
+bits whatever other parameters there are, and however many threads.
+Must not know where gradients come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import OptimizerSpec, check_optimizer
+from stratagem.common.job.optimizers import KEYWORDS
+
+_OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    if name.lower() in KEYWORDS
+}
+_BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
+    kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
+}
+
+
+def has_fused_kernels(spec: OptimizerSpec) -> bool:
+    """Whether torch has kernels that do a whole update of a tensor at once."""
+    kind = _OPTIMIZERS.get(spec.name.lower())
+    return kind is not None and "fused" in inspect.signature(kind).parameters
+
+
+def make_optimizer(
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """A fresh optimizer of the named kind over these parameters.
+
+    On the CPU each tensor is updated in one pass, where torch has such a kernel; fused: on other
+    devices too. Its bits are others, but they too depend on nothing but the tensor.
+    """
+    if violations := list(check_optimizer(spec)):
+        raise InvalidInputError(violations=violations)
+    params, kind = list(params), _OPTIMIZERS[spec.name.lower()]
+    known = inspect.signature(kind).parameters
+    kwargs: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in spec.kwargs.items()
+    }
+    kwargs["lr"] = spec.lr
+    if "foreach" in known:
+        kwargs["foreach"] = False
+    if "fused" in known and not kwargs.get("differentiable"):
+        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for p in params)
+    try:
+        return kind(params, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, with the bits of `optimizer.step()`.
+
+    torch wraps a label for its profiler, looks for hooks and two switches of mode around each
+    step: for a small model they take longer than the update. They are passed over where nobody
+    would notice, which is where nothing is recorded and no hook is registered.
+    """
+    if (
+        torch._C._autograd._profiler_enabled()
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or optimizer.defaults.get("differentiable")
+    ):
+        optimizer.step()
+        return
+    with torch.no_grad():
+        _BARE_STEPS[type(optimizer)](optimizer)
+
+
+def clip(params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
+    """Scales all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
+    `max_norm`."""
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=False)

@@ -1,0 +1,163 @@
+"""Forward and backward over rows of a data set: the one place where a model makes gradients.
+
+Trainer, gossip node and federated client differ in what they do with gradients, not in how they
+are made. Gradients of micro-batches are added to the parameters' `.grad` in order, in place: where
+that lies in a flat bucket, they add up there. Must not know shards, exchange and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.objectives.losses import LossFunction, NamedLoss
+from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.user_code.entrypoints import user_code
+
+Key = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What some rows come to: Σ mean loss · weight, and the weight, in rows or tokens."""
+
+    loss_sum: float
+    weight: float
+    losses: tuple[float, ...] = ()
+    """Mean losses of the micro-batches."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; the sum where nothing was counted, so that what is not finite stays so."""
+        return self.loss_sum / self.weight if self.weight else self.loss_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a data set, and the words for errors in working on them."""
+
+    dataset: Dataset
+    indices: Tensor
+    activity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The micro-batches that one share of a step is computed in.
+
+    cuts: places in the rows, in order. key: names micro-batch number m of it; what is drawn at
+    random depends on that alone. before: called with m before micro-batch m; before_backward with
+    the weight so far between its forward and its backward pass.
+    """
+
+    cuts: Sequence[range]
+    key: Callable[[int], Key]
+    before: Callable[[int], None] = lambda _: None
+    before_backward: Callable[[float], None] = lambda _: None
+
+
+def part(rows: Tensor, cut: range) -> Tensor:
+    """rows[cut], which is often all of them: to look is quicker than to slice."""
+    return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
+
+
+@dataclass(slots=True)
+class Start:
+    """The gradient that backward begins with: a weight, which is mostly that of the step before."""
+
+    latest: Tensor | None = None
+    weight: float = 0.0
+
+    def of(self, mean: Tensor, weight: float) -> Tensor:
+        """0-d, like the mean loss."""
+        latest = self.latest
+        if (
+            latest is None
+            or weight != self.weight
+            or latest._version  # the user's backward wrote into it
+            or latest.dtype != mean.dtype
+            or latest.device != mean.device
+        ):
+            latest = self.latest = mean.new_full((), weight)
+            self.weight = weight
+        return latest
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A model with what it takes to compute its gradients. Used by one thread.
+
+    A window is one transaction: what raises in any micro-batch ends it, and whoever owns the
+    gradients drops them all.
+    """
+
+    model: nn.Module
+    loss: LossFunction
+    gather: Gather
+    randomness: KeyedRandomness
+    execution: Execution
+    start: Start = field(default_factory=Start)
+
+    def add_sums(self, rows: Rows, window: Window) -> Counted:
+        """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
+        return self._run(rows, window, is_weighted=True)
+
+    def add_mean(self, rows: Rows, window: Window, *, must_divide: bool) -> Counted:
+        """Makes `.grad` (None before) the gradient of the mean over the whole window, or of the
+        sum. One micro-batch's mean is differentiated as it is; several are added up weighted and
+        divided once."""
+        is_weighted = len(window.cuts) > 1 or not must_divide
+        counted = self._run(rows, window, is_weighted=is_weighted)
+        if is_weighted and must_divide and counted.weight:
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            for grad in grads:
+                grad.div_(counted.weight)
+        self.execution.scale.unscale(self.model.parameters())
+        return counted
+
+    def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
+        is_users = not (
+            isinstance(rows.dataset, TensorDataset) and isinstance(self.loss, NamedLoss)
+        )
+        found: list[tuple[Tensor, float]] = []
+        weight = 0.0
+
+        def weigh(own: float) -> None:
+            nonlocal weight
+            weight += own
+            window.before_backward(weight)
+
+        for number, cut in enumerate(window.cuts):
+            window.before(number)
+            self.randomness.begin(*window.key(number), is_users=is_users)
+            own = Rows(rows.dataset, part(rows.indices, cut), rows.activity)
+            found.append(self._run_one(own, weigh, is_weighted=is_weighted))
+        # Read at the end, so that a device need not wait for us between micro-batches.
+        loss_sum = 0.0
+        losses = tuple([mean.item() for mean, _ in found])
+        for loss, (_, counted) in zip(losses, found, strict=True):
+            loss_sum += loss * counted
+        return Counted(loss_sum, weight, losses)
+
+    def _run_one(
+        self, rows: Rows, before_backward: Callable[[float], None], *, is_weighted: bool
+    ) -> tuple[Tensor, float]:
+        """Forward and backward of one micro-batch; (its mean loss, its weight)."""
+        x, y = self.gather(rows.dataset, rows.indices, rows.activity)
+        with user_code(rows.activity):
+            loss = self.loss(self.model(x), y, rows.indices.shape[0])
+        before_backward(float(loss.weight))
+        with user_code(rows.activity):
+            root, mean = self.execution.scale.up(loss.mean), loss.mean
+            # The bits of the gradient of mean · weight, without the two products.
+            begin = self.start.of(mean, loss.weight) if is_weighted else None
+            try:
+                root.backward(begin)
+            except RuntimeError as error:
+                raise naming_parameters(error, [root], self.model.named_parameters()) from error
+        return loss.mean.detach(), float(loss.weight)

@@ -1,0 +1,159 @@
+"""A trainer's state as named tensors and metadata, and back.
+
+Names are `model/<state_dict name>` and `optimizer/<parameter name>/<key>`; numbers that an
+optimizer keeps as Python values stand in the metadata under the same names. Loading copies into
+storage that torch allocated. Must not know files or streams.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import google_crc32c
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+
+MODEL: Final = "model/"
+OPTIMIZER: Final = "optimizer/"
+FORMAT: Final = "1"
+_CRC_BYTES: Final = 1 << 20
+_CPU_KEYS: Final = frozenset({"step", "mu_product"})
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The live tensors; tied ones stand under each of their names."""
+    return {f"{MODEL}{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, params: NamedParams
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata); empty before the first step for most optimizers."""
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name, param in params:
+        for key, value in optimizer.state.get(param, {}).items():
+            full = f"{OPTIMIZER}{name}/{key}"
+            if isinstance(value, Tensor):
+                tensors[full] = value.detach()
+            elif isinstance(value, int | float):
+                metadata[full] = json.dumps(value)
+            elif value is not None:
+                raise InvalidInputError.at("optimizer.name", f"keeps a {type(value).__name__}")
+    return tensors, metadata
+
+
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "state") -> None:
+    """Copies `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
+    `where`."""
+    given = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
+    expected = model.state_dict()
+    missing, unexpected = sorted(expected.keys() - given), sorted(given.keys() - expected.keys())
+    if missing or unexpected:
+        raise InvalidInputError.at(
+            where, f"missing tensors: {missing or 'none'}; unexpected: {unexpected or 'none'}"
+        )
+    for name, target in expected.items():
+        source = given[name]
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise InvalidInputError.at(
+                f"{where}.{name}",
+                f"is {source.dtype} {tuple(source.shape)}, "
+                f"but the model has {target.dtype} {tuple(target.shape)}",
+            )
+    model.load_state_dict(given, strict=True)
+
+
+def given_model_state(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """`model/…` tensors for a model out of a state, or out of a plain state_dict.
+
+    Floating-point numbers get the dtype that the model has.
+    """
+    if not any(name.startswith(MODEL) for name in tensors):
+        tensors = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+    expected = model.state_dict()
+    given = {}
+    for name, tensor in tensors.items():
+        own = expected.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+        casts = own is not None and own.is_floating_point() and tensor.is_floating_point()
+        given[name] = tensor.to(own.dtype) if own is not None and casts else tensor
+    return given
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    params: NamedParams,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Replaces the optimizer's state by what is given, which may be nothing."""
+    known = dict(params)
+    loaded: dict[str, dict[str, Any]] = {}
+    given: dict[str, Tensor | str] = {**tensors, **metadata}
+    for full, value in given.items():
+        if not full.startswith(OPTIMIZER):
+            continue
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
+        if name not in known:
+            raise InvalidInputError.at(f"state.{full}", "belongs to no trainable parameter")
+        if isinstance(value, str):
+            loaded.setdefault(name, {})[key] = json.loads(value)
+        else:
+            # Torch keeps step counts on the CPU, but for fused kernels.
+            is_beside = key in _CPU_KEYS and not optimizer.param_groups[0].get("fused")
+            device = "cpu" if is_beside else known[name].device
+            copy = torch.empty_like(value, device=device).copy_(value)
+            loaded.setdefault(name, {})[key] = copy
+    optimizer.state.clear()
+    for name, entries in loaded.items():
+        optimizer.state[known[name]] = entries
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU; names that shared storage share it again."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or key not in made:
+            made[key] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+        result[name] = made[key]
+    return result
+
+
+def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """CRC32C over names, dtypes, shapes and bytes in order of name: equal states, equal words."""
+    crc = google_crc32c.extend(0, json.dumps(dict(sorted(metadata.items()))).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        head = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        crc = google_crc32c.extend(crc, head.encode())
+        if tensor.numel():
+            flat = tensor.reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, flat.size, _CRC_BYTES):
+                crc = google_crc32c.extend(crc, flat[start : start + _CRC_BYTES].tobytes())
+    return f"{crc:08x}"
+
+
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """32 bits over names, dtypes, shapes and two sums of each tensor, at memory speed.
+
+    Equal states give equal numbers on machines of equal numerics; states that differ by accident
+    give different ones, other than those of somebody who looks for a collision.
+    """
+    lines = [json.dumps(dict(sorted(metadata.items())))]
+    for name, tensor in sorted(tensors.items()):
+        live = tensor.detach()
+        if live.is_floating_point():
+            length = torch.linalg.vector_norm(live.reshape(-1), dtype=torch.float64)
+            sums = [float(live.sum(dtype=torch.float64)).hex(), float(length).hex()]
+        else:
+            sums = [str(int(live.sum(dtype=torch.int64)))]
+        lines.append(f"{name} {live.dtype} {tuple(live.shape)} {' '.join(sums)}")
+    return int(google_crc32c.extend(0, "\n".join(lines).encode()))

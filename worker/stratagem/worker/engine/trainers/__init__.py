@@ -1,0 +1,1 @@
+"""Trainers: synchronous, gossip, federated client, inference; and their saved states."""

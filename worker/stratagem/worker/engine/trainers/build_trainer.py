@@ -1,0 +1,111 @@
+"""Puts a trainer together from a job: model, data, loss, metrics.
+
+The only place that knows all of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.numerics.prepare_model import prepare
+from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
+from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
+from stratagem.worker.engine.trainers.inference import Inference
+from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
+from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+_EVALUATION_BATCH_SIZE = 256
+
+
+def build_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    *,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None = None,
+    numerics: int = CURRENT,
+) -> Trainer:
+    """fresh: the model is initialised from the seed; otherwise load_state must come first."""
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics))
+
+
+def build_inference(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    *,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None = None,
+) -> Inference:
+    """The same for a job that only evaluates."""
+    return Inference(_setup(job, entrypoints, device, fresh, sources, CURRENT))
+
+
+def build_gossip_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    nodes: range,
+    *,
+    device: torch.device,
+    sources: DataSources | None = None,
+    weights: Sequence[Mapping[int, float]] = (),
+    numerics: int = CURRENT,
+) -> GossipTrainer:
+    """A trainer of these nodes, each with a model of its own; load_state must come first.
+
+    weights: of each node's neighbours; needed where the job has a codec.
+    """
+    setup = _setup(job, entrypoints, device, False, sources, numerics)
+    models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
+    return GossipTrainer(setup, models, weights)
+
+
+def _setup(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None,
+    numerics: int,
+) -> Setup:
+    data = load_data(job, entrypoints, sources or DataSources())
+    model = build_model(job, entrypoints, device=device, fresh=fresh)
+    return make_setup(job, entrypoints, model, data, make_gather(job, device), numerics)
+
+
+def make_setup(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    model: nn.Module,
+    data: Mapping[str, Dataset],
+    gather: Gather,
+    numerics: int = CURRENT,
+) -> Setup:
+    """What a trainer of this model is made of; the model is changed as the job's execution says."""
+    loss = make_loss(job.loss, entrypoints)
+    randomness = KeyedRandomness(model, gather.device)
+    execution = prepare(model, job, gather.device, randomness)
+    evaluation = job.evaluation
+    evaluator = Evaluator(
+        model=model,
+        randomness=randomness,
+        gather=gather,
+        loss=loss,
+        metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
+        batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
+    )
+    return Setup(job, model, data, loss, gather, evaluator, randomness, execution, numerics)

@@ -1,0 +1,193 @@
+"""One round of one federated client: local epochs over the client's own rows.
+
+Clients are stateless: each round starts from the global state with a fresh optimizer, and its
+sample order and random numbers depend on (seed, client, round) only, so a round that is done again
+gives the same update. Rounds count from 1. Must not know the coordinator or other clients' data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Federated, FedProx
+from stratagem.worker.data.data_sources import Client, ClientData, DataSources
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.data.sampler import epoch_order
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.numerics.prepare_model import prepare
+from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.forward_backward import Key, Passes, Rows, Window
+from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+# Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
+_CLIENT_STRIDE = 0x9E3779B97F4A7C15
+_SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRound:
+    """A client's update: the model after its local training, weighted by its rows."""
+
+    tensors: Mapping[str, Tensor]
+    num_samples: int
+    loss: float
+    num_steps: int
+    metrics: Mapping[str, float]
+    """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
+    finite. skipped_steps, where they may be: those that were not finite and changed nothing."""
+    trained: frozenset[str]
+    """Names of the trainable parameters; tied ones under each of their names."""
+
+
+def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
+    """The order of a client's rows in an epoch, counted over all rounds from 0."""
+    return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
+
+
+class ClientRunner:
+    """Runs rounds of any clients of one job; keeps the model and the data between rounds."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        entrypoints: EntryPoints,
+        device: torch.device,
+        sources: DataSources | None = None,
+        numerics: int = CURRENT,
+    ) -> None:
+        if not isinstance(job.strategy, Federated):
+            raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
+        self._job, self._strategy = job, job.strategy
+        self._data = ClientData(job, entrypoints, sources or DataSources())
+        self._model = build_model(job, entrypoints, device=device, fresh=False)
+        self._params = [p for p in self._model.parameters() if p.requires_grad]
+        loss, gather = make_loss(job.loss, entrypoints), make_gather(job, device)
+        randomness = KeyedRandomness(self._model, device)
+        self._execution = prepare(self._model, job, device, randomness)
+        passes = Passes(self._model, loss, gather, randomness, self._execution)
+        self._randomness = randomness
+        buffers = Buffers(self._model, device)
+        self._local_step = LocalStep(job, self._params, passes, buffers, numerics)
+        live = self._model.state_dict(keep_vars=True).items()
+        trained = (name for name, tensor in live if tensor.requires_grad)
+        self._trained = frozenset(f"{state_format.MODEL}{name}" for name in trained)
+
+    def run(
+        self,
+        base: Mapping[str, Tensor],
+        client: int,
+        num_clients: int,
+        round_num: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> ClientRound:
+        """Trains from the global state `base`; the update is on the CPU.
+
+        `check` is called before each step and may raise to end the round.
+        """
+        data = self._rows(Client(client, num_clients))
+        state_format.load_model_state(self._model, base)
+        anchors = [param.detach().clone() for param in self._params] if self._mu else []
+        optimizer = make_optimizer(
+            self._job.optimizer, self._params, fused=self._job.execution.fusion
+        )
+        rounds = self._strategy.rounds
+        set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
+        self._model.train()
+        self._execution.scale.load({})
+        loss_sum = weight_sum = max_norm = 0.0
+        num_steps = num_skipped = 0
+        local_epochs = self._strategy.options.local_epochs
+        try:
+            for local_epoch in range(local_epochs):
+                epoch = (round_num - 1) * local_epochs + local_epoch
+                order = client_order(len(data), self._job.seed, client, epoch)
+                for indices in torch.split(order, self._job.batch_size):
+                    check()
+                    key = (self._job.seed, "client", client, round_num, num_steps)
+                    num_steps += 1
+                    activity = f"round {round_num}, client {client}, step {num_steps}"
+                    report = self._step(optimizer, anchors, Rows(data, indices, activity), key)
+                    if report.is_skipped:
+                        num_skipped += 1
+                        continue
+                    loss_sum += report.counted.loss_sum
+                    weight_sum += report.counted.weight
+                    if math.isfinite(report.grad_norm):
+                        max_norm = max(max_norm, report.grad_norm)
+        finally:
+            self._randomness.end()
+        failpoint("worker.client_round.after_training")
+        tensors = state_format.copied(state_format.model_state(self._model))
+        mean_loss = loss_sum / weight_sum if weight_sum else 0.0
+        may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
+        skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
+        metrics = {"max_grad_norm": max_norm, **skipped}
+        return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._execution.notes
+
+    @property
+    def _mu(self) -> float:
+        aggregation = self._strategy.aggregation
+        return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
+
+    def _rows(self, client: Client) -> Dataset:
+        splits = self._data.of(client)
+        if "train" not in splits:
+            raise InvalidInputError.at("data", 'has no split "train"')
+        if len(splits["train"]) == 0:
+            raise InvalidInputError.at(
+                "data.train", f"client {client.number} of {client.num_clients} has no rows"
+            )
+        return splits["train"]
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, anchors: list[Tensor], rows: Rows, key: Key
+    ) -> LocalReport:
+        """One local update."""
+        self._execution.begin_batch(len(rows.indices))
+
+        def pull() -> None:
+            # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
+            # with mu = 0 is FedAvg to the bit.
+            for param, anchor in zip(self._params, anchors, strict=False):
+                if param.grad is not None:
+                    param.grad.add_(param.detach() - anchor, alpha=self._mu)
+
+        window = Window(
+            self._job.window.cut(len(rows.indices)),
+            key=lambda micro_batch: (*key, micro_batch) if micro_batch else key,
+        )
+        return self._local_step.run(optimizer, rows, window, pull=pull)
+
+
+def run_client_round(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    base: Mapping[str, Tensor],
+    client: int,
+    num_clients: int,
+    round_num: int,
+    device: torch.device,
+) -> ClientRound:
+    """One round with nothing kept; `ClientRunner` is for many."""
+    return ClientRunner(job, entrypoints, device).run(base, client, num_clients, round_num)

@@ -1,0 +1,360 @@
+"""Decentralized training of the nodes that one member owns, and their state (D-PSGD).
+
+Every node has parameters, optimizer and buffers of its own. A step is a local step of each node on
+its shard of the global batch, and then one round of mixing with its neighbours; what is evaluated
+is the mean of all nodes. Knows no gRPC, no members and no coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import DataParallel
+from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.prepare_model import prepare
+from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
+from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
+from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.exchange.buckets.flat_tensors import flatten, plan_buckets, unflatten
+from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
+from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
+from stratagem.worker.exchange.gossip.public_copies import PublicCopies
+
+_NUM_COLUMNS: Final = 6
+"""Of the table in which a segment's summary is added up."""
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over the steps of the open segment."""
+
+    weight: float = 0.0
+    loss: float = 0.0
+    moved: float = 0.0
+    """Squared distance that mixing moved the node, added up."""
+    grad_norm: float = 0.0
+    """The largest before clipping, of those that are finite."""
+    num_skipped: int = 0
+
+    def add(self, report: LocalReport) -> None:
+        """Account for a local step."""
+        if report.is_skipped:
+            self.num_skipped += 1
+            return
+        self.weight += report.counted.weight
+        self.loss += report.counted.loss_sum
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = max(self.grad_norm, report.grad_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What all nodes make of a segment."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Node:
+    """One replica, with nothing in common with the others but the job."""
+
+    model: nn.Module
+    params: list[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    local_step: LocalStep
+    sums: _Sums = field(default_factory=_Sums)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is mixed."""
+        return [param.detach() for _, param in self.params]
+
+
+class GossipTrainer:
+    """The nodes of one member. Used by one thread."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        models: Mapping[int, nn.Module],
+        weights: Sequence[Mapping[int, float]] = (),
+    ) -> None:
+        """setup.model becomes the mean of all nodes at the end of each segment; models by node.
+        weights: of each node's neighbours; needed where the job has a codec."""
+        job = setup.job
+        if "train" not in setup.data:
+            known = ", ".join(setup.data) or "none"
+            raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+        self._setup, self._job, self.model = setup, job, setup.model
+        self._nodes = {number: _node(setup, model) for number, model in models.items()}
+        if not all(node.params for node in self._nodes.values()):
+            raise InvalidInputError.at("model", "has no trainable parameter")
+        self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
+        self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        params = next(iter(self._nodes.values())).params
+        is_coded = job.compression is not None and job.compression.codec != "none"
+        self.public = (
+            PublicCopies(job, params, list(models), weights, setup.numerics) if is_coded else None
+        )
+        self.step = 0
+        self._num_segment_steps = 0
+        strategy = job.strategy
+        assert isinstance(strategy, DataParallel)
+        self._consensus_every = strategy.options.consensus_every
+        self._measured: dict[str, float] = {}
+        """The newest exact distance, which is shown until there is another one."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._setup.notes
+
+    def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
+        """A local step of each own node, then one round of mixing.
+
+        Loss and neighbour distance are the own nodes'; the consensus distance, where the job asks
+        for it, is of all nodes after mixing. After an error the nodes are at different
+        steps, and the trainer is of no more use.
+        """
+        _, indices = self._order.batch(self.step)
+        shards = split_rows(len(indices), num_nodes)
+        rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
+        own = _Sums()
+        for number, node in self._nodes.items():
+            rows = indices[shards[number].start : shards[number].stop]
+            if len(rows):  # a node without rows only mixes
+                node.local_step.passes.execution.begin_batch(len(indices))
+                report = self._local_step(number, node, rows, rate)
+                node.sums.add(report)
+                own.add(report)
+        failpoint("worker.gossip.before_mix")
+        tensors = {number: node.tensors for number, node in self._nodes.items()}
+        waits_since_s = time.perf_counter()
+        if self.public is None:
+            distances = exchange.mix(tensors)
+        else:
+            distances = exchange.mix_coded(self.step + 1, tensors, self.public)
+        wait_s = time.perf_counter() - waits_since_s
+        for number, distance in distances.items():
+            self._nodes[number].sums.moved += distance.moved
+        self.step += 1
+        self._num_segment_steps += 1
+        failpoint("worker.gossip.after_mix")
+        if self._consensus_every is not None and self.step % self._consensus_every == 0:
+            self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
+        return StepReport(
+            step=self.step,
+            loss=own.loss / own.weight if own.weight else math.nan,
+            weight=own.weight,
+            num_rows=len(indices),
+            stop=False,
+            grad_norm=own.grad_norm,
+            num_skipped=own.num_skipped,
+            metrics={
+                "neighbour_distance": neighbour_distance([*distances.values()]),
+                **self._measured,
+            },
+            exchange_wait_s=wait_s,
+        )
+
+    def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:
+        """One optimizer step with the mean gradient of the node's rows."""
+        node.model.train()
+        set_learning_rate(node.optimizer, rate)
+        window = Window(
+            self._job.window.cut(len(rows)),
+            key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
+            before_backward=lambda _: failpoint("worker.gossip.before_backward"),
+        )
+        step = self.step + 1
+        what = Rows(self._setup.data["train"], rows, f"training step {step}")
+        try:
+            return node.local_step.run(node.optimizer, what, window, step=step)
+        finally:
+            node.local_step.passes.randomness.end()
+
+    @torch.no_grad()
+    def end_segment(self, exchange: GossipExchange) -> Summary:
+        """Make `model` the mean of all nodes, and say how far they are from it.
+
+        The mean is over float64 values in order of node, rounded once; integers are node 0's.
+        """
+        squares = self._average(exchange)
+        columns = {
+            number: [
+                node.sums.weight,
+                node.sums.loss,
+                node.sums.moved,
+                squares[number],
+                node.sums.num_skipped,
+                node.sums.grad_norm,
+            ]
+            for number, node in self._nodes.items()
+        }
+        (table,) = exchange.sum_in_order(
+            [_NUM_COLUMNS * exchange.num_nodes],
+            lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
+        )
+        by_column = [table[i::_NUM_COLUMNS].tolist() for i in range(_NUM_COLUMNS)]
+        weight, loss, moved, square, num_skipped = map(math.fsum, by_column[:-1])
+        num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
+        for node in self._nodes.values():
+            node.sums = _Sums()
+        self._num_segment_steps = 0
+        return Summary(
+            loss=loss / weight if weight else 0.0,
+            metrics={
+                "consensus_distance": math.sqrt(square / exchange.num_nodes),
+                "mixing_distance": math.sqrt(moved / num_rounds),
+                "max_grad_norm": max(by_column[-1]),
+                **({"skipped_steps": num_skipped} if self._job.window.may_skip else {}),
+            },
+        )
+
+    def _average(self, exchange: GossipExchange) -> dict[int, float]:
+        """Sets `model`; for each own node the squared distance of its parameters to the mean."""
+        own = {number: _averaged(node.model) for number, node in self._nodes.items()}
+        target, is_param = _averaged(self.model), _is_trainable(self.model)
+        buckets = plan_buckets(target)
+
+        def term(number: int, index: int) -> Tensor:
+            bucket = buckets[index]
+            flat = torch.empty(bucket.numel, dtype=torch.float64, device=target[0].device)
+            return flatten(bucket, own[number], flat)
+
+        totals = exchange.sum_in_order([bucket.numel for bucket in buckets], term)
+        squares = dict.fromkeys(self._nodes, 0.0)
+        for index, (bucket, total) in enumerate(zip(buckets, totals, strict=True)):
+            total.div_(exchange.num_nodes)
+            unflatten(bucket, total, target)
+            for number in self._nodes:
+                away = term(number, index).sub_(total).square_()
+                start = 0
+                for place in bucket.indices:
+                    stop = start + target[place].numel()
+                    if is_param[place]:
+                        squares[number] += float(away[start:stop].sum())
+                    start = stop
+        self._copy_integers(exchange)
+        return squares
+
+    def _copy_integers(self, exchange: GossipExchange) -> None:
+        """Counters and the like are node 0's, through float64, which holds them exactly."""
+        own = {number: _integers(node.model) for number, node in self._nodes.items()}
+        target = _integers(self.model)
+
+        def term(number: int, index: int) -> Tensor:
+            flat = own[number][index].detach().to(torch.float64).reshape(-1)
+            return flat if number == 0 else torch.zeros_like(flat)
+
+        totals = exchange.sum_in_order([tensor.numel() for tensor in target], term)
+        for tensor, total in zip(target, totals, strict=True):
+            tensor.copy_(total.view(tensor.shape))
+
+    def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
+        """This member's parts of an evaluation of the mean, as of the last end of a segment."""
+        data = self._setup.data
+        if split not in data:
+            known = ", ".join(data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self._setup.evaluator.parts(split, data[split], rank, size)
+
+    def copy_state(self, *, with_mean: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the mean."""
+        tensors: dict[str, Tensor] = state_format.model_state(self.model) if with_mean else {}
+        metadata = {"step": str(self.step), "format": state_format.FORMAT}
+        for number, node in self._nodes.items():
+            moments, numbers = state_format.optimizer_state(node.optimizer, node.params)
+            public = self.public.state(number) if self.public is not None else {}
+            numbers |= node.local_step.passes.execution.scale.metadata()
+            named = {**state_format.model_state(node.model), **moments, **public}
+            tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
+            metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
+        return state_format.copied(dict(sorted(tensors.items()))), metadata
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a state of all nodes; from a state without nodes, each begins there."""
+        if metadata.get("format") != state_format.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        state_format.load_model_state(self.model, tensors)
+        for number, node in self._nodes.items():
+            own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
+            state_format.load_model_state(node.model, own)
+            state_format.load_optimizer_state(node.optimizer, node.params, own, numbers)
+            node.local_step.passes.execution.scale.load(numbers)
+        if self.public is not None:
+            for number in self.public.nodes:
+                self.public.load(number, _of(number, tensors) or tensors)
+        self.step = int(metadata["step"])
+
+    def fingerprint(self) -> str:
+        """Of what this member holds."""
+        return state_format.fingerprint(*self.copy_state(with_mean=True))
+
+
+def _node(setup: Setup, model: nn.Module) -> _Node:
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = make_optimizer(
+        setup.job.optimizer, [param for _, param in params], fused=setup.job.execution.fusion
+    )
+    randomness = KeyedRandomness(model, setup.gather.device)
+    execution = prepare(model, setup.job, setup.gather.device, randomness)
+    passes = Passes(model, setup.loss, setup.gather, randomness, execution)
+    buffers = Buffers(model, setup.gather.device)
+    local_step = LocalStep(
+        setup.job, [param for _, param in params], passes, buffers, setup.numerics
+    )
+    return _Node(model, params, optimizer, local_step)
+
+
+def _prefix(number: int) -> str:
+    return f"node{number}/"
+
+
+def _of(number: int, named: Mapping[str, Value]) -> dict[str, Value]:
+    prefix = _prefix(number)
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def _stored(model: nn.Module) -> list[Tensor]:
+    """The tensors of the state_dict, tied ones once."""
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+
+
+def _averaged(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in _stored(model) if tensor.is_floating_point()]
+
+
+def _is_trainable(model: nn.Module) -> list[bool]:
+    return [tensor.requires_grad for tensor in _stored(model) if tensor.is_floating_point()]
+
+
+def _integers(model: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in _stored(model) if not tensor.is_floating_point()]
+
+
+def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:
+    """The node's values at its place, zeros elsewhere."""
+    table = torch.zeros(num_nodes, len(values), dtype=torch.float64)
+    table[number] = torch.tensor(values, dtype=torch.float64)
+    return table.reshape(-1)

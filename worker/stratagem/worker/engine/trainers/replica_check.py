@@ -1,0 +1,51 @@
+"""Whether the replicas still hold the same after steps that they made each for itself.
+
+Predicted steps exchange nothing. The first exact step after them carries a checksum of each
+member's state in one extra, added up over shards like all extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import UserCodeError
+from stratagem.worker.engine.step.state_format import checksum
+from stratagem.worker.phases import PhaseTraining
+
+State = tuple[Mapping[str, Tensor], Mapping[str, str]]
+
+
+class ReplicaCheck:
+    """One member's side of the comparison; nothing at all without phases."""
+
+    def __init__(self, phases: PhaseTraining | None) -> None:
+        self._phases = phases
+        self.num_extras = int(phases is not None)
+        """Places at the end of the extras."""
+        self._checksum = 0
+
+    def begin_step(self, state: Callable[[], State]) -> None:
+        """An exact step begins in this state."""
+        is_due = self._phases is not None and self._phases.is_check_due
+        self._checksum = checksum(*state()) if is_due else 0
+
+    def with_checksum(self, extras: Tensor) -> Tensor:
+        """The extras of a shard with what this member says at their end."""
+        if self._phases is None:
+            return extras
+        return torch.cat([extras, torch.tensor([float(self._checksum)], dtype=torch.float64)])
+
+    def compare(self, extras: Tensor, num_live: int, step: int) -> None:
+        """Raises unless all members began the step with the same state: where not all are equal
+        some member differs from the mean. Sums are exact: 32 bits each, as float64, last of the
+        summed extras."""
+        if self._phases is None or extras[-1].item() == float(self._checksum) * num_live:
+            return
+        message = (
+            f"the replicas differ before step {step}, after predicted steps: the members' "
+            "checksums of parameters, optimizer and predictor are unequal"
+        )
+        raise UserCodeError("ReplicasDiffer", message, activity=f"training step {step}")

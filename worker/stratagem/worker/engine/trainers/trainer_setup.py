@@ -1,0 +1,41 @@
+"""What trainers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.losses import LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a trainer is made of."""
+
+    job: JobSpec
+    model: nn.Module
+    data: Mapping[str, Dataset]
+    loss: LossFunction
+    gather: Gather
+    evaluator: Evaluator
+    randomness: KeyedRandomness
+    execution: Execution
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self.data.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self.execution.notes

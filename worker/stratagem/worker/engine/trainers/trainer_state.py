@@ -1,0 +1,63 @@
+"""What of a trainer is saved: parameters, buffers, optimizer, and what its settings add to them.
+
+Of all that a step uses, only this outlives it. Must not know how a step is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.engine.numerics.mixed_precision import LossScale
+from stratagem.worker.engine.step import state_format
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.phases import PhaseTraining
+
+State = tuple[dict[str, Tensor], dict[str, str]]
+"""(tensors by name, metadata)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The parts of a trainer that have a state. Used by one thread."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    params: Sequence[tuple[str, nn.Parameter]]
+    scale: LossScale
+    phases: PhaseTraining | None
+    compressor: Compressor | None
+
+    def live(self, step: int) -> State:
+        """The tensors themselves, after `step` steps. Valid until the next one."""
+        tensors, numbers = state_format.optimizer_state(self.optimizer, self.params)
+        numbers |= self.scale.metadata()
+        if self.phases is not None:
+            saved, texts = self.phases.state()
+            tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
+        metadata = {"step": str(step), "format": state_format.FORMAT, **numbers}
+        return {**state_format.model_state(self.model), **tensors}, metadata
+
+    def copied(self, step: int, *, with_shared: bool) -> State:
+        """Copies on the CPU, also of residuals. with_shared: of what all members hold, too."""
+        tensors, metadata = self.live(step)
+        if self.compressor is not None:
+            tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
+        return state_format.copied(tensors), metadata
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+        """Puts a state in the place of the present one; after how many steps it was taken."""
+        if metadata.get("format") != state_format.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        state_format.load_model_state(self.model, tensors)
+        state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
+        if self.compressor is not None:
+            self.compressor.load_state(tensors)
+        if self.phases is not None:
+            self.phases.load(tensors, metadata)
+        self.scale.load(metadata)
+        return int(metadata["step"])

@@ -1,0 +1,1 @@
+"""All-reduce of partial sums: direct, by a tree, and in shared memory."""

@@ -1,0 +1,135 @@
+"""The direct exchange over a link: what `schedule` prepared, in the order of time.
+
+Receives are posted ahead, the next pieces are sent while one is being added, and nothing waits for
+the end of a piece before it must.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from stratagem.worker.exchange.all_reduce.all_reduce_schedule import (
+    Piece,
+    cut_pieces,
+    num_tags,
+    prepare,
+)
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer
+from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree
+from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.transfer_thread import Turn
+from stratagem.worker.mesh.link import Link, Work
+
+WINDOW = 4
+"""Pieces under way at once."""
+
+
+class DirectMethod:
+    """Each member adds its own slices in the tree; bits depend on nothing but the shards."""
+
+    suffix = ""
+
+    def __init__(self, link: Link, layout: Layout, party: Party) -> None:
+        self._link, self._party = link, party
+        self._cuts = cut_pieces(layout, link.size)
+        self.num_tags = num_tags(self._cuts, party)
+        self._window = 1 if link.in_order else WINDOW
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> tuple[Piece, ...]:
+        return prepare(self._cuts, self._party, step, sets, self._window)
+
+    def run(self, prepared: tuple[Piece, ...], turn: Turn) -> None:
+        _DirectRun(self._link, prepared, turn, self._window).run()
+
+
+@dataclass(slots=True)
+class _DirectRun:
+    """One step under way."""
+
+    link: Link
+    pieces: tuple[Piece, ...]
+    turn: Turn
+    window: int
+    receives: list[list[Work]] = field(default_factory=list)
+    """Phase 1, by piece."""
+    sends: list[list[Work]] = field(default_factory=list)
+    """Phase 1, by piece."""
+    rest: list[Work] = field(default_factory=list)
+    """Phase 2."""
+
+    def run(self) -> None:
+        for index, piece in enumerate(self.pieces):
+            self._send_ready(index)
+            if piece.tree is not None:
+                self._climb(piece, piece.tree)
+                continue
+            self.turn.wait(self.receives[index])
+            if piece.adds_in_place:
+                self.turn.wait(self.sends[index])
+            for addition in piece.additions:
+                addition.run()
+            if self.turn.divisor is not None and not piece.is_extras:
+                piece.total.div_(self.turn.divisor)  # while it is warm, and once for all members
+            if self.link.in_order:
+                self.rest += self._post(piece.send_sums, piece.receive_sums)
+            else:
+                self.rest += self._post(piece.send_sums, ())
+        for works in self.sends:
+            self.turn.wait(works)
+        self.turn.wait(self.rest)
+
+    def _send_ready(self, index: int) -> None:
+        """Sends piece `index` as soon as its bucket was launched, and those behind it that may
+        be under way too and are ready by then."""
+        last = min(index + self.window, len(self.pieces))
+        if not self.link.in_order:
+            while len(self.receives) < last:
+                ahead = self.pieces[len(self.receives)]
+                self.receives.append(self._post((), ahead.receive_partials))
+        num_launched = self.turn.await_launch(self.pieces[index].bucket)
+        while len(self.sends) < last and self.pieces[len(self.sends)].bucket < num_launched:
+            piece = self.pieces[len(self.sends)]
+            if self.link.in_order:
+                works = self._post(piece.send_partials, piece.receive_partials)
+                self.receives.append(works)
+                self.sends.append([])
+            else:
+                self.sends.append(self._post(piece.send_partials, ()))
+                # Sums can be received over the partial sums: a member sends a sum only after it
+                # has received all of ours for it.
+                self.rest += self._post((), piece.receive_sums)
+
+    def _climb(self, piece: Piece, tree: Tree) -> None:
+        """Up and down the tree, message by message; its own sums are already among them."""
+        for move in tree.up:
+            if isinstance(move, Hop):
+                self._hop(move)
+            else:
+                move.run()
+        if self.turn.divisor is not None and not piece.is_extras and self.link.rank == 0:
+            piece.total.div_(self.turn.divisor)
+        for hop in tree.down:
+            self._hop(hop)
+
+    def _hop(self, hop: Hop) -> None:
+        peer, tag = hop.transfer.peer, self.turn.first_tag + hop.transfer.tag
+        if hop.is_send:
+            # The sum comes back over what went up, but only after all of that has arrived.
+            self.rest.append(self.link.send(peer, tag, hop.transfer.tensor))
+            return
+        self.turn.wait([self.link.recv(peer, tag, hop.transfer.tensor)])
+
+    def _post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Work]:
+        """Issues transfers. Of two members the lower one sends first, so that a link which goes
+        by order finds a receive for every send."""
+        rank, link, works = self.link.rank, self.link, []
+        for peer in range(link.size):
+            out = [t for t in sends if t.peer == peer]
+            back = [t for t in receives if t.peer == peer]
+            for is_send in (True, False) if rank < peer else (False, True):
+                for t in out if is_send else back:
+                    issue = link.send if is_send else link.recv
+                    works.append(issue(peer, self.turn.first_tag + t.tag, t.tensor))
+        return works

@@ -1,0 +1,194 @@
+"""Sums in shared memory: every member's buckets are mapped by all, and nothing is sent.
+
+Once all members say that a bucket is full, each adds its own slice over everybody's partial sums,
+in the tree, and writes the sum into the same slice of every member's set 0. Nobody else reads or
+writes that slice, so one barrier per bucket is enough, and one at the end of the step.
+Has no thread: a bucket is added when the torch thread comes by with the next one, or in `finish`.
+Adding costs little, and waking another thread costs as much and takes a core from backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stratagem.common.numerics.batch_shards import Node, split_rows
+from stratagem.worker.exchange.all_reduce.all_reduce_schedule import tree_additions
+from stratagem.worker.exchange.all_reduce.transfer_ops import Addition
+from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, Layout
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.shard_owners import Party, Step, num_sets
+from stratagem.worker.mesh.link import ExchangeError
+from stratagem.worker.mesh.shm_buffers import SharedGroup
+
+BLOCK_BYTES = 256 << 10
+"""What is added, divided and copied in one go, so that it stays in the cache of one core."""
+
+MemberSets = Sequence[Sequence[Sequence[Tensor]]]
+"""By rank, set and bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of this member's slice of a bucket."""
+
+    additions: tuple[Addition, ...]
+    total: Tensor
+    """What the additions end in; lies in this member's set 0."""
+    copies: tuple[Tensor, ...]
+    """The same place in the set 0 of every other member."""
+    is_extras: bool
+
+    def run(self, divisor: float | None) -> None:
+        for addition in self.additions:
+            addition.run()
+        if divisor is not None and not self.is_extras:
+            self.total.div_(divisor)
+        for copy in self.copies:
+            copy.copy_(self.total)
+
+
+class SharedTransport:
+    """A `Transport` among the members of a group, which it owns. The buckets lie in its memory
+    until it is closed."""
+
+    name = SharedGroup.name
+
+    def __init__(
+        self, group: SharedGroup, buckets: GradientBuckets, party: Party, *, deadline_s: float
+    ) -> None:
+        self.deadline_s = deadline_s
+        self._group, self._buckets, self._party = group, buckets, party
+        parties = [Party(rank, party.size, party.num_shards) for rank in range(party.size)]
+        counts = [num_sets(each) for each in parties]
+        layout = buckets.layout
+        segments = group.share([count * _set_bytes(layout) for count in counts], deadline_s)
+        self._sets: MemberSets = [
+            [_one_set(layout, segment, index) for index in range(count)]
+            for segment, count in zip(segments, counts, strict=True)
+        ]
+        buckets.lie_in(self._sets[party.rank])
+        self._num_buckets = len(layout.buckets)
+        self._prepared: dict[int, list[list[Block]]] = {}
+        self._blocks: list[list[Block]] = []
+        self._divisor: float | None = None
+        self._first_token = 0
+        self._num_launched = 0
+        self._num_reduced = 0
+        self._error = ""
+
+    def begin(
+        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        if len(sets) > len(self._sets[self._party.rank]):
+            raise ValueError(f"{len(sets)} sets, but the members share fewer")
+        if step.num_live not in self._prepared:
+            self._prepared[step.num_live] = prepare_blocks(self._party, step, self._sets)
+        self._blocks, self._divisor = self._prepared[step.num_live], divisor
+        self._num_launched = self._num_reduced = 0
+
+    def launch(self, bucket: int) -> None:
+        self._num_launched = bucket + 1
+        self._group.tell()
+        while self._num_reduced < self._num_launched and self._group.has_heard(
+            self._first_token + self._num_reduced + 1
+        ):
+            self._reduce_next()
+
+    def finish(self) -> None:
+        if self._group.is_cut:
+            self._error = self._error or "the exchange was cut"
+        if self._error:
+            raise ExchangeError(self._error)
+        try:
+            self._reduce_rest()
+        except ExchangeError as error:
+            self._error = str(error)
+            self._group.cut()
+            raise
+
+    def cut(self) -> None:
+        self._group.cut()
+
+    def close(self) -> None:
+        # A member that was frozen may go on writing into this memory when it wakes up.
+        self._buckets.lie_in(())
+        self._prepared.clear()
+        self._blocks, self._sets = [], []
+        self._group.cut()
+        self._group.close()
+
+    def _reduce_rest(self) -> None:
+        last = self._first_token + self._num_buckets + 1
+        while self._num_reduced < self._num_buckets:
+            self._group.hear(self._first_token + self._num_reduced + 1, last, self.deadline_s)
+            self._reduce_next()
+        self._group.tell()
+        self._group.hear(last, last, self.deadline_s)
+        self._first_token = last
+
+    def _reduce_next(self) -> None:
+        for block in self._blocks[self._num_reduced]:
+            block.run(self._divisor)
+        self._num_reduced += 1
+
+
+def prepare_blocks(party: Party, step: Step, sets: MemberSets) -> list[list[Block]]:
+    """By bucket, what this member adds; together the members' blocks are each bucket once."""
+    own = sets[party.rank][0]
+    return [
+        [_block(party, step, sets, bucket, start, stop) for start, stop in _ranges(flat, party)]
+        for bucket, flat in enumerate(own)
+    ]
+
+
+def _ranges(flat: Tensor, party: Party) -> list[tuple[int, int]]:
+    """This member's slice of a flat bucket in blocks; each begins on SLOT_BYTES."""
+    step = SLOT_BYTES // flat.element_size()
+    num_units = -(-flat.numel() // step)
+    mine = split_rows(num_units, party.size)[party.rank]
+    units = BLOCK_BYTES // SLOT_BYTES
+    return [
+        (start * step, min(min(start + units, mine.stop) * step, flat.numel()))
+        for start in range(mine.start, mine.stop, units)
+    ]
+
+
+def _block(party: Party, step: Step, sets: MemberSets, bucket: int, start: int, stop: int) -> Block:
+    def part(rank: int, index: int) -> Tensor:
+        return sets[rank][index][bucket].narrow(0, start, stop - start)
+
+    total = part(party.rank, 0)
+    partials: dict[Node, Tensor] = {}
+    for rank, nodes in enumerate(step.nodes):
+        for index, node in enumerate(nodes):
+            partials[node] = total if (rank, index) == (party.rank, 0) else part(rank, index)
+    return Block(
+        additions=tree_additions(partials, step.num_live, total),
+        total=total,
+        copies=tuple(part(rank, 0) for rank in range(party.size) if rank != party.rank),
+        is_extras=bucket == len(sets[party.rank][0]) - 1,
+    )
+
+
+# ---- where the sets lie in a segment ----
+
+
+def _offsets(layout: Layout) -> list[int]:
+    """In bytes, of each bucket in a set, and last the size of the set."""
+    offsets = [0]
+    for bucket in layout.buckets:
+        offsets.append(offsets[-1] + -(-bucket.size_bytes // SLOT_BYTES) * SLOT_BYTES)
+    return offsets
+
+
+def _set_bytes(layout: Layout) -> int:
+    return _offsets(layout)[-1]
+
+
+def _one_set(layout: Layout, segment: Tensor, index: int) -> list[Tensor]:
+    base = index * _set_bytes(layout)
+    return [
+        segment.narrow(0, base + offset, bucket.size_bytes).view(bucket.dtype)
+        for bucket, offset in zip(layout.buckets, _offsets(layout), strict=False)
+    ]

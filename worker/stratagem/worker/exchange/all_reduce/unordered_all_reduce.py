@@ -1,0 +1,129 @@
+"""Sums in an order that depends on who is there: only where the job gave up on equal bits.
+
+`RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` hands each bucket to
+the backend's own. In both a member first adds up its own shards, so that every element is sent
+2(N - 1)/N times, whatever the shards. All members end with the same bits, but other members, or
+another number of them, give others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.transfer_thread import Turn
+from stratagem.worker.mesh.link import CollectiveLink, Link, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One bucket of a member: what it sends, and where the sum ends up."""
+
+    total: Tensor
+    others: tuple[Tensor, ...]
+    """Partial sums that are added onto total first."""
+    is_empty: bool
+    """This member has no live shard: it contributes zeros."""
+    is_extras: bool
+
+    def fold(self) -> None:
+        if self.is_empty:
+            self.total.zero_()
+        for other in self.others:
+            self.total.add_(other)
+
+    def divide(self, divisor: float | None) -> None:
+        if divisor is not None and not self.is_extras:
+            self.total.div_(divisor)
+
+
+class RingMethod:
+    """N - 1 steps add a chunk on its way round the ring, N - 1 more bring the sums round.
+
+    Sends 2(N - 1) L elements in total for L elements; chunk sizes differ by at most one.
+    """
+
+    suffix = " ring"
+
+    def __init__(self, link: Link, layout: Layout) -> None:
+        self._link = link
+        self._steps_per_bucket = 2 * (link.size - 1)
+        self.num_tags = len(layout.buckets) * self._steps_per_bucket
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+        return wholes(step, self._link.rank, sets)
+
+    def run(self, prepared: list[Whole], turn: Turn) -> None:
+        for index, whole in enumerate(prepared):
+            turn.await_launch(index)
+            whole.fold()
+            self._sum(whole.total, turn.first_tag + index * self._steps_per_bucket, turn)
+            whole.divide(turn.divisor)  # the same division of the same bits everywhere
+
+    def _sum(self, flat: Tensor, first_tag: int, turn: Turn) -> None:
+        rank, size = self._link.rank, self._link.size
+        chunks = [flat[part.start : part.stop] for part in split_rows(flat.numel(), size)]
+        stage = torch.empty_like(chunks[0])
+        for step in range(size - 1):
+            received = chunks[(rank - step - 1) % size]
+            arriving = stage[: received.numel()]
+            self._pass_on(chunks[(rank - step) % size], arriving, first_tag + step, turn)
+            received.add_(arriving)
+        for step in range(size - 1):
+            tag = first_tag + size - 1 + step
+            self._pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size], tag, turn)
+
+    def _pass_on(self, given: Tensor, taken: Tensor, tag: int, turn: Turn) -> None:
+        turn.wait(list(self._issue(given, taken, tag)))
+
+    def _issue(self, given: Tensor, taken: Tensor, tag: int) -> Iterator[Work]:
+        """Of two members the lower one sends first, for links that go by order alone."""
+        rank, size = self._link.rank, self._link.size
+        ways = ("send", "receive") if rank < (rank - 1) % size else ("receive", "send")
+        for way in ways:
+            if way == "send" and given.numel():
+                yield self._link.send((rank + 1) % size, tag, given)
+            if way == "receive" and taken.numel():
+                yield self._link.recv((rank - 1) % size, tag, taken)
+
+
+class NativeMethod:
+    """The backend's own all-reduce, all launched buckets under way at once."""
+
+    suffix = " native"
+    num_tags = 0
+
+    def __init__(self, link: CollectiveLink) -> None:
+        self._link = link
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+        return wholes(step, self._link.rank, sets)
+
+    def run(self, prepared: list[Whole], turn: Turn) -> None:
+        works = []
+        for index, whole in enumerate(prepared):
+            turn.await_launch(index)
+            whole.fold()
+            if whole.total.numel():
+                works.append((whole, self._link.all_reduce(whole.total)))
+        for whole, work in works:
+            turn.wait([work])
+            whole.divide(turn.divisor)
+
+
+def wholes(step: Step, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+    """By bucket."""
+    num_partials = len(step.nodes[rank])
+    return [
+        Whole(
+            total=total,
+            others=tuple(sets[index][bucket] for index in range(1, num_partials)),
+            is_empty=num_partials == 0,
+            is_extras=bucket == len(sets[0]) - 1,
+        )
+        for bucket, total in enumerate(sets[0])
+    ]

@@ -1,0 +1,1 @@
+"""Storage of gradients in buckets, and who holds which partial sums."""

@@ -1,0 +1,244 @@
+"""The storage in which gradients are summed; it belongs to the model and outlives memberships.
+
+A *set* is one full copy of all buckets. A member that computes one shard needs one set; one that
+computes several keeps the partial sums it cannot add yet in further sets, made when first needed.
+Hooks bring each gradient into its slot as backward finishes it and say when a bucket is full.
+Knows neither members nor network, nor which shards there are.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, Layout, plan_layout
+
+
+class GradientBuckets:
+    """Fixed buckets for these parameters, and `num_extras` float64 values beside them."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        num_extras: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """bucket_bytes: of a bucket of several parameters, at most."""
+        frozen = [name for name, param in params if not param.requires_grad]
+        if frozen:
+            raise ValueError(f"parameters without gradient do not belong here: {frozen}")
+        self.layout: Layout = plan_layout(
+            [(name, param.dtype, param.shape) for name, param in params],
+            num_extras=num_extras,
+            bucket_bytes=bucket_bytes,
+        )
+        self.layout_digest = self.layout.digest
+        self.all: range = range(len(self.layout.buckets))
+        self._params = [param for _, param in params]
+        self.device = params[0][1].device if params else torch.device("cpu")
+        self._sets: list[list[Tensor]] = []
+        self._views: list[list[Tensor]] = []
+        self._narrow = {  # gradients as autograd wants them, where the bucket is wider
+            slot.index: torch.zeros_like(param)
+            for slot, param in zip(self.layout.slots, self._params, strict=True)
+            if param.dtype != self.layout.buckets[slot.bucket].dtype
+        }
+        self._per_bucket = [0] * len(self.layout.buckets)
+        for slot in self.layout.slots:
+            self._per_bucket[slot.bucket] += 1
+        self._filling: list[Tensor] | None = None
+        self._filling_set = 0
+        self._is_freed = False  # some buckets may have no memory
+        self._on_full: Callable[[int], None] | None = None
+        self._filled = [True] * len(self._params)
+        self._is_further = False  # a backward whose gradients are added to those that are here
+        self._came: list[bool] = []  # in the further backward that on_full hears of
+        self._num_missing = [0] * len(self.layout.buckets)
+        for slot, param in zip(self.layout.slots, self._params, strict=True):
+            hook = self._make_hook(slot.index, slot.bucket)
+            param.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def num_extras(self) -> int:
+        return self.layout.buckets[-1].numel
+
+    def tensors(self, index: int) -> list[Tensor]:
+        """The flat buckets of one set, extras last. Set 0 is where sums end up."""
+        while len(self._sets) <= index:
+            self._add_set(self._make_flats(self.all))
+        return self._sets[index]
+
+    def views(self, index: int) -> list[Tensor]:
+        """The gradients of one set, by parameter."""
+        self.tensors(index)
+        return self._views[index]
+
+    def scratch(self, which: range) -> tuple[list[Tensor], list[Tensor]]:
+        """(these flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
+        flats = self._make_flats(which)
+        return flats, self.views_of(flats, which)
+
+    def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
+        """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
+        What they held is lost."""
+        self._sets, self._views = [], []
+        for flats in sets:
+            self._add_set(list(flats))
+
+    def free(self) -> None:
+        """Gives the memory of all sets back. A bucket gets some again with its first gradient."""
+        self.discard()
+        self._is_freed = True
+        for flats in self._sets:
+            for flat in flats:
+                flat.untyped_storage().resize_(0)
+
+    def hold(self) -> None:
+        """All sets have memory again, of zeros where it was freed."""
+        for index in range(len(self._sets)):
+            self._hold_set(index)
+        self._is_freed = False
+
+    def _hold_set(self, index: int) -> None:
+        for bucket in range(len(self._sets[index])):
+            self._hold(index, bucket)
+
+    def _hold(self, index: int, bucket: int) -> None:
+        flat = self._sets[index][bucket]
+        if flat.numel() and flat.untyped_storage().size() == 0:
+            flat.untyped_storage().resize_(flat.nbytes)
+            flat.zero_()
+
+    def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
+        """From now on gradients go into this set; on_full hears of each bucket that is full."""
+        self.tensors(index)
+        self._filling, self._filling_set = self._views[index], index
+        self._on_full = on_full
+        self._filled = [False] * len(self._params)
+        self._is_further = False
+        self._num_missing = list(self._per_bucket)
+        for param in self._params:
+            param.grad = None
+
+    def go_on(self, on_full: Callable[[int], None] | None) -> None:
+        """A further backward adds to the set; on_full hears of buckets that this one completes."""
+        self._on_full, self._is_further = on_full, True
+        if on_full is not None:
+            self._came = [False] * len(self._params)
+            self._num_missing = list(self._per_bucket)
+
+    def reached(self) -> list[bool]:
+        """By parameter: whether the set that was begun has a gradient of it."""
+        return list(self._filled)
+
+    def discard(self) -> None:
+        """Forgets the set that was begun, and all gradients."""
+        self._filling = self._on_full = None
+        for param in self._params:
+            param.grad = None
+
+    def fill(self, gradients: Sequence[Tensor]) -> None:
+        """Gradients that were computed elsewhere, by parameter, go into the set that was begun."""
+        if self._filling is None:
+            raise RuntimeError("begin comes first")
+        for view, gradient in zip(self._filling, gradients, strict=True):
+            view.copy_(gradient)
+        self._filled = [True] * len(self._filled)
+
+    def end(self, index: int, extras: Tensor) -> None:
+        """Slots that backward did not reach become zero. Every bucket is full now."""
+        if self._is_freed:
+            self._hold_set(index)
+        for filled, view in zip(self._filled, self._views[index], strict=True):
+            if not filled:
+                view.zero_()
+        self._sets[index][-1].copy_(extras)
+        self._filling = self._on_full = None
+        self._is_further = False
+
+    def expose(self) -> Tensor:
+        """Points every param.grad at its sum, in set 0, and returns the summed extras."""
+        self.tensors(0)
+        for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
+            narrow = self._narrow.get(index)
+            param.grad = view if narrow is None else narrow.copy_(view)
+        return self._sets[0][-1].to("cpu", copy=True)
+
+    def divide(self, divisor: float) -> None:
+        """Divides the sums where they are widest, so that a narrow parameter rounds only once."""
+        for flat in self.tensors(0)[:-1]:
+            flat.div_(divisor)
+        self.expose()
+
+    def _make_flats(self, which: range) -> list[Tensor]:
+        # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
+        buckets = self.layout.buckets[which.start : which.stop]
+        return [torch.zeros(each.numel, dtype=each.dtype, device=self.device) for each in buckets]
+
+    def _add_set(self, flats: list[Tensor]) -> None:
+        self._sets.append(flats)
+        self._views.append(self.views_of(flats, self.all))
+
+    def views_of(self, flats: Sequence[Tensor], which: range) -> list[Tensor]:
+        """The gradients in these flat buckets, in order of parameter."""
+        return [
+            flats[slot.bucket - which.start]
+            .narrow(0, slot.offset, slot.shape.numel())
+            .view(slot.shape)
+            for slot in self.layout.slots
+            if slot.bucket in which
+        ]
+
+    def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
+        """A further gradient of the same shard; autograd added in place unless we took .grad."""
+        if self._on_full is not None and self._num_missing[bucket] == 0:
+            name = self.layout.slots[index].name
+            raise RuntimeError(
+                f"parameter {name} got a gradient again after its bucket was handed over: "
+                "a micro-batch is one backward, without re-entrant checkpointing"
+            )
+        if index in self._narrow and self._filling is not None and param.grad is not None:
+            self._filling[index].add_(param.grad)
+            param.grad = None
+        if self._is_further and self._on_full is not None and not self._came[index]:
+            self._came[index] = True
+            self._count(bucket)
+
+    def _count(self, bucket: int) -> None:
+        self._num_missing[bucket] -= 1
+        if self._num_missing[bucket] == 0 and self._on_full is not None:
+            self._on_full(bucket)
+
+    def _take(self, index: int, bucket: int, param: Tensor) -> None:
+        """A gradient that backward has just finished goes into its slot."""
+        if self._filling is None:
+            return  # a backward that is not part of a shard
+        if self._filled[index]:
+            self._add_again(index, bucket, param)
+            return
+        if self._is_freed:
+            self._hold(self._filling_set, bucket)
+        # Copying the first gradient into place costs less memory traffic than adding it to
+        # zeros, and keeps a negative zero.
+        view, grad = self._filling[index], param.grad
+        assert grad is not None
+        view.copy_(grad)
+        param.grad = None if index in self._narrow else view
+        self._filled[index] = True
+        if self._is_further and self._on_full is not None:
+            self._came[index] = True
+        self._count(bucket)
+
+    def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
+        # Autograd keeps hooks where Python's collector does not look: a hook that led back to the
+        # parameter would keep the parameters, and all these sets, for ever.
+        found = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            buckets = found()
+            if buckets is not None:
+                buckets._take(index, bucket, param)
+
+        return hook

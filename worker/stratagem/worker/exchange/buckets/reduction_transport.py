@@ -1,0 +1,67 @@
+"""What the reducer asks of whatever carries its partial sums, and the one that carries nothing."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.mesh.link import ExchangeError
+
+
+class Transport(Protocol):
+    """Turns every member's partial sums of each bucket into the sum, in set 0 of every member."""
+
+    @property
+    def name(self) -> str:
+        """Which engine this is, for people: "solo", "shm", "gloo ring", ..."""
+
+    def begin(
+        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        """A step starts. sets holds set 0 and every set with a partial sum of this member.
+        The sums of all buckets but the last, the extras, are divided by divisor."""
+
+    def launch(self, bucket: int) -> None:
+        """This member's partial sums of the bucket are final. Called once per bucket, in order.
+        Returns at once."""
+
+    def finish(self) -> None:
+        """Blocks until all sums are here and nobody reads this member's sets any more.
+        Raises ExchangeError."""
+
+    def cut(self) -> None:
+        """Makes finish raise, soon and from any thread."""
+
+    def close(self) -> None:
+        """Frees threads and links. Nothing writes into the sets afterwards."""
+
+
+class SoloTransport:
+    """One member: its partial sum is the sum."""
+
+    name = "solo"
+
+    def __init__(self) -> None:
+        self._sums: Sequence[Tensor] = ()
+        self._divisor: float | None = None
+        self._is_cut = False
+
+    def begin(
+        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        self._sums, self._divisor = sets[0], divisor
+
+    def launch(self, bucket: int) -> None: ...
+
+    def finish(self) -> None:
+        if self._is_cut:
+            raise ExchangeError("the exchange was cut")
+        if self._divisor is not None:
+            for total in self._sums[:-1]:
+                total.div_(self._divisor)
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def close(self) -> None: ...

@@ -1,0 +1,236 @@
+"""All-gather of coded shards: every member sends its shards' messages to all others.
+
+Everybody decodes all of them and adds them in the tree, so nothing but messages is sent. That is
+fewer bytes than exchanging sums as long as the messages of all shards together are smaller than
+two sets of gradients; `pays_off` is the rule, the same for all members. Messages go portion by
+portion, while backward and coding are still busy with the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem.common.numerics.batch_shards import Node, assign_shards, split_node
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.transfer_thread import Turn
+from stratagem.worker.exchange.coded.codec_groups import Portion
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.mesh.device_staging import host_room
+from stratagem.worker.mesh.link import Link, Work
+
+ON_DEVICE: Final = ("nccl",)
+"""Engines that send from the memory of the device only."""
+
+
+def pays_off(compressor: Compressor, num_shards: int) -> bool:
+    """Each exchange of sums sends every gradient to where it is added, and the sum back."""
+    return num_shards * compressor.message_bytes < 2 * compressor.raw_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    step: Step
+    sets: Sequence[Sequence[Tensor]]
+    incoming: Sequence[Mapping[int, Tensor]]
+    """By portion, and by shard of another member: where its piece arrives."""
+
+
+class PayloadMethod:
+    """A `Method` that sends what the compressor has made of each shard."""
+
+    suffix = " payloads"
+
+    def __init__(
+        self, link: Link, buckets: GradientBuckets, party: Party, compressor: Compressor
+    ) -> None:
+        self._link, self._buckets, self._party = link, buckets, party
+        self._compressor = compressor
+        self._portions = compressor.portions(buckets.layout)
+        self._owners = {
+            shard: rank
+            for rank, owned in enumerate(assign_shards(party.num_shards, party.size))
+            for shard in owned
+        }
+        self.num_tags = party.num_shards * len(self._portions)
+
+    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
+        foreign = [shard for shard in range(step.num_live) if shard not in step.live]
+        device = sets[0][0].device
+        incoming = [
+            {shard: self._room(self._size(portion), device) for shard in foreign}
+            for portion in self._portions
+        ]
+        return _Prepared(step, sets, incoming)
+
+    def _is_last(self, portion: Portion) -> bool:
+        return portion.index == len(self._portions) - 1
+
+    def _size(self, portion: Portion) -> int:
+        return self._compressor.piece_bytes(portion, is_last=self._is_last(portion))
+
+    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """For a piece that goes to this device."""
+        if self._link.name in ON_DEVICE:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return host_room((num_bytes,), torch.uint8, device)
+
+    def run(self, prepared: _Prepared, turn: Turn) -> None:
+        under_way = _UnderWay(self._portions, turn)
+        if not self._link.in_order:
+            # Ahead of all sends: gloo tells a peer of a receive behind what it sends itself, so
+            # members that send first would take turns.
+            for portion in self._portions:
+                under_way.receives.append(self._receive(prepared, portion, turn.first_tag))
+        step, sets = prepared.step, prepared.sets
+        for portion in self._portions:
+            self._send_ready(under_way, prepared, portion)
+            turn.wait(under_way.receives[portion.index])
+            self._send_ready(under_way, prepared, portion)  # what is ready by now
+            own = [[flats[bucket] for bucket in portion.buckets] for flats in sets]
+            partials = dict(zip(step.nodes[self._link.rank], own, strict=False))
+            incoming = prepared.incoming[portion.index]
+            summing = Summing(self._buckets, self._compressor, portion, partials, incoming)
+            put(own[0], summing.total(step.num_live), turn.divisor, self._is_last(portion))
+        turn.wait(under_way.sends)
+        self._count(len(step.live))
+
+    def _send_ready(self, under_way: _UnderWay, prepared: _Prepared, awaited: Portion) -> None:
+        """Sends the pieces of this portion as soon as it was launched, and those behind it that
+        were launched by then."""
+        num_launched = under_way.turn.await_launch(awaited.buckets[-1])
+        first_tag = under_way.turn.first_tag
+        for portion in self._portions[under_way.num_sent :]:
+            if portion.buckets[-1] >= num_launched:
+                return
+            if self._link.in_order:
+                receives, sends = self._mirrored(prepared, portion, first_tag)
+                under_way.receives.append(receives)
+                under_way.sends += sends
+            else:
+                under_way.sends += self._send(prepared, portion, first_tag)
+            under_way.num_sent += 1
+
+    def _mirrored(
+        self, prepared: _Prepared, portion: Portion, first_tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        """(receives, sends) for links that go by order alone: of two members the lower one sends
+        first."""
+        receives, sends = list[Work](), list[Work]()
+        for peer in range(self._link.size):
+            if peer < self._link.rank:
+                receives += self._receive(prepared, portion, first_tag, (peer,))
+                sends += self._send(prepared, portion, first_tag, (peer,))
+            elif peer > self._link.rank:
+                sends += self._send(prepared, portion, first_tag, (peer,))
+                receives += self._receive(prepared, portion, first_tag, (peer,))
+        return receives, sends
+
+    def _send(
+        self, prepared: _Prepared, portion: Portion, first_tag: int, to: Sequence[int] = ()
+    ) -> list[Work]:
+        """To these peers; to all, if none are named."""
+        device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
+        is_last = self._is_last(portion)
+        pieces = {
+            shard: self._compressor.piece(shard, portion, is_last=is_last).to(device)
+            for shard in prepared.step.live
+        }
+        return [
+            self._link.send(peer, self._tag(first_tag, shard, portion), piece)
+            for peer in to or [rank for rank in range(self._link.size) if rank != self._link.rank]
+            for shard, piece in pieces.items()
+        ]
+
+    def _receive(
+        self, prepared: _Prepared, portion: Portion, first_tag: int, of: Sequence[int] = ()
+    ) -> list[Work]:
+        """From these peers; from all, if none are named."""
+        return [
+            self._link.recv(self._owners[shard], self._tag(first_tag, shard, portion), room)
+            for shard, room in prepared.incoming[portion.index].items()
+            if not of or self._owners[shard] in of
+        ]
+
+    def _tag(self, first_tag: int, shard: int, portion: Portion) -> int:
+        return first_tag + shard * len(self._portions) + portion.index
+
+    def _count(self, num_live: int) -> None:
+        num_peers, size = self._link.size - 1, self._link.size
+        sent_bytes = sum(map(self._size, self._portions)) * num_live * num_peers
+        self._compressor.count(sent_bytes, int(self._compressor.raw_bytes * 2 * num_peers / size))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """What has been posted in a step."""
+
+    portions: Sequence[Portion]
+    turn: Turn
+    receives: list[list[Work]] = field(default_factory=list)
+    """By portion."""
+    sends: list[Work] = field(default_factory=list)
+    num_sent: int = 0
+    """Portions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """One portion of the sum over all live shards, from partial sums and from pieces of the others.
+
+    May overwrite the partial sums; decodes a shard when its turn comes, and where it is added to
+    another at once, so that few are held.
+    """
+
+    buckets: GradientBuckets
+    compressor: Compressor
+    portion: Portion
+    partials: Mapping[Node, Sequence[Tensor]]
+    """The flat buckets of the portion."""
+    incoming: Mapping[int, Tensor]
+    """By shard."""
+
+    def total(self, num_live: int) -> Sequence[Tensor]:
+        """The portion's flat buckets of the sum."""
+        return self._total(Node(0, num_live))
+
+    def _total(self, node: Node) -> Sequence[Tensor]:
+        if node in self.partials:
+            return self.partials[node]
+        if node.stop - node.first == 1:
+            flats, views = self.buckets.scratch(self.portion.buckets)
+            extras = self._decode(node.first, views, adds=False)
+            if extras.numel():
+                flats[-1].copy_(extras)
+            return flats
+        first, second = split_node(node)
+        left = self._total(first)
+        if second not in self.partials and second.stop - second.first == 1:
+            views = self.buckets.views_of(left, self.portion.buckets)
+            extras = self._decode(second.first, views, adds=True)
+            if extras.numel():
+                left[-1].add_(extras.to(left[-1].device))
+            return left
+        for target, term in zip(left, self._total(second), strict=True):
+            target.add_(term)
+        return left
+
+    def _decode(self, shard: int, views: Sequence[Tensor], *, adds: bool) -> Tensor:
+        return self.compressor.decode(shard, self.portion, self.incoming[shard], views, adds=adds)
+
+
+def put(
+    target: Sequence[Tensor], total: Sequence[Tensor], divisor: float | None, has_extras: bool
+) -> None:
+    """Leaves the sum, divided, in the target; the extras, in the last bucket, are never divided."""
+    for flat, summed in zip(target, total, strict=True):
+        if flat is not summed:
+            flat.copy_(summed)
+    if divisor is not None:
+        for flat in target[:-1] if has_extras else target:
+            flat.div_(divisor)

@@ -1,0 +1,309 @@
+"""The codec of a session's gradients: what becomes of a logical shard before anybody adds it up.
+
+The unit is the shard. Whoever owns it codes its gradient, and everybody, the owner too, adds what
+decoding gives. So sums have the same bits whoever owns which shards and whatever carries them, as a
+message or not at all. What the codec keeps (residuals) belongs to the shard and changes only when
+the step has been applied. Portions of a shard are coded in the torch thread, while the thread of an
+exchange sends and decodes those before. What is coded is the shard's mean gradient, and its weight
+stands beside it; see common.compression.step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
+from stratagem.common.compression.coded_step import unit
+from stratagem.common.compression.error_feedback import RESIDUAL
+from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.coded.codec_groups import Portion, plan_portions
+from stratagem.worker.exchange.coded.gradient_coder import State, coder_of
+from stratagem.worker.mesh.device_staging import to_host
+
+_STATE_NAME: Final = re.compile(r"(residual|basis)/shard(\d+)/(.+)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that this member has sent, over some steps."""
+
+    sent_bytes: int = 0
+    uncompressed_bytes: int = 0
+    """What the same steps would have sent as float32."""
+
+
+@dataclass(slots=True)
+class _Coded:
+    """What has been made of a shard of the step under way."""
+
+    payloads: dict[int, Tensor]
+    """By portion: uint8 on the CPU. The last portion has the first parameters."""
+    state: dict[str, Tensor]
+    extras: Tensor | None = None
+    is_spoiled: bool = False
+    """Whether something was not finite."""
+
+
+class Compressor:
+    """Codes and decodes shards of one model. A *message* is a payload and the shard's extras; a
+    *piece* is a portion's share of it, and the extras go with the last one."""
+
+    def __init__(
+        self,
+        spec: CompressionSpec,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        num_extras: int,
+        seed: int,
+        may_skip: bool = False,
+        mark: int = 0,
+        numerics: int = CURRENT,
+    ) -> None:
+        """may_skip: gradients that are not finite do not end the run but spoil their step: the
+        extra number `mark` becomes NaN."""
+        wide = [name for name, param in params if param.dtype == torch.float64]
+        if wide:
+            text = f"{spec.codec} codes float32; these parameters are float64: {', '.join(wide)}"
+            raise InvalidInputError.at("compression.codec", text)
+        self.name, self.keeps_state = spec.codec, spec.keeps_state
+        self.traffic = Traffic()
+        self.layout = layout = tuple(
+            TensorLayout(name, tuple(param.shape)) for name, param in params
+        )
+        self._codec = make_codec(spec, layout, seed, numerics=numerics)
+        self._device = params[0][1].device if params else torch.device("cpu")
+        self._coder = coder_of(spec, layout, self._codec, self._device, numerics)
+        self._portions: dict[str, list[Portion]] = {}
+        self._may_skip, self._mark, self._numerics = may_skip, mark, numerics
+        self._seed = seed if spec.seed is None else spec.seed
+        self._num_extras = num_extras
+        self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
+        self.message_bytes = self._codec.payload_bytes + 8 * num_extras
+        self.bypassed = self._codec.bypassed
+        self._owned: range | None = None
+        self._states: dict[int, State] = {}
+        self._coded: dict[int, _Coded] = {}  # of the step under way
+        self._units: dict[int, float] = {}  # of its own shards
+        self._step = 0
+
+    def portions(self, layout: Layout) -> list[Portion]:
+        """In what portions shards are coded whose gradients lie in these buckets."""
+        if layout.digest not in self._portions:
+            found = plan_portions(layout, self._codec, self._coder, self._device)
+            self._portions[layout.digest] = found
+        return self._portions[layout.digest]
+
+    def begin_step(self, step: int, owned: range) -> None:
+        """Forgets a step that was not applied. `owned` may change only after `load_state`."""
+        self._step, self._coded, self._units = step, {}, {}
+        if self.keeps_state and owned != self._owned:
+            self._own(owned)
+
+    def weigh(self, shard: int, weight: float) -> None:
+        """The own shard's weight, which is also the first of its extras; before it is coded."""
+        self._units[shard] = unit(weight, self._numerics)
+
+    def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
+        """Codes a portion of the shard and leaves in its gradients, of all parameters, what was
+        coded. Where they are not finite, raises UserCodeError or makes them zero and spoils the
+        shard."""
+        coded = self._coded.setdefault(shard, _Coded({}, {}))
+        before = self._states[shard] if self.keeps_state else {}
+        kept = {name: before[name] for name in portion.state_names} if before else {}
+        chosen = gradients[portion.places.start : portion.places.stop]
+        own = self._units[shard]
+        try:
+            if own != 1.0:
+                torch._foreach_div_(list(chosen), own)
+            payload, after = portion.coder.code(chosen, kept, self._key(shard))
+            if own != 1.0:
+                torch._foreach_mul_(list(chosen), own)
+        except NonFiniteError as error:
+            if not self._may_skip:
+                raise self._not_finite(error) from None
+            coded.is_spoiled = True
+            for each in chosen:
+                each.zero_()
+            self.code(shard, portion, gradients)
+            return
+        coded.payloads[portion.index] = payload
+        coded.state.update(after)
+
+    def end(self, shard: int, extras: Tensor) -> None:
+        """All of the shard is coded, and its message is complete. Marks the extras where
+        something was not finite, by which all members know."""
+        if self._coded[shard].is_spoiled:
+            extras[self._mark] = torch.nan
+        self._coded[shard].extras = extras.clone()
+
+    def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
+        """What others get of a coded portion of an own shard: uint8 on the CPU."""
+        coded = self._coded[shard]
+        payload = coded.payloads[portion.index]
+        if not is_last:
+            return self._with_weight(payload, torch.tensor([self._units[shard]]).double())
+        assert coded.extras is not None
+        return torch.cat([payload, coded.extras.view(torch.uint8)])
+
+    def piece_bytes(self, portion: Portion, *, is_last: bool) -> int:
+        beside = self._num_extras if is_last else int(self._numerics >= 2)
+        return portion.num_bytes + 8 * beside
+
+    def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:
+        """A piece that is not the last: what is decoded before the extras come, too, needs the
+        weight. weight: float64 (1,)."""
+        return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
+
+    def message(self, shard: int) -> Tensor:
+        """Of an own shard: uint8 on the CPU."""
+        coded = self._coded[shard]
+        assert coded.extras is not None
+        payloads = [coded.payloads[index] for index in sorted(coded.payloads, reverse=True)]
+        return torch.cat([*payloads, coded.extras.view(torch.uint8)])
+
+    def cut(self, message: Tensor, portions: Sequence[Portion]) -> list[Tensor]:
+        """The pieces of a whole message, by portion."""
+        sizes = [portion.num_bytes for portion in reversed(portions)]
+        *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
+        last, *others = payloads
+        weight = extras[:8].clone().view(torch.float64)
+        beside = [self._with_weight(each, weight) for each in reversed(others)]
+        return [*beside, torch.cat([last, extras])]
+
+    def decode(
+        self,
+        shard: int,
+        portion: Portion,
+        piece: Tensor,
+        gradients: Sequence[Tensor],
+        *,
+        adds: bool = False,
+    ) -> Tensor:
+        """What another member's piece says: the portion's gradients, which it leaves there, or
+        adds; and the extras in it (float64, on the CPU; none but in the last), which it returns."""
+        found = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
+        payload, key = piece[: portion.num_bytes], self._key(shard)
+        its = unit(float(found[0]), self._numerics) if found.numel() else 1.0
+        if its == 1.0:
+            portion.coder.decode(payload, key, gradients, adds=adds)
+        else:
+            said = [torch.empty_like(each) for each in gradients] if adds else gradients
+            portion.coder.decode(payload, key, said, adds=False)
+            torch._foreach_mul_(list(said), its)
+            if adds:
+                torch._foreach_add_(list(gradients), list(said))
+        return found if portion.has_extras else found[:0]
+
+    def applied(self) -> None:
+        """The step has been applied: its residuals count from now on."""
+        if self.keeps_state:
+            self._states.update({shard: each.state for shard, each in self._coded.items()})
+        self._coded = {}
+
+    def rescale(self, factor: float) -> None:
+        """Gradients will be so many times as large from now on: so are their residuals. factor: a
+        power of two. What else is kept says directions only."""
+        self._states = {
+            shard: {
+                name: kept * factor if name.startswith(RESIDUAL) else kept
+                for name, kept in state.items()
+            }
+            for shard, state in self._states.items()
+        }
+
+    def count(self, sent_bytes: int, uncompressed_bytes: int) -> None:
+        self.traffic.sent_bytes += sent_bytes
+        self.traffic.uncompressed_bytes += uncompressed_bytes
+
+    def take_traffic(self) -> Traffic:
+        """What was sent since this was last asked."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    def state(self) -> dict[str, Tensor]:
+        """`residual/shard<k>/<parameter>` and the like, of the own shards; none before a step."""
+        return {
+            _full_name(shard, name): values
+            for shard, state in sorted(self._states.items())
+            for name, values in state.items()
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up what a state holds of any shards; other tensors are left alone."""
+        found: dict[int, dict[str, Tensor]] = {}
+        initial = self._coder.initial_state()
+        for full, tensor in tensors.items():
+            parsed = _STATE_NAME.fullmatch(full)
+            if parsed is None:
+                continue
+            kind, shard, name = parsed.groups()
+            expected = initial.get(f"{kind}/{name}")
+            if expected is None or tensor.shape != expected.shape:
+                raise InvalidInputError.at(f"state.{full}", "does not belong to this codec")
+            values = tensor.to(expected.device, torch.float32, copy=True)
+            found.setdefault(int(shard), {})[f"{kind}/{name}"] = values
+        for shard, given in found.items():
+            if given.keys() != initial.keys():
+                raise InvalidInputError.at(f"state.residual/shard{shard}", "is incomplete")
+        self._owned, self._states = None, dict(found)
+
+    def _own(self, owned: range) -> None:
+        if self._owned is not None:
+            raise RuntimeError(f"the residuals here are of shards {self._owned}, not {owned}")
+        missing = [shard for shard in owned if shard not in self._states]
+        if self._states and missing:
+            raise InvalidInputError.at("state", f"has no residuals of shards {missing}")
+        self._owned = owned
+        self._states = {
+            shard: self._states.get(shard) or self._coder.initial_state() for shard in owned
+        }
+
+    def _not_finite(self, error: NonFiniteError) -> UserCodeError:
+        return UserCodeError(
+            "FloatingPointError",
+            f"non-finite gradient of {error.name} at step {self._step}",
+            activity=f"training step {self._step}",
+        )
+
+    def _key(self, shard: int) -> int:
+        return derive(self._seed, self._step, shard)
+
+
+def compressor_of(
+    job: JobSpec,
+    params: Sequence[tuple[str, nn.Parameter]],
+    num_extras: int,
+    *,
+    mark: int,
+    absorbs: bool,
+    numerics: int,
+) -> Compressor | None:
+    """The one that the job wants, if it wants one. absorbs: the loss is scaled, and a step whose
+    gradient is not finite is tried again with a smaller scale."""
+    spec = job.compression
+    if spec is None or spec.codec == "none":
+        return None
+    may_skip = job.window.may_skip or absorbs
+    return Compressor(
+        spec,
+        params,
+        num_extras=num_extras,
+        seed=job.seed,
+        may_skip=may_skip,
+        mark=mark,
+        numerics=numerics,
+    )
+
+
+def _full_name(shard: int, name: str) -> str:
+    kind, _, param = name.partition("/")
+    return f"{kind}/shard{shard}/{param}"

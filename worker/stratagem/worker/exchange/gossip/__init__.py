@@ -1,0 +1,1 @@
+"""Gossip averaging: every node averages its parameters with its neighbours'."""

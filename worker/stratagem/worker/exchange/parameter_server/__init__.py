@@ -1,0 +1,1 @@
+"""The worker's end of a parameter server: payloads, transport and streams."""

@@ -1,0 +1,246 @@
+"""Carries partial sums to a coordinator that adds them, and the sums back.
+
+The hand-over between the torch thread and an event loop. On the torch side it is a `Transport`.
+On the loop's side it is an *outbox*, partial sums bucket by bucket as backward finishes them, and
+an *inbox*, a buffer of its own into which sums are staged and which counts only when committed.
+So a stream that breaks can be begun again from the start, in either direction. On a CUDA device the
+outbox is copied to the host bucket by bucket, beside backward (`mesh.staging`).
+Knows neither gRPC nor the coordinator.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from stratagem.common.compression import TensorLayout
+from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.parameter_server.server_payloads import (
+    CodedFreight,
+    Entry,
+    Freight,
+    SumFreight,
+    bytes_of,
+)
+from stratagem.worker.mesh.device_staging import HostCopy, SideStream, to_host
+from stratagem.worker.mesh.link import ExchangeError
+
+
+@dataclass(slots=True)
+class _Open:
+    """The step under way."""
+
+    number: int
+    freight: Freight
+    inbox: list[memoryview]
+    outbox: list[list[HostCopy]] = field(default_factory=list)
+    """By launched bucket."""
+    num_staged_bytes: int = 0
+    is_committed: bool = False
+
+    @property
+    def num_expected_bytes(self) -> int:
+        return sum(view.nbytes for view in self.inbox)
+
+
+class ServerTransport:
+    """A `Transport` on the torch thread; header, partials, stage and commit on the loop."""
+
+    name = "server"
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        side: SideStream,
+        *,
+        deadline_s: float,
+        coded: CodedFreight | None = None,
+    ) -> None:
+        """coded: goes instead of sums in the steps in which it is fewer bytes."""
+        self.deadline_s = deadline_s
+        self._num_buckets = len(layout.buckets)
+        self._sums, self._coded = SumFreight(layout, rank, side.device), coded
+        self._side = side
+        self._changed = threading.Condition()
+        self._open: _Open | None = None  # guarded by _changed, as all below
+        self._error = ""
+        self._waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+
+    # The torch thread.
+
+    def begin(
+        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
+        freight: Freight = self._sums
+        if self._coded is not None and self._coded.pays_off(step):
+            freight = self._coded
+        freight.begin(step, sets, divisor)
+        inbox = [bytes_of(tensor) for tensor in freight.inbox]
+        with self._changed:
+            self._open = _Open(number, freight, inbox)
+            self._notify()
+
+    def launch(self, bucket: int) -> None:
+        with self._changed:
+            if self._open is not None:
+                self._side.follow(self._side.mark())
+                with self._side.entered():
+                    part = [to_host(tensor) for tensor in self._open.freight.part(bucket)]
+                self._open.outbox.append(part)
+            self._notify()
+
+    def finish(self) -> None:
+        with self._changed:
+            opened = self._open
+            assert opened is not None
+            in_time = self._changed.wait_for(
+                lambda: opened.is_committed or self._error, self.deadline_s
+            )
+            if not in_time:
+                self._error = f"no sums came within {self.deadline_s} s"
+                self._notify()
+            if self._error:
+                raise ExchangeError(self._error)
+            self._open = None
+        opened.freight.unload()
+
+    def cut(self) -> None:
+        with self._changed:
+            self._error = self._error or "the exchange was cut"
+            self._notify()
+
+    def close(self) -> None:
+        self.cut()
+
+    # The event loop.
+
+    async def step_after(self, applied: int) -> int:
+        """The first step under way beyond these; waits for one. Steps without exchange are passed
+        over, so its number need not be the next."""
+        while True:
+            with self._changed:
+                if self._error:
+                    raise ExchangeError(self._error)
+                opened = self._open
+                if opened is not None and opened.number > applied and not opened.is_committed:
+                    return opened.number
+                waiter = self._waiter()
+            await self._wait(waiter)
+
+    async def header(self, step: int) -> tuple[Entry, ...]:
+        """What this member will send in the step, in order. Waits for the step to begin."""
+        return (await self._until(step, lambda _: True)).freight.entries()
+
+    async def layout(self, step: int) -> tuple[TensorLayout, ...]:
+        """What the entries of the step are codes of; nothing where they are sums."""
+        return (await self._until(step, lambda _: True)).freight.layout
+
+    async def partials(self, step: int, bucket: int) -> list[memoryview]:
+        """What goes out of one bucket, in the header's order: nothing but with the last one where
+        it is coded. Waits until it is final; it stays so until the step is committed."""
+        opened = await self._until(step, lambda state: len(state.outbox) > bucket)
+        return [bytes_of(await copy.arrive()) for copy in opened.outbox[bucket]]
+
+    @property
+    def codec(self) -> str:
+        """Of the messages, in steps that are coded; "" where none ever is."""
+        return "" if self._coded is None else self._coded.codec
+
+    @property
+    def num_buckets(self) -> int:
+        return self._num_buckets
+
+    def sums(self) -> tuple[Entry, ...]:
+        """What must be staged, in order, in a step that is not coded."""
+        return self._sums.staged()
+
+    async def expected_bytes(self, step: int) -> int:
+        """How much must be staged in the step."""
+        return (await self._until(step, lambda _: True)).num_expected_bytes
+
+    def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
+        """Takes the next bytes of the sums. Offset 0 begins anew, whatever came before."""
+        with self._changed:
+            opened = self._current(step)
+            expected = 0 if offset == 0 else opened.num_staged_bytes
+            total_bytes = opened.num_expected_bytes
+            if offset != expected or offset + len(data) > total_bytes:
+                raise ValueError(
+                    f"sums at offset {offset} with {len(data)} bytes: expected offset {expected} "
+                    f"and at most {total_bytes} bytes in all"
+                )
+            _write(opened.inbox, offset, memoryview(data).cast("B"))
+            opened.num_staged_bytes = offset + len(data)
+
+    def commit(self, step: int) -> None:
+        """Releases finish. Every byte must have been staged."""
+        with self._changed:
+            opened = self._current(step)
+            total_bytes = opened.num_expected_bytes
+            if opened.num_staged_bytes != total_bytes:
+                raise ValueError(f"commit after {opened.num_staged_bytes} of {total_bytes} bytes")
+            opened.is_committed = True
+            self._notify()
+
+    def _current(self, step: int) -> _Open:
+        if self._error:
+            raise ExchangeError(self._error)
+        if self._open is None or self._open.number != step or self._open.is_committed:
+            raise ExchangeError(f"step {step} is not under way here")
+        return self._open
+
+    async def _until(self, step: int, is_ready: Callable[[_Open], bool]) -> _Open:
+        """Waits until the step has begun and is_ready. Raises ExchangeError when cut, or when a
+        later step is under way."""
+        while True:
+            with self._changed:
+                if self._error:
+                    raise ExchangeError(self._error)
+                opened = self._open
+                if opened is not None and opened.number > step:
+                    raise ExchangeError(f"step {step} is over, step {opened.number} is under way")
+                if opened is not None and opened.number == step and is_ready(opened):
+                    return opened
+                waiter = self._waiter()
+            await self._wait(waiter)
+
+    def _waiter(self) -> asyncio.Future[None]:
+        """Done at the next change; _changed is held."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters[waiter] = loop
+        return waiter
+
+    async def _wait(self, waiter: asyncio.Future[None]) -> None:
+        try:
+            await waiter
+        finally:
+            with self._changed:
+                self._waiters.pop(waiter, None)
+
+    def _notify(self) -> None:
+        """Wakes both sides; _changed is held."""
+        self._changed.notify_all()
+        for waiter, loop in self._waiters.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_wake, waiter)
+        self._waiters = {}
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _write(inbox: Sequence[memoryview], offset: int, data: memoryview) -> None:
+    start = 0  # of the vector
+    for view in inbox:
+        if data.nbytes and start <= offset < start + view.nbytes:
+            num_bytes = min(data.nbytes, start + view.nbytes - offset)
+            view[offset - start : offset - start + num_bytes] = data[:num_bytes]
+            data, offset = data[num_bytes:], offset + num_bytes
+        start += view.nbytes

@@ -1,0 +1,280 @@
+"""The reducer: one training step's gradients, from shards to the sum over all shards.
+
+The sum has the same bits whoever computes which shards and whatever carries the bytes: shards are
+added in the tree of `common.shards`, each slot in its fixed place. Overlaps with backward: while
+the last own shard runs, each bucket is handed to the transport when it is full, in order; with a
+codec, when the buckets that are coded together are full and coded.
+Used by one thread; only `cut` may come from another. Knows neither model nor optimizer.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from stratagem.worker.exchange.all_reduce.direct_all_reduce import DirectMethod
+from stratagem.worker.exchange.all_reduce.shm_all_reduce import SharedTransport
+from stratagem.worker.exchange.all_reduce.unordered_all_reduce import NativeMethod, RingMethod
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport, Transport
+from stratagem.worker.exchange.buckets.shard_owners import Party, Step, plan_step
+from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Method
+from stratagem.worker.exchange.coded.coded_all_gather import PayloadMethod, pays_off
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.exchange.parameter_server.server_payloads import CodedFreight
+from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
+from stratagem.worker.mesh.device_staging import SideStream
+from stratagem.worker.mesh.link import CollectiveLink, Link
+from stratagem.worker.mesh.shm_buffers import SharedGroup
+
+
+class Exchange:
+    """Sums gradients among the members of one membership. A failed exchange stays failed."""
+
+    def __init__(
+        self,
+        buckets: GradientBuckets,
+        party: Party,
+        transport: Transport,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """compressor: what is added of each shard is what its codec leaves of it."""
+        self.buckets, self.party, self.transport = buckets, party, transport
+        self._compressor = compressor
+        self._portions = compressor.portions(buckets.layout) if compressor else []
+        self._num_coded = 0  # portions of the shard that was begun
+        buckets.hold()
+        self._steps: dict[int, Step] = {}
+        self._step: Step | None = None
+        self._num_done = 0  # own live shards
+        self._num_to_come = 0  # micro-batches of the shard that was begun, after the present one
+        self._full = [False] * len(buckets.layout.buckets)
+        self._next_bucket = 0
+
+    @property
+    def name(self) -> str:
+        codec = f", {self._compressor.name}" if self._compressor else ""
+        return f"{self.transport.name}{codec}"
+
+    def begin_step(
+        self, step: int, owned: range, num_live: int, *, divisor: float | None = None
+    ) -> None:
+        """Starts step number `step`; shards from num_live on have no rows and do not exist.
+
+        Who knows the total weight already, and all members must, passes it as divisor: the sums
+        come divided, with the bits that dividing afterwards would give, for a fraction of the
+        memory traffic. The extras are never divided.
+        """
+        if owned != self.party.owned:
+            raise ValueError(f"member {self.party.rank} owns {self.party.owned}, not {owned}")
+        if num_live not in self._steps:
+            self._steps[num_live] = plan_step(self.party, num_live)
+        self._step = plan = self._steps[num_live]
+        self._num_done, self._next_bucket = 0, 0
+        self._full = [not plan.live] * len(self._full)
+        if self._compressor is not None:
+            self._compressor.begin_step(step, owned)
+        sets = [self.buckets.tensors(index) for index in range(max([0, *plan.sets]) + 1)]
+        self.transport.begin(step, plan, sets, divisor)
+        self._launch()
+
+    def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
+        """The next backward is this shard's first; own live shards come in ascending order.
+
+        Each further one is announced by `next_micro_batch`. Buckets are handed over during the
+        last backward of the last shard, never before: one exchange for all of them.
+        """
+        plan = self._current()
+        if plan.live[self._num_done : self._num_done + 1] != range(shard, shard + 1):
+            raise ValueError(f"shard {shard} is not the next of {plan.live}")
+        self._num_to_come = num_micro_batches - 1
+        self._num_coded = 0
+        self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
+
+    def next_micro_batch(self) -> None:
+        """The next backward adds to the shard that was begun."""
+        if self._num_to_come < 1:
+            raise RuntimeError("the shard has no further micro-batch")
+        self._num_to_come -= 1
+        self.buckets.go_on(self._on_full(self._current()))
+
+    def reached(self) -> list[bool]:
+        """By parameter: whether backward has reached it in this shard."""
+        return self.buckets.reached()
+
+    def weigh(self, weight: float) -> None:
+        """Of no use here: the weight of a shard is not that of the step."""
+
+    def divide(self, divisor: float) -> None:
+        """Divides the sums, after finish, where nobody knew the divisor before."""
+        self.buckets.divide(divisor)
+
+    def norms(self) -> list[Tensor] | None:
+        """The 2-norms of the summed gradients: not known here."""
+        return None
+
+    def discard(self) -> None:
+        """The step is given up: nothing of what was added stays in any gradient."""
+        self._step = None
+        self.buckets.discard()
+
+    def end_shard(self, shard: int, extras: Extras) -> None:
+        """The shard's gradients are complete; extras (num_extras in all) go with them."""
+        plan = self._current()
+        if self._num_to_come:
+            raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
+        own_set, flat = plan.sets[self._num_done], extras.flat()
+        self.buckets.end(own_set, flat)
+        if self._compressor is not None:
+            while self._num_coded < len(self._portions):
+                self._code_next(self._compressor)
+            self._compressor.end(shard, flat)
+            self.buckets.tensors(own_set)[-1].copy_(flat)
+        self._num_done += 1
+        if self._num_done < len(plan.live):
+            for bucket in range(len(self._full)):
+                self._fold(bucket, self._num_done - 1)
+            return
+        self._full = [True] * len(self._full)
+        self._launch()
+
+    def finish(self, num_head: int = 0) -> Extras:
+        """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
+        summed extras, so many of them in their head. Raises ExchangeError when a peer is lost or
+        silent, or after cut."""
+        plan = self._current()
+        if self._num_done < len(plan.live):
+            raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
+        self.transport.finish()
+        self._step = None
+        return Extras.of(self.buckets.expose(), num_head)
+
+    def free_gradients(self) -> None:
+        """Gives the storage of gradients back, after the update; a lone member can."""
+        if isinstance(self.transport, SoloTransport):
+            self.buckets.free()
+
+    def cut(self) -> None:
+        """Ends the exchange from any thread: finish raises, and soon the peers' do."""
+        self.transport.cut()
+
+    def close(self) -> None:
+        """Frees the transport. The buckets stay, for the next membership."""
+        self.transport.close()
+
+    def _current(self) -> Step:
+        if self._step is None:
+            raise RuntimeError("begin_step comes first")
+        return self._step
+
+    def _on_full(self, plan: Step) -> Callable[[int], None] | None:
+        """Who hears of full buckets in the next backward."""
+        is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
+        return self._mark_full if is_last else None
+
+    def _mark_full(self, bucket: int) -> None:
+        self._full[bucket] = True
+        if self._compressor is not None:
+            while self._num_coded < len(self._portions) and self._is_full(self._num_coded):
+                self._code_next(self._compressor)
+        self._launch()
+
+    def _is_full(self, portion: int) -> bool:
+        """The extras, which come last, are not coded."""
+        buckets = self._portions[portion].buckets
+        return all(self._full[bucket] for bucket in buckets if bucket < len(self._full) - 1)
+
+    def _code_next(self, compressor: Compressor) -> None:
+        plan, portion = self._current(), self._portions[self._num_coded]
+        gradients = self.buckets.views(plan.sets[self._num_done])
+        compressor.code(plan.live[self._num_done], portion, gradients)
+        self._num_coded += 1
+
+    def _launch(self) -> None:
+        """Hands over full buckets, never one before its predecessor: the order is data."""
+        while self._next_bucket < len(self._full) and self._may_launch(self._next_bucket):
+            bucket = self._next_bucket
+            self._next_bucket += 1
+            self._fold(bucket, -1)
+            self.transport.launch(bucket)
+
+    def _may_launch(self, bucket: int) -> bool:
+        """Only what is coded already, of a shard that is coded."""
+        is_done = not self._portions or self._num_done == len(self._current().live)
+        return self._full[bucket] and (is_done or bucket < self._coded_buckets)
+
+    @property
+    def _coded_buckets(self) -> int:
+        return self._portions[self._num_coded - 1].buckets.stop if self._num_coded else 0
+
+    def _fold(self, bucket: int, nth_shard: int) -> None:
+        folds = self._current().folds
+        for fold in folds[nth_shard] if folds else ():
+            target = self.buckets.tensors(fold.target)[bucket]
+            target.add_(self.buckets.tensors(fold.source)[bucket])
+
+
+def solo_exchange(
+    buckets: GradientBuckets, num_shards: int, compressor: Compressor | None = None
+) -> Exchange:
+    return Exchange(buckets, Party(0, 1, num_shards), SoloTransport(), compressor)
+
+
+def mesh_exchange(
+    buckets: GradientBuckets,
+    link: Link | SharedGroup,
+    num_shards: int,
+    *,
+    all_reduce: str = "direct",
+    deadline_s: float = 30.0,
+    compressor: Compressor | None = None,
+) -> Exchange:
+    """Takes the link over. deadline_s bounds every single wait for a peer.
+
+    all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
+    depend on the members. With a compressor messages are sent where they are fewer bytes than
+    sums, with the same bits; shared memory sends nothing anyway.
+    """
+    party = Party(link.rank, link.size, num_shards)
+    transport: Transport
+    if isinstance(link, SharedGroup):
+        if all_reduce != "direct":
+            raise ValueError(f"{all_reduce} all-reduce needs an engine that sends")
+        transport = SharedTransport(link, buckets, party, deadline_s=deadline_s)
+    else:
+        method: Method
+        if compressor is not None and pays_off(compressor, num_shards):
+            method = PayloadMethod(link, buckets, party, compressor)
+        else:
+            method = _method(all_reduce, link, buckets, party)
+        side = SideStream(buckets.device)
+        transport = MeshTransport(link, method, side, deadline_s=deadline_s)
+    return Exchange(buckets, party, transport, compressor)
+
+
+def _method(name: str, link: Link, buckets: GradientBuckets, party: Party) -> Method:
+    match name:
+        case "direct":
+            return DirectMethod(link, buckets.layout, party)
+        case "ring":
+            return RingMethod(link, buckets.layout)
+        case "native" if isinstance(link, CollectiveLink):
+            return NativeMethod(link)
+        case _:
+            raise ValueError(f"no {name!r} all-reduce over {link.name}")
+
+
+def server_exchange(
+    buckets: GradientBuckets,
+    rank: int,
+    size: int,
+    num_shards: int,
+    *,
+    deadline_s: float = 30.0,
+    compressor: Compressor | None = None,
+) -> tuple[Exchange, ServerTransport]:
+    """The transport is the other end, for the event loop that talks to the coordinator."""
+    coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
+    side = SideStream(buckets.device)
+    transport = ServerTransport(buckets.layout, rank, side, deadline_s=deadline_s, coded=coded)
+    return Exchange(buckets, Party(rank, size, num_shards), transport, compressor), transport

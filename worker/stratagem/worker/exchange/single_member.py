@@ -1,0 +1,158 @@
+"""The exchange of a member that has nobody to exchange with, and only one shard.
+
+Its gradients are the sums already. They stay where autograd puts them, and large ones are divided
+and measured while they are warm, as backward finishes each; small ones all at once. The bits are
+those of the buckets. Used by one thread; only `cut` may come from another. Knows neither model nor
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.worker.exchange.buckets.gradient_norm import FewGradients, divided
+from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.mesh.link import ExchangeError
+
+_AS_SUMMED: Final = (torch.float32, torch.float64)
+"""Gradients of these are summed as they are; narrower ones need wider storage."""
+SMALL_BYTES: Final = 1 << 20
+"""Gradients of this size stay in a core's cache; calls cost more than memory."""
+
+
+class AloneExchange:
+    """Of these parameters, which `fits` has looked at. A step goes as with `Exchange`."""
+
+    name = "solo"
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
+        self._names, self._params = [name for name, _ in params], [param for _, param in params]
+        self._numerics = numerics
+        self._divisor: float | None = None
+        self._num_to_come = 0
+        self._is_last = self._is_divided = self._is_cut = False
+        self._norms: list[Tensor | None] = []
+        self._extras: Extras | None = None
+        is_cpu = all(param.device.type == "cpu" for param in self._params)
+        self._is_small = is_cpu and sum(param.nbytes for param in self._params) <= SMALL_BYTES
+        self._few = FewGradients([param.shape for param in self._params if self._is_small])
+        self._hooks = (
+            []
+            if self._is_small
+            else [
+                param.register_post_accumulate_grad_hook(self._make_hook(index))
+                for index, param in enumerate(self._params)
+            ]
+        )
+
+    @staticmethod
+    def fits(params: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Whether gradients have the same bits, wherever they lie: wide enough, and in order."""
+        return all(p.dtype in _AS_SUMMED and p.is_contiguous() for _, p in params)
+
+    def begin_step(
+        self, step: int, owned: range, num_live: int, *, divisor: float | None = None
+    ) -> None:
+        """As in `Exchange`; the one shard is always live."""
+        if owned != range(1) or num_live != 1:
+            raise ValueError(f"one shard is owned here, not {owned} of {num_live}")
+        self._divisor, self._extras, self._is_divided = divisor, None, False
+
+    def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
+        """The next backward is the first of the shard."""
+        self._num_to_come = num_micro_batches - 1
+        self._norms = [None] * len(self._params)
+        for param in self._params:
+            param.grad = None
+        self._is_last = self._num_to_come == 0
+
+    def next_micro_batch(self) -> None:
+        """The next backward adds to the shard that was begun."""
+        if self._num_to_come < 1:
+            raise RuntimeError("the shard has no further micro-batch")
+        self._num_to_come -= 1
+        self._is_last = self._num_to_come == 0
+
+    def weigh(self, weight: float) -> None:
+        """The sums are to be divided by this; known before the last backward."""
+        self._divisor = weight
+
+    def reached(self) -> list[bool]:
+        """By parameter: whether backward has reached it in this shard."""
+        return [param.grad is not None for param in self._params]
+
+    def end_shard(self, shard: int, extras: Extras) -> None:
+        """The gradients are complete; extras go with them."""
+        if self._num_to_come:
+            raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
+        self._is_last, self._extras = False, extras
+
+    def finish(self, num_head: int = 0) -> Extras:
+        """The extras as they came. Raises ExchangeError after cut."""
+        if self._is_cut:
+            raise ExchangeError("the exchange was cut")
+        if self._extras is None:
+            raise RuntimeError("the shard is still to be computed")
+        if self._divisor is not None:
+            self.divide(self._divisor)
+        return self._extras
+
+    def divide(self, divisor: float) -> None:
+        """Divides the gradients that were not divided in the last backward."""
+        if self._is_divided:
+            return
+        self._is_divided = True
+        if self._is_small:
+            torch._foreach_div_(self._gradients(), divisor)  # on the CPU the same calls, from C++
+            return
+        for index, param in enumerate(self._params):
+            if param.grad is not None and self._norms[index] is None:
+                self._norms[index] = divided(param.grad, divisor, self._numerics)
+
+    def norms(self) -> list[Tensor] | None:
+        """What `parts_of` says of each gradient there is, where it is known."""
+        if self._is_small:
+            return self._few.parts([param.grad for param in self._params], self._numerics)
+        found = [norm for norm in self._norms if norm is not None]
+        return found if len(found) == sum(self.reached()) else None
+
+    def _gradients(self) -> list[Tensor]:
+        return [param.grad for param in self._params if param.grad is not None]
+
+    def discard(self) -> None:
+        """The step is given up: nothing of what was added stays in any gradient."""
+        self._is_last = False
+        for param in self._params:
+            param.grad = None
+
+    def free_gradients(self) -> None:
+        """Gives the storage of gradients back, after the update."""
+        self.discard()
+
+    def cut(self) -> None:
+        """Makes finish raise; from any thread."""
+        self._is_cut = True
+
+    def close(self) -> None:
+        """Gradients are none of its business any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            if not self._is_last or self._divisor is None:
+                return
+            if self._norms[index] is not None:
+                raise RuntimeError(
+                    f"parameter {self._names[index]} got a gradient again after it was divided: "
+                    "a micro-batch is one backward, without re-entrant checkpointing"
+                )
+            assert param.grad is not None
+            self._norms[index] = divided(param.grad, self._divisor, self._numerics)
+
+        return hook

@@ -1,1 +1,0 @@
-"""What Execute does: a plan becomes training, evaluation or a stage of a pipeline."""

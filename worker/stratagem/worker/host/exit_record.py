@@ -1,0 +1,244 @@
+"""What a worker process leaves for the next one of its name, in whatever way it ends.
+
+Owns two files of the data folder: one in shared memory with what is executed, the step, and the
+lines that the job's code prints; one that a fatal signal is explained in. What is written there
+outlives SIGKILL and costs a training step a microsecond. The next process reads both before it
+registers, and takes their place once it has: one that ends before that has left nothing to tell.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import re
+import signal
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+import structlog
+
+from stratagem.common.files.private_file import create_private
+from stratagem.v1 import coordinator_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+MAX_LINES: Final = 10
+MAX_LINE_CHARS: Final = 300
+MAX_FRAMES: Final = 4
+"""Of a fault's."""
+_NOT_THE_USERS: Final = ("/site-packages/", "/lib/python", "/stratagem/worker/")
+"""In the paths of code that the job has not brought."""
+_HEAD: Final = struct.Struct("<8sqqII")
+"""Magic, step, bytes printed so far, whether it was stopped, length of the text."""
+_MAGIC: Final = b"lastwrd1"
+_STEP, _PRINTED, _STOPPED, _LENGTH = 8, 16, 24, 28
+_TEXT: Final = 64
+_LINES: Final = 2048
+_SIZE: Final = 16384
+_ROOM: Final = _SIZE - _LINES
+_FAULTS: Final = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating-point exception": "SIGFPE",
+    "Floating point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+
+
+class LastWords:
+    """Of this process. Without a folder nothing is kept, and nothing is known of the one before."""
+
+    def __init__(
+        self, folder: Path | None, name: str, incarnation: str, supervisor: str = ""
+    ) -> None:
+        """supervisor: see WorkerSettings.previous_exit."""
+        self.previous = pb.PreviousExit()
+        self._map: mmap.mmap | None = None
+        self._run_id = ""
+        self._incarnation = incarnation
+        self._file, self._faults = None, None
+        self._fault_file: IO[bytes] | None = None
+        if folder is None:
+            return
+        self._file, self._faults = folder / f"{name}.last-words", folder / f"{name}.fault"
+        self._own = folder / f"{name}.last-words.{incarnation}"
+        self._own_faults = folder / f"{name}.fault.{incarnation}"
+        self.previous = _read(self._file, self._faults, supervisor)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in (*folder.glob(f"{name}.last-words.*"), *folder.glob(f"{name}.fault.*")):
+                left.unlink(missing_ok=True)
+            self._begin()
+        except OSError as error:
+            log.warning("the next process will not be told how this one ended", reason=str(error))
+
+    def _begin(self) -> None:
+        with create_private(self._own) as file:
+            # Not truncate: a page that a full disk has no room for would end us with SIGBUS.
+            file.write(bytes(_SIZE))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        _HEAD.pack_into(self._map, 0, _MAGIC, -1, 0, 0, 0)
+        self._say({"incarnation": self._incarnation, "pid": os.getpid()})
+
+    def explain_faults(self) -> None:
+        """Have fatal signals of this process explained to the next one."""
+        if self._map is not None:
+            self._fault_file = create_private(self._own_faults)
+            faulthandler.enable(self._fault_file, all_threads=False)
+
+    def registered(self) -> None:
+        """The coordinator knows how the process before has ended: this one takes its place."""
+        if self._file is not None and self._faults is not None:
+            for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
+                with suppress(OSError):  # done before, removed, or a folder that takes no files
+                    own.replace(file)
+
+    def stopped(self) -> None:
+        """Somebody has asked this process to end: how it does is no fault of its work."""
+        if self._map is not None:
+            struct.pack_into("<I", self._map, _STOPPED, 1)
+
+    # ---- in the torch thread ----
+
+    @contextmanager
+    def at(self, run_id: str, party: str) -> Iterator[None]:
+        """The plan of a session is executed inside the `with`."""
+        if self._map is None:
+            yield
+            return
+        if run_id != self._run_id:  # lines of a run are for those who may see the run
+            struct.pack_into("<q", self._map, _PRINTED, 0)
+            self._run_id = run_id
+        self.step(-1)
+        who = {"incarnation": self._incarnation, "pid": os.getpid()}
+        self._say({**who, "run_id": run_id, "party": party})
+        try:
+            yield
+        finally:
+            self._say(who)
+
+    def step(self, number: int) -> None:
+        """So many steps have been applied (of a client: begun)."""
+        if self._map is not None:
+            struct.pack_into("<q", self._map, _STEP, number)
+
+    def line(self, text: str) -> None:
+        """The job's code has printed a line."""
+        if self._map is None:
+            return
+        data = text[:MAX_LINE_CHARS].encode(errors="replace") + b"\n"
+        (printed,) = struct.unpack_from("<q", self._map, _PRINTED)
+        begin = printed % _ROOM
+        first = data[: _ROOM - begin]
+        self._map[_LINES + begin : _LINES + begin + len(first)] = first
+        rest = data[len(first) :]
+        self._map[_LINES : _LINES + len(rest)] = rest
+        struct.pack_into("<q", self._map, _PRINTED, printed + len(data))
+
+    def _say(self, words: dict[str, Any]) -> None:
+        assert self._map is not None
+        data = json.dumps(words).encode()[: _LINES - _TEXT]
+        struct.pack_into("<I", self._map, _LENGTH, 0)  # a process may end between any two writes
+        self._map[_TEXT : _TEXT + len(data)] = data
+        struct.pack_into("<I", self._map, _LENGTH, len(data))
+
+
+# ---- of the process before ----
+
+
+def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
+    """What is known of it; without an incarnation: nothing."""
+    try:
+        data = file.read_bytes()
+        magic, step, printed, stopped, length = _HEAD.unpack_from(data)
+        words = json.loads(data[_TEXT : _TEXT + length]) if length else {}
+    except FileNotFoundError:
+        return pb.PreviousExit()
+    except (OSError, ValueError, struct.error):
+        log.warning("what the process before has left cannot be read", file=str(file))
+        return pb.PreviousExit()
+    if magic != _MAGIC or not isinstance(words, dict) or "incarnation" not in words:
+        return pb.PreviousExit()
+    told = pb.PreviousExit(incarnation=words["incarnation"], stopped=bool(stopped), knows_work=True)
+    if "run_id" in words:
+        told.session.run_id, told.session.party = words["run_id"], words["party"]
+        if step >= 0:
+            told.step = step
+        told.last_lines.extend(_lines(data[_LINES:_SIZE], printed))
+    _add_status(told, words.get("pid"), supervisor)
+    _add_fault(told, faults)
+    return told
+
+
+def _lines(ring: bytes, printed: int) -> list[str]:
+    if printed <= _ROOM:
+        text = ring[:printed]
+    else:
+        begin = printed % _ROOM
+        text = (ring[begin:] + ring[:begin]).partition(b"\n")[2]
+    return [_shown(line) for line in text.decode(errors="replace").splitlines()[-MAX_LINES:]]
+
+
+def _shown(text: str) -> str:
+    """A line without what could move a terminal's cursor."""
+    return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
+
+
+def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
+    """What the supervisor says, if it is of that process: "[PID:]STATUS" or "[PID:]stopped"."""
+    of, _, status = supervisor.rpartition(":")
+    if not status or (of and of != str(pid)):
+        return
+    if status == "stopped":
+        told.stopped = True
+    else:
+        number = int(status)
+        told.status = 128 - number if 128 < number < 128 + 32 else number  # as shells say it
+
+
+def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
+    """The signal, and where in the job's code, that faulthandler has written down."""
+    try:
+        lines = faults.read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    found = re.match(r"Fatal Python error: (.*)", lines[0]) if lines else None
+    if found is None:
+        return
+    log.warning("the process before ended by a fault", trace=lines)
+    if not told.HasField("status") and found[1] in _FAULTS:
+        told.status = -signal.Signals[_FAULTS[found[1]]]
+    found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
+    frames = list(dict.fromkeys(found_frames))  # recursion once
+    told.last_lines.extend(map(_shown, [lines[0], *_shown_frames(frames)]))
+    del told.last_lines[: max(0, len(told.last_lines) - MAX_LINES)]
+
+
+def _shown_frames(frames: list[str]) -> list[str]:
+    """A few of them, innermost first: the user's own, if it is not among those, before the rest.
+
+    The user's is the first that lies in no installed package and in no library of Python.
+    """
+    own = next((each for each in frames if not any(part in each for part in _NOT_THE_USERS)), None)
+    shown = frames[:MAX_FRAMES]
+    if own is None or own == frames[0]:
+        return shown
+    return [own, *(each for each in shown if each != own)][:MAX_FRAMES]
+
+
+def check_previous_exit(value: str) -> str:
+    """Raise ValueError for what no supervisor would say."""
+    _, _, status = value.rpartition(":")
+    if value and status != "stopped":
+        try:
+            int(status)
+        except ValueError:
+            raise ValueError(f"{value!r} is neither [PID:]STATUS nor [PID:]stopped") from None
+    return value

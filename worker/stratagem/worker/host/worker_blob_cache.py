@@ -1,0 +1,282 @@
+"""Blobs that the coordinator has brought: committed states and inline data, named by digest.
+
+Owns what is kept of each run (all data, the newest two states), where it lies (memory, or a file
+above a limit), and uploads that are not complete yet, which a later call may continue. A blob is
+visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
+
+The digest is a name here and is not computed again: the coordinator has checked the file against
+it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
+SHA-256 of a state costs more than receiving it (0.5 to 1.8 GB/s of one core, which trains
+meanwhile). What it would find besides is memory that fails; of that, workers that hold the same
+state find more, as they compare what they have computed. Only what has come in several streams is
+computed again: they may have been those of different callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from torch import Tensor
+
+from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
+from stratagem.common.tensors.chunks import ChunkWriter, Sink
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.safetensors_file import blob_digest, file_digest, header_bytes
+from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
+
+NUM_STATES_PER_RUN: Final = 2
+MAX_UPLOADS: Final = 16
+RETRY_AFTER_S: Final = 1.0
+
+Tensors = Mapping[str, Tensor]
+
+
+class Blob(Protocol):
+    """One complete blob. `load` gives tensors that the caller must not change."""
+
+    @property
+    def purpose(self) -> Purpose: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    def load(self) -> tuple[Tensors, Mapping[str, str]]: ...
+    def drop(self) -> None: ...
+
+
+class _Place(Protocol):
+    """Where the bytes of an upload go."""
+
+    @property
+    def sink(self) -> Sink: ...
+    def digest(self) -> str: ...
+    def finish(self) -> Blob: ...
+    def drop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    manifest: Manifest
+    tensors: Tensors
+
+    @property
+    def purpose(self) -> Purpose:
+        return self.manifest.purpose
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.manifest.total_bytes
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        return self.tensors, self.manifest.metadata
+
+    def drop(self) -> None:
+        """The tensors go with the last reference to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    path: Path
+    purpose: Purpose
+    memory_bytes: int = 0
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        tensors, manifest = load_file(self.path)
+        return tensors, manifest.metadata
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class _MemoryPlace:
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        try:
+            self.sink, self._finish = allocate(manifest)
+        except (MemoryError, RuntimeError) as error:  # torch has no type of its own for it
+            raise LimitError(
+                f"{manifest.total_bytes} bytes are more than this worker's memory; give it a "
+                "data_dir for what exceeds max_blob_memory_bytes"
+            ) from error
+
+    def digest(self) -> str:
+        tensors = self._finish()
+        stored = [bytes_of(tensors[each.name]) for each in self._manifest.stored()]
+        return blob_digest(self._manifest, stored)
+
+    def finish(self) -> Blob:
+        return _InMemory(self._manifest, self._finish())
+
+    def drop(self) -> None:
+        """Nothing lies anywhere else."""
+
+
+class _FilePlace:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._purpose = manifest.purpose
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(header_bytes(manifest))
+
+    def sink(self, _offset: int, data: bytes) -> None:
+        if self._file.closed:
+            raise StaleError(f"the upload to {self._path.name} was dropped")
+        self._file.write(data)
+
+    def digest(self) -> str:
+        self._file.flush()
+        return file_digest(self._path)
+
+    def finish(self) -> Blob:
+        self._file.close()
+        return _OnDisk(self._path, self._purpose)
+
+    def drop(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Upload:
+    """One blob on its way in. Survives the stream that carried its first part."""
+
+    def __init__(self, digest: str, manifest: Manifest, place: _Place) -> None:
+        self.digest = digest
+        self.manifest = manifest
+        self.is_open = False
+        self.term = 0
+        """Of the coordinator whose stream has it open."""
+        self.num_streams = 0
+        self._place = place
+        self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
+
+    def check(self) -> None:
+        """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""
+        try:
+            found = self._place.digest()
+        except (OSError, ValueError) as error:
+            raise ConflictError("the run was closed meanwhile") from error
+        if found != self.digest:
+            raise IntegrityError(f"the bytes of several streams have the digest {found}")
+
+    def finish(self) -> Blob:
+        """The blob; IntegrityError while bytes are missing."""
+        self.writer.finish()
+        return self._place.finish()
+
+    def drop(self) -> None:
+        self._place.drop()
+
+
+class BlobCache:
+    """The blobs of all runs of this worker."""
+
+    def __init__(
+        self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
+    ) -> None:
+        self.data_dir = data_dir
+        self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
+        self._max_memory_bytes = max_memory_bytes
+        self._max_uploads = max_uploads
+        self._runs: dict[str, OrderedDict[str, Blob]] = {}
+        self._uploads: dict[tuple[str, str], Upload] = {}
+        self._changed = asyncio.Event()
+
+    def find(self, run_id: str, digest: str) -> Blob | None:
+        blobs = self._runs.get(run_id, OrderedDict())
+        if digest in blobs:
+            blobs.move_to_end(digest)
+        return blobs.get(digest)
+
+    async def get(self, run_id: str, digest: str) -> Blob:
+        """The blob, as soon as it has arrived."""
+        while (found := self.find(run_id, digest)) is None:
+            await self._changed.wait()
+        return found
+
+    def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> Upload:
+        """The upload of this blob, new or where it broke off; the caller ends `is_open`.
+
+        One that a coordinator of an earlier term has open is dropped: that one may be frozen.
+        """
+        upload = self._uploads.get((run_id, digest))
+        if upload is not None and upload.is_open and upload.term >= term:
+            raise ConflictError(f"another stream uploads blob {digest}")
+        self._check_uploads()
+        if upload is None or upload.is_open or upload.manifest != manifest:
+            self._forget_oldest()
+            if upload is not None:
+                upload.drop()
+            upload = Upload(digest, manifest, self._place(run_id, digest, manifest))
+            self._uploads[run_id, digest] = upload
+        upload.is_open, upload.term = True, term
+        upload.num_streams += 1
+        return upload
+
+    def forget(self, run_id: str, upload: Upload) -> None:
+        """Begin anew with the next stream; nothing where another has taken its place already."""
+        if self._uploads.get((run_id, upload.digest)) is upload:
+            self._uploads.pop((run_id, upload.digest)).drop()
+
+    def _forget_oldest(self) -> None:
+        """Uploads that nobody goes on with may not pile up."""
+        idle = [key for key, each in self._uploads.items() if not each.is_open]
+        for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
+            self._uploads.pop((run_id, digest)).drop()
+
+    def _check_uploads(self) -> None:
+        num_open = sum(each.is_open for each in self._uploads.values())
+        if num_open >= self._max_uploads:
+            raise LimitError(
+                f"max_uploads: {num_open} uploads are open, the limit is {self._max_uploads}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def commit(self, run_id: str, upload: Upload) -> None:
+        """Make a complete upload a blob. Raises StaleError when another has taken its place."""
+        if self._uploads.get((run_id, upload.digest)) is not upload:
+            raise StaleError(f"the upload of blob {upload.digest} was dropped")
+        blob = upload.finish()
+        self._uploads.pop((run_id, upload.digest), None)
+        self._keep(run_id, upload.digest, blob)
+
+    def drop_run(self, run_id: str) -> None:
+        for blob in self._runs.pop(run_id, {}).values():
+            blob.drop()
+        for key in [key for key in self._uploads if key[0] == run_id]:
+            self._uploads.pop(key).drop()
+
+    def clear(self) -> None:
+        for run_id in {*self._runs, *(run_id for run_id, _ in self._uploads)}:
+            self.drop_run(run_id)
+        if self._directory is not None and self._directory.exists():
+            for directory in self._directory.iterdir():
+                directory.rmdir()
+            self._directory.rmdir()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of blobs that are held in memory, and of all that are on their way."""
+        used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
+        return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
+
+    def _place(self, run_id: str, digest: str, manifest: Manifest) -> _Place:
+        if (
+            self._directory is None
+            or self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
+        ):
+            return _MemoryPlace(manifest)
+        return _FilePlace(self._directory / run_id / digest, manifest)
+
+    def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
+        blobs = self._runs.setdefault(run_id, OrderedDict())
+        blobs[digest] = blob
+        states = [each for each, held in blobs.items() if held.purpose is not Purpose.DATA]
+        for oldest in states[:-NUM_STATES_PER_RUN]:
+            blobs.pop(oldest).drop()
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,193 @@
+"""Forms the link of a membership with the engine that all its members agree on.
+
+Everything that needs an address is opened before the rendezvous, its answers decide (`choice`),
+and what was not chosen is closed again. Owns what this process may offer: the operator's wish, and
+whether sharing memory has turned out to be impossible here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from stratagem.worker.mesh.backend_choice import Choice, Seat, choose, decode, encode
+from stratagem.worker.mesh.gloo_backend import form_gloo
+from stratagem.worker.mesh.grpc_backend import connect_grpc, leave_grpc
+from stratagem.worker.mesh.link import Link, MessageLink, Rendezvous
+from stratagem.worker.mesh.nccl_backend import connect_nccl, serve_nccl
+from stratagem.worker.mesh.peer_service import Group, PeerHub
+from stratagem.worker.mesh.same_host import SharedListener, connect, host_identity
+from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
+from stratagem.worker.mesh.shm_messages import SlotLink
+from stratagem.worker.mesh.shm_segments import UnshareableError
+
+AUTO: Final = "auto"
+MAX_SHARING_FAILURES: Final = 2
+"""In a row. A member that has just died cannot be told from one that is out of reach."""
+
+log = structlog.get_logger(__name__)
+
+
+class MeshOffer:
+    """What one process offers to the parties it is a member of. Used by the torch thread."""
+
+    def __init__(self, wish: str, device: torch.device) -> None:
+        """wish: AUTO, or the one engine that the operator wants."""
+        if wish != AUTO:
+            self._engines: tuple[str, ...] = (wish,)
+        elif device.type == "cuda":
+            self._engines = ("nccl", "grpc")
+        else:
+            self._engines = ("shm", "gloo", "grpc")
+        self.device = device
+        self._num_failures = 0
+
+    def engines(self, among: Sequence[str]) -> tuple[str, ...]:
+        """Those of `among`, which the caller can use, that are on offer."""
+        return tuple(name for name in self._engines if name in among)
+
+    def sharing_works(self) -> None:
+        self._num_failures = 0
+
+    def sharing_fails(self, error: UnshareableError) -> None:
+        """After some failures in a row the next best engine is offered instead, if there is one."""
+        self._num_failures += 1
+        if self._num_failures >= MAX_SHARING_FAILURES and self._engines != ("shm",):
+            log.warning("no shared memory between workers from now on", reason=str(error))
+            self._engines = tuple(name for name in self._engines if name != "shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member stands: its group, and how others reach this process."""
+
+    group: Group
+    hub: PeerHub
+    host: str
+    device: torch.device
+
+
+class _Elsewhere(Exception):
+    """Another engine was chosen than the one that is being formed."""
+
+    def __init__(self, engine: str, addresses: list[bytes]) -> None:
+        self.engine, self.addresses = engine, addresses
+        super().__init__(engine)
+
+
+def form_agreed(
+    place: Place, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
+) -> Link | SharedGroup:
+    """Blocks until all members are connected. Raises ExchangeError, and what rendezvous raises."""
+    with ExitStack() as opened:
+        forming = _Forming(place, rendezvous, timeout_s, opened)
+        for name in engines:
+            forming.open(name)
+        try:
+            if "gloo" in engines:  # says its address only from within
+                return form_gloo(
+                    place.group.rank, place.group.size, place.host, forming.agree_on_gloo, timeout_s
+                )
+            forming.agree()
+        except _Elsewhere as chosen:
+            return forming.connect(chosen.engine, chosen.addresses)
+
+
+def form_messages(
+    place: Place, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
+) -> MessageLink:
+    """The same for messages; engines among "shm" and "grpc"."""
+    with ExitStack() as opened:
+        forming = _Forming(place, rendezvous, timeout_s, opened)
+        for name in engines:
+            forming.open(name)
+        try:
+            forming.agree()
+        except _Elsewhere as chosen:
+            return forming.connect_messages(chosen.engine, chosen.addresses)
+
+
+class _Forming:
+    """The engines that were opened for one membership."""
+
+    def __init__(
+        self, place: Place, rendezvous: Rendezvous, timeout_s: float, opened: ExitStack
+    ) -> None:
+        self._place, self._rendezvous, self._timeout_s = place, rendezvous, timeout_s
+        self._opened = opened
+        self._offer: dict[str, Seat] = {}
+        self._chosen = ""
+
+    def open(self, name: str) -> None:
+        place, group = self._place, self._place.group
+        match name:
+            case "shm":
+                identity = host_identity()
+                if identity is not None:
+                    self._listener = SharedListener()
+                    self._opened.callback(self._listener.close)
+                    self._offer[name] = Seat(identity, self._listener.address)
+            case "nccl" if dist.is_nccl_available():
+                self._store = serve_nccl(place.host, self._timeout_s) if group.rank == 0 else None
+                address = f"{place.host}:{self._store.port}" if self._store else ""
+                self._offer[name] = Seat(_device_identity(place.device), address.encode())
+            case "grpc":
+                endpoint = self._endpoint = place.hub.join(group)
+                self._opened.callback(
+                    lambda: None if self._chosen == name else leave_grpc(place.hub, endpoint)
+                )
+                self._offer[name] = Seat("", place.hub.address.encode())
+
+    def agree(self) -> NoReturn:
+        """Raises _Elsewhere with what the members have agreed on."""
+        answers = self._rendezvous(encode(self._offer))
+        offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
+        choice: Choice = choose(offers)
+        self._chosen = choice.engine
+        log.info(
+            "mesh",
+            engine=choice.engine,
+            reason=choice.reason,
+            membership=self._place.group.membership,
+            size=self._place.group.size,
+        )
+        raise _Elsewhere(choice.engine, [offer[choice.engine].address for offer in offers])
+
+    def agree_on_gloo(self, address: bytes) -> list[bytes]:
+        """Everybody's gloo address; raises _Elsewhere when it is not gloo."""
+        self._offer["gloo"] = Seat("", address)
+        try:
+            self.agree()
+        except _Elsewhere as chosen:
+            if chosen.engine != "gloo":
+                raise
+            return chosen.addresses
+
+    def connect(self, name: str, addresses: list[bytes]) -> Link | SharedGroup:
+        group, timeout_s = self._place.group, self._timeout_s
+        rank, size = group.rank, group.size
+        match name:
+            case "shm":
+                return form_shared(self._listener, rank, size, addresses, timeout_s)
+            case "nccl":
+                return connect_nccl(self._store, rank, size, addresses[0].decode(), timeout_s)
+            case _:
+                return connect_grpc(self._place.hub, self._endpoint, addresses, timeout_s)
+
+    def connect_messages(self, name: str, addresses: list[bytes]) -> MessageLink:
+        group, timeout_s = self._place.group, self._timeout_s
+        if name == "shm":
+            sockets = connect(self._listener, group.rank, group.size, addresses, timeout_s)
+            return SlotLink(group.rank, group.size, sockets)
+        return connect_grpc(self._place.hub, self._endpoint, addresses, timeout_s)
+
+
+def _device_identity(device: torch.device) -> str:
+    """The same for two processes only when they use the same device."""
+    return str(torch.cuda.get_device_properties(device).uuid)

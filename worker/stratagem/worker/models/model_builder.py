@@ -1,0 +1,141 @@
+"""Builds the model of a job: once for real, from the seed, and elsewhere empty, to be loaded.
+
+An empty model is built on the meta device, so no memory is touched and nothing is initialised.
+A factory that cannot do that (it reads values, or keeps tensors that are no part of the state) is
+run for real instead. Must not know training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.worker.models.graph_model import graph_module
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+_ACTIVITY: Final = "building the model"
+
+
+def float_dtype(job: JobSpec) -> torch.dtype:
+    """The dtype of parameters, buffers and data that are floats."""
+    return torch.float64 if job.execution.precision == "Full" else torch.float32
+
+
+def build_model(
+    job: JobSpec, entrypoints: EntryPoints, *, device: torch.device, fresh: bool
+) -> nn.Module:
+    """fresh: initialised from the seed. Otherwise its state is still undefined."""
+    factory = _factory(job, entrypoints)
+    dtype = float_dtype(job)
+    if not fresh:
+        empty = _build_empty(factory, dtype, device)
+        if empty is not None:
+            return empty
+    torch.manual_seed(job.seed)
+    with user_code(_ACTIVITY):
+        model = factory()
+    return _checked(model).to(dtype).to(device)
+
+
+def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
+    """The model with parameters and buffers of no values; to be called where tensors are fake.
+
+    Made outside of fake tensors: on the meta device, or for real where the factory wants that.
+    """
+    factory, dtype = _factory(job, entrypoints), float_dtype(job)
+    with _disable_current_modes():
+        model = _build_meta(factory, dtype)
+        if model is None or any(tensor.is_meta for tensor in _hidden_tensors(model)):
+            with user_code(_ACTIVITY):
+                model = _checked(factory()).to(dtype)
+    _materialise(model, device)
+    return model
+
+
+def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], Any]:
+    spec = job.model
+    if spec.entrypoint is not None:
+        return entrypoints.bind(spec.entrypoint, spec.kwargs, "model")
+    if spec.graph is None:
+        raise InvalidInputError.at("model", "names neither an entrypoint nor a graph")
+    graph = spec.graph
+    return lambda: graph_module(graph)
+
+
+def _checked(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise InvalidInputError.at("model", f"the factory returned a {kind}, not a torch.nn.Module")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise InvalidInputError.at(
+                "model", f'state_dict()["{name}"] is a {kind}; all state must be tensors'
+            )
+    return model
+
+
+def _build_meta(factory: Callable[[], Any], dtype: torch.dtype) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except (RuntimeError, TypeError):  # the factory reads values, which meta tensors do not have
+        return None
+    return _checked(model).to(dtype)
+
+
+def _build_empty(
+    factory: Callable[[], Any], dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
+    model = _build_meta(factory, dtype)
+    if model is None or any(module._non_persistent_buffers_set for module in model.modules()):
+        return None
+    _materialise(model, device)
+    return None if any(tensor.is_meta for tensor in _hidden_tensors(model)) else model
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Gives every parameter and buffer storage; those that were tied stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = empty
+        return made[id(tensor)]
+
+    held: list[Tensor] = []  # keeps ids unique while we replace
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                held.append(tensor)
+                # setattr, because RNNs keep a second list of their weights in step with it.
+                setattr(module, key, twin(tensor))
+
+
+def _hidden_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold outside of their parameters and buffers."""
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    match value:
+        case Tensor():
+            yield value
+        case list() | tuple():
+            for each in value:
+                yield from _tensors(each)
+        case dict():
+            for each in value.values():
+                yield from _tensors(each)

@@ -1,0 +1,115 @@
+"""Runs a model's program, or the part of it that is one stage.
+
+The uses of a node's output are told apart: each gets a tensor of its own (the same memory), and
+their gradients are added in falling order of use. So the sum does not depend on which uses are
+computed here and which on another worker. Must not know workers or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, Part, Source
+
+Slots = dict[tuple[str, int], Any]
+"""(node, use) → value; taken out when it is used."""
+
+
+def run_calls(
+    calls: Iterable[Call],
+    module_of: Mapping[str, nn.Module],
+    num_uses: Mapping[str, int],
+    given: Any,
+    slots: Slots,
+) -> None:
+    """Does the calls in order. What other stages use of their outputs is left in `slots`."""
+    for call in calls:
+        arguments = [evaluate(arg, given, slots) for arg in call.args]
+        put(slots, call.node, num_uses[call.node], module_of[call.node](*arguments))
+
+
+def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
+    """Files the output of a node under each of its uses."""
+    for use, each in enumerate(_fan(value, num_uses)):
+        slots[node, use] = each
+
+
+def evaluate(source: Source, given: Any, slots: Slots) -> Any:
+    """The value of a source; `given` is what the model was called with."""
+    match source:
+        case ModelInput():
+            return given
+        case FromNode(node, use):
+            return slots.pop((node, use))
+        case Part(of, index, count):
+            return _part(evaluate(of, given, slots), index, count)
+        case Bundle(parts):
+            return tuple(evaluate(part, given, slots) for part in parts)
+
+
+def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of the gradients of a value's uses, given in rising order; the last one first."""
+    total: Tensor | None = None
+    for gradient in reversed(list(gradients)):
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same nesting of tuples, lists and dicts with every tensor changed."""
+    match value:
+        case Tensor():
+            return change(value)
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*(map_nested(each, change) for each in value))
+        case tuple() | list():
+            return type(value)(map_nested(each, change) for each in value)
+        case dict():
+            return {key: map_nested(each, change) for key, each in value.items()}
+        case _:
+            return value
+
+
+def _part(value: Any, index: int, count: int) -> Any:
+    if not isinstance(value, tuple | list):
+        return value
+    members = value * count if len(value) == 1 else value
+    if len(members) != count:
+        raise ValueError(f"the graph has {count} inputs, {len(members)} were given")
+    return members[index]
+
+
+class _Fan(torch.autograd.Function):
+    """One output per use of a value."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        return add_uses(gradients), None
+
+
+def _fan(value: Any, count: int) -> list[Any]:
+    if count < 2 or not torch.is_grad_enabled():
+        return [value] * count
+    fanned: dict[int, tuple[Tensor, ...]] = {}
+
+    def use(number: int) -> Callable[[Tensor], Tensor]:
+        def pick(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in fanned:
+                fanned[id(tensor)] = _Fan.apply(tensor, count)  # type: ignore[no-untyped-call]
+            return fanned[id(tensor)][number]
+
+        return pick
+
+    return [map_nested(value, use(number)) for number in range(count)]

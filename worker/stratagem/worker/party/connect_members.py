@@ -1,0 +1,84 @@
+"""Connects the members of a party: the engine that all of them have, and sums of gradients over it.
+
+Runs in the torch thread, but for the forming of links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from stratagem.common.base.host_port import split_address
+from stratagem.common.strategy import all_reduce_of
+from stratagem.worker.exchange import Exchange, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.mesh import Link, Rendezvous, SharedGroup
+from stratagem.worker.mesh.backend_agreement import Place, form_agreed
+from stratagem.worker.mesh.backend_choice import PREFERENCE
+from stratagem.worker.mesh.peer_service import Group
+from stratagem.worker.mesh.shm_segments import UnshareableError
+from stratagem.worker.session.context import Work
+
+FORM_TIMEOUT_S: Final = 30.0
+USABLE: Final = {
+    "direct": PREFERENCE,
+    "ring": ("nccl", "gloo", "grpc"),
+    "gossip": ("nccl", "gloo", "grpc"),
+    "native": ("nccl", "gloo"),
+}
+"""Engines by the method that goes over them."""
+
+
+def form_link(
+    work: Work, group: Group, method: str, exchange_offers: Rendezvous
+) -> Link | SharedGroup:
+    """Blocks until a group is connected by an engine that all of it have and the method can use.
+
+    exchange_offers gets what this member offers and answers with all offers, by rank.
+    """
+    engines = work.host.mesh.engines(USABLE[method])
+    return form_agreed(place_of(work, group), engines, exchange_offers, form_timeout_s(work))
+
+
+def place_of(work: Work, group: Group) -> Place:
+    """Where this worker stands in the group."""
+    host, _ = split_address(work.host.address)
+    return Place(group, work.host.hub, host, work.host.device)
+
+
+def form_timeout_s(work: Work) -> float:
+    """Longest wait for the connections of a membership."""
+    return min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
+
+
+@contextmanager
+def noting_failures(work: Work) -> Iterator[None]:
+    """Shared memory that cannot be had counts against it."""
+    try:
+        yield
+    except UnshareableError as error:
+        work.host.mesh.sharing_fails(error)
+        raise
+
+
+def exchange_over(
+    work: Work,
+    buckets: GradientBuckets,
+    link: Link | SharedGroup,
+    num_shards: int,
+    compressor: Compressor | None = None,
+) -> Exchange:
+    """Sums by the job's method; takes the link over."""
+    with noting_failures(work):
+        exchange = mesh_exchange(
+            buckets,
+            link,
+            num_shards,
+            all_reduce=all_reduce_of(work.job.strategy),
+            deadline_s=work.exchange_timeout_s,
+            compressor=compressor,
+        )
+    if isinstance(link, SharedGroup):
+        work.host.mesh.sharing_works()
+    return exchange

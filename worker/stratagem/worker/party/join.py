@@ -1,0 +1,163 @@
+"""Joining a party: meet at the rendezvous, form the exchange, agree on one state.
+
+Owns the talk with the coordinator and the fellow members that ends with a session that holds the
+party's newest state and an exchange for the view. Runs in the torch thread; calls go through the
+event loop. Must not know how a step is computed.
+"""
+
+from __future__ import annotations
+
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import all_reduce_of
+from stratagem.v1 import coordinator_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import Trainer
+from stratagem.worker.exchange import (
+    AloneExchange,
+    Exchange,
+    ExchangeError,
+    GossipExchange,
+    GradientBuckets,
+    server_exchange,
+    solo_exchange,
+)
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
+from stratagem.worker.mesh import Forming, Link, SharedGroup
+from stratagem.worker.mesh.peer_service import Group
+from stratagem.worker.party.common_state import agree_on_state
+from stratagem.worker.party.connect_members import exchange_over, form_link, noting_failures
+from stratagem.worker.party.join_gossip import join_nodes
+from stratagem.worker.party.join_rendezvous import Members, meet, suspect
+from stratagem.worker.session.context import Work
+from stratagem.worker.session.plan_control import PartyView
+
+
+def join(
+    work: Work, plan: pb.TrainPlan, view: PartyView
+) -> Exchange | AloneExchange | GossipExchange:
+    """The exchange of this view; afterwards all members hold the same state.
+
+    Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
+    current one.
+    """
+    holding = work.holding
+    if holding.exchange is not None and holding.membership == view.membership:
+        # It was formed by an earlier plan; from now on this one's control must be able to cut it.
+        work.control.hold(holding.exchange, view.membership)
+        return holding.exchange
+    leave(work)
+    if view.size > 1 and view.membership <= holding.spent:
+        raise ExchangeError(f"the exchange of membership {view.membership} was given up")
+    work.be("waiting")
+    link, members = _meet(work, plan, view)
+    failpoint("worker.rendezvous.joined")
+    try:
+        if link is not None:
+            work.control.hold(link, view.membership)
+        if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
+            assert not isinstance(link, SharedGroup)  # see USABLE
+            holding.exchange = join_nodes(work, plan, view, members, link)
+        else:
+            agree_on_state(work, plan, view, members)
+            holding.exchange = _exchange(work, plan, view, link)
+    except BaseException:
+        if link is not None:
+            work.control.let_go()
+            link.cut()
+            link.close()
+        raise
+    holding.membership = view.membership
+    work.control.hold(holding.exchange, view.membership)
+    return holding.exchange
+
+
+def give_up(work: Work, view: PartyView, reason: str) -> None:
+    """Leave an exchange that failed and tell the coordinator, who looks for the culprit."""
+    leave(work)
+    suspect(work, view, reason)
+
+
+def leave(work: Work) -> None:
+    """Give up the exchange; the session holds what it has applied."""
+    work.control.let_go()
+    work.post(work.gradients.close)
+    work.holding.leave()
+
+
+# ---- meeting ----
+
+
+def _meet(
+    work: Work, plan: pb.TrainPlan, view: PartyView
+) -> tuple[Link | SharedGroup | None, Members]:
+    """Wait for all members of the view; what they say, and for AllReduce the link to them."""
+    mine = coordinator_pb2.RendezvousMember(
+        applied_step=work.holding.applied_step, address=work.host.address
+    )
+    if view.size == 1:
+        return None, [mine]
+    if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
+        return None, meet(work, view, b"")
+    members: list[coordinator_pb2.RendezvousMember] = []
+
+    def exchange_offers(offer: bytes) -> list[bytes]:
+        members.extend(meet(work, view, offer))
+        return [each.endpoint for each in members]
+
+    group = Group(
+        work.key.run_id,
+        work.key.party,
+        view.term,
+        view.membership,
+        view.rank,
+        view.size,
+        tuple(member.worker_id for member in view.members),
+    )
+    is_gossip = plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
+    method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
+    forming = Forming(lambda: form_link(work, group, method, exchange_offers))
+    work.control.hold(forming, view.membership)
+    with noting_failures(work):
+        return forming.link(), members
+
+
+# ---- the exchange ----
+
+
+def _exchange(
+    work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | SharedGroup | None
+) -> Exchange | AloneExchange:
+    holding, deadline_s = work.holding, work.exchange_timeout_s
+    trainer = holding.trainer
+    assert isinstance(trainer, Trainer)
+    is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
+    is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
+    if is_alone and AloneExchange.fits(trainer.params):
+        return AloneExchange(trainer.params, trainer.setup.numerics)
+    if holding.buckets is None:
+        holding.buckets = GradientBuckets(
+            trainer.params,
+            num_extras=trainer.num_extras,
+            bucket_bytes=CODED_BUCKET_BYTES if trainer.compressor else BUCKET_BYTES,
+        )
+    if is_server:
+        exchange, transport = server_exchange(
+            holding.buckets,
+            view.rank,
+            view.size,
+            plan.num_shards,
+            deadline_s=deadline_s,
+            compressor=trainer.compressor,
+        )
+        work.post(work.gradients.open, view.membership, trainer.step, transport)
+        return exchange
+    if link is None:
+        return solo_exchange(holding.buckets, plan.num_shards, trainer.compressor)
+    if work.job.execution.memory == "MinimalPeak":
+        work.tell(
+            [
+                "execution.memory: under MinimalPeak the gradients of several workers keep their "
+                "storage between steps; it belongs to their exchange"
+            ]
+        )
+    return exchange_over(work, holding.buckets, link, plan.num_shards, trainer.compressor)

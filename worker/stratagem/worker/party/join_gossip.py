@@ -1,0 +1,77 @@
+"""Joining a party that gossips: every member loads the nodes that it owns.
+
+What a member holds is the only copy, so nobody copies from anybody: either all members hold their
+nodes at the same step, or all of them load the base. Runs in the torch thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import DataParallel, Decentralized
+from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.v1 import coordinator_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
+from stratagem.worker.exchange import GossipExchange
+from stratagem.worker.mesh import Link
+from stratagem.worker.session.context import Tally, Work
+from stratagem.worker.session.plan_control import PartyView
+
+
+def join_nodes(
+    work: Work,
+    plan: pb.TrainPlan,
+    view: PartyView,
+    members: Sequence[coordinator_pb2.RendezvousMember],
+    link: Link | None,
+) -> GossipExchange:
+    """The exchange of this view, which takes the link over; the session holds its nodes."""
+    weights = mixing_weights(work.job, plan.num_shards)
+    steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
+    is_common = len(steps) == 1 and None not in steps
+    if not (is_common and isinstance(work.holding.trainer, GossipTrainer)):
+        _load_base(work, plan.base, view.me.shards, weights)
+    return GossipExchange(
+        link,
+        view.rank,
+        [member.shards for member in view.members],
+        weights,
+        deadline_s=work.exchange_timeout_s,
+    )
+
+
+def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]:
+    """The weights of each node's neighbours and itself, by the job's topology and seed."""
+    strategy = job.strategy
+    aggregation = strategy.aggregation if isinstance(strategy, DataParallel) else None
+    if not isinstance(aggregation, Decentralized):
+        raise InvalidInputError.at("strategy.aggregation.method", "is not Decentralized")
+    try:
+        return metropolis_hastings(graph_of(aggregation.topology, num_nodes, job.seed))
+    except ValueError as error:
+        raise InvalidInputError.at("strategy.aggregation.topology", str(error)) from error
+
+
+def _load_base(
+    work: Work, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
+) -> None:
+    work.holding.drop()
+    tensors, metadata = work.blob(base.digest)
+    failpoint("worker.gossip.loaded")
+    trainer = build_gossip_trainer(
+        work.job,
+        work.host.entrypoints,
+        nodes,
+        device=work.host.device,
+        sources=work.sources(),
+        weights=weights,
+        numerics=work.numerics,
+    )
+    work.tell(trainer.notes)
+    # Aggregated states (federated) carry no step of their own.
+    trainer.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
+    work.holding.trainer, work.holding.tally = trainer, Tally(work.segment)

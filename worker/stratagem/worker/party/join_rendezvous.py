@@ -1,0 +1,93 @@
+"""The rendezvous of a party: what its members ask the coordinator, and with what patience.
+
+Runs in the torch thread; the calls go through the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from stratagem.common.process.failpoints import failpoint
+from stratagem.v1 import coordinator_pb2, types_pb2
+from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.host.coordinator_retry import new_backoff
+from stratagem.worker.session.context import Work
+from stratagem.worker.session.plan_control import Moved, PartyView
+
+# The coordinator decides how long members may stay away; this only ends a call it has forgotten.
+RENDEZVOUS_TIMEOUT_S: Final = 600.0
+SUSPECT_TIMEOUT_S: Final = 10.0
+
+_RETRIED: Final = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+
+Members = Sequence[coordinator_pb2.RendezvousMember]
+
+
+def meet(work: Work, view: PartyView, endpoint: bytes) -> Members:
+    """The rendezvous: what all members of the view say, by rank, once all are there."""
+    request = coordinator_pb2.RendezvousRequest(
+        fence=fence_of(view),
+        session=session_of(work),
+        rank=view.rank,
+        endpoint=endpoint,
+        applied_step=work.holding.applied_step,
+        address=work.host.address,
+    )
+    members = work.control.wait(_call_rendezvous(work, request), view.membership)
+    failpoint("worker.rendezvous.answered")
+    work.holding.spent = view.membership
+    if len(members) != view.size:
+        raise ExchangeError(f"the rendezvous named {len(members)} members, expected {view.size}")
+    return members
+
+
+def suspect(work: Work, view: PartyView, reason: str) -> None:
+    """Tell the coordinator that the exchange of this view failed; it looks for the culprit."""
+    request = coordinator_pb2.SuspectRequest(
+        fence=fence_of(view), session=session_of(work), reason=reason[:1000]
+    )
+    work.control.wait(_suspect(work, request), view.membership)
+
+
+async def _call_rendezvous(work: Work, request: coordinator_pb2.RendezvousRequest) -> Members:
+    """Ask until all have come. A coordinator that restarts gets the same question again."""
+    backoff = new_backoff()
+    while True:
+        try:
+            answer = await work.host.coordinator.Rendezvous(request, timeout=RENDEZVOUS_TIMEOUT_S)
+            return list(answer.members)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _RETRIED:
+                raise Moved from error
+        await backoff.pause()
+
+
+async def _suspect(work: Work, request: coordinator_pb2.SuspectRequest) -> None:
+    backoff = new_backoff()
+    while True:
+        try:
+            await work.host.coordinator.Suspect(request, timeout=SUSPECT_TIMEOUT_S)
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _RETRIED:
+                return  # it knows better already; a newer view will come
+        await backoff.pause()
+
+
+def fence_of(view: PartyView) -> types_pb2.Fence:
+    """What calls about this view carry, so that a later view's receivers refuse them."""
+    return types_pb2.Fence(term=view.term, membership=view.membership)
+
+
+def session_of(work: Work) -> types_pb2.SessionRef:
+    """The session of this execution, as calls name it."""
+    return types_pb2.SessionRef(
+        run_id=work.key.run_id, party=work.key.party, member=work.key.member
+    )

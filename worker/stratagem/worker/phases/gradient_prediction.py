@@ -1,0 +1,90 @@
+"""Gradients that are predicted from earlier ones, and how good that was.
+
+Works on flat gradients (N,): all parameters one after the other, in the widest of their dtypes and
+at least float32. Every element is multiplied and added by itself, never with a fused operation, so
+neither the place of an element nor the vector width of the machine is in its bits; norms are sums
+in float64 in an order that torch's thread count fixes, as in clipping. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job.phases_section import PredictorSpec
+from stratagem.worker.phases.gradient_extrapolation import coefficients
+from stratagem.worker.phases.phase_schedule import Quality
+
+MAX_RELATIVE_ERROR = 1e9
+"""Stands for every error above it: a number that JSON has."""
+
+
+def flat_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that holds gradients of all of these."""
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def norm(flat: Tensor) -> float:
+    """Euclidean, summed in float64."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
+def quality(exact: Tensor, predicted: Tensor) -> Quality:
+    """How a prediction compares with the gradient that came out; both (N,).
+
+    The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
+    """
+    distance, length, predicted_length = norm(exact - predicted), norm(exact), norm(predicted)
+    if distance == 0:
+        return Quality(0.0, 1.0)
+    error = distance / length if length else math.inf
+    if not error <= MAX_RELATIVE_ERROR:  # nor where nothing is a number
+        return Quality(MAX_RELATIVE_ERROR, 0.0)
+    if predicted_length == 0:
+        return Quality(error, 0.0)
+    ratio = predicted_length / length
+    cosine = (1.0 + ratio * ratio - error * error) / (2.0 * ratio)
+    return Quality(error, min(1.0, max(-1.0, cosine)))
+
+
+class GradientHistory:
+    """The last exact gradients with the steps they are of, and predictions from them."""
+
+    def __init__(self, spec: PredictorSpec, trust: float) -> None:
+        self._spec, self._trust = spec, trust
+        self._capacity = spec.history if spec.kind == "wls" else 2
+        self.steps: list[int] = []
+        self.gradients: list[Tensor] = []
+        """(N,) each; oldest first."""
+        self._last_norm: float | None = None  # until a prediction asks
+
+    def record(self, step: int, gradient: Tensor) -> None:
+        """Takes the exact gradient (N,) of this step over, uncopied; steps ascend."""
+        if self.steps and step <= self.steps[-1]:
+            raise ValueError(f"step {step} comes after step {self.steps[-1]}")
+        self.replace([*self.steps, step], [*self.gradients, gradient])
+
+    def predict(self, step: int) -> Tensor:
+        """The gradient (N,) of a step after the last recorded one, as a new tensor.
+
+        Its norm is at most `trust` times that of the last exact gradient: where the line has left
+        that region it is shortened, its direction stays.
+        """
+        shares = coefficients(self._spec, self.steps, step)
+        total = self.gradients[0] * shares[0]
+        for share, gradient in zip(shares[1:], self.gradients[1:], strict=True):
+            total += gradient * share
+        if self._last_norm is None:
+            self._last_norm = norm(self.gradients[-1])
+        length, limit = norm(total), self._trust * self._last_norm
+        return total.mul_(limit / length) if length > limit else total
+
+    def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Goes on from these, oldest first; the newest ones where there are more than it keeps."""
+        kept = slice(-self._capacity, None)
+        self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]
+        self._last_norm = None

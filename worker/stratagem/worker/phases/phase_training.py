@@ -1,0 +1,235 @@
+"""Schedule and gradient history together: what a trainer asks and tells, and what is saved.
+
+`phase` says what the next step is. After an exact step the trainer hands over its gradients
+(`take`), for a predicted one it gets them (`predict`); the call that does not fit is an error.
+Nothing changes before one of the two succeeds, so a step that failed can be done again. Knows no
+exchange: that replicas see the same sums is the trainer's promise, and `checksum` lets it check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job.phases_section import PhasesSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.worker.phases import phase_schedule
+from stratagem.worker.phases.gradient_prediction import (
+    MAX_RELATIVE_ERROR,
+    GradientHistory,
+    flat_dtype,
+    quality,
+)
+from stratagem.worker.phases.phase_schedule import Phase, PhaseError, Quality, State
+from stratagem.worker.phases.phase_schedule_json import dump_state, load_state
+from stratagem.worker.phases.phase_statistics import (
+    Seconds,
+    Statistics,
+    news_of,
+    statistics_of,
+    trends_of,
+)
+
+PREFIX: Final = "phases/"
+_GRADIENT: Final = f"{PREFIX}gradient/"
+_FORECAST: Final = f"{PREFIX}forecast"
+_REACHED: Final = f"{PREFIX}reached"
+_SCHEDULE: Final = f"{PREFIX}schedule"
+_HISTORY: Final = f"{PREFIX}history"
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+class PhaseTraining:
+    """The phases of one replica's training. Used by one thread."""
+
+    def __init__(self, spec: PhasesSpec, params: NamedParams, numerics: int = CURRENT) -> None:
+        self._spec, self._numerics = spec, numerics
+        self._params = [param for _, param in params]
+        self._sizes = [param.numel() for param in self._params]
+        self._dtype = flat_dtype([param.dtype for param in self._params])
+        self._layout = _layout_digest(params)
+        self._scratch: list[Tensor] = []
+        self._news: list[str] = []
+        self.seconds = Seconds()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; lengths are the configured ones again."""
+        self._state: State = phase_schedule.initial(self._spec)
+        self._history = GradientHistory(self._spec.predictor, self._spec.trust)
+        self._forecast: tuple[int, Tensor] | None = None
+        self._reached = [True] * len(self._params)
+        self.seconds = Seconds()
+
+    @property
+    def phase(self) -> Phase:
+        """Of the next step, however often it is asked."""
+        return self._opened.phase
+
+    @property
+    def is_check_due(self) -> bool:
+        """Whether the next step is the first exact one after predicted ones."""
+        return phase_schedule.check_due(self._opened)
+
+    @property
+    def last_loss(self) -> float:
+        """Of the last exact step; NaN before the first."""
+        loss = self._state.last_loss
+        return math.nan if loss is None else loss
+
+    @property
+    def statistics(self) -> Statistics:
+        return statistics_of(self._state)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For people; the speed-ups are this process's."""
+        return {
+            "step_ratio": self.statistics.step_ratio,
+            "cost_speedup": self.seconds.cost_speedup,
+            "wall_speedup": self.seconds.wall_speedup,
+            "predicted_steps": float(self._state.counts.predict),
+            **trends_of(self._state, self._spec, self._numerics),
+        }
+
+    def take_news(self) -> list[str]:
+        """Sentences for people since the last time this was asked."""
+        news, self._news = self._news, []
+        return news
+
+    def take(self, gradients: Sequence[Tensor | None], loss: float) -> None:
+        """Ends an exact step. gradients: the mean over the global batch by parameter, before
+        clipping, None where no row reached it; loss likewise.
+
+        In a correction whose prediction was good, correction_weight · (exact − predicted) is added
+        to the gradients in place. Raises PhaseError in a Predict step, ValueError when parameters
+        are missing or have another shape.
+        """
+        opened, step = self._opened, self._state.total_step
+        if not opened.phase.is_exact:
+            raise PhaseError("a PREDICT step computes no gradient")
+        exact = self._flat(gradients)
+        checks: list[Quality] = []
+        if phase_schedule.check_due(opened) or phase_schedule.back_test_due(opened, self._spec):
+            predicted = self._history.predict(step) if self._history.steps else None
+            checks.append(_compared(exact, predicted))
+            if opened.phase is Phase.CORRECT and predicted is not None:
+                self._correct(gradients, exact, predicted, checks[0])
+        if phase_schedule.back_test_due(opened, self._spec):
+            forecast = self._forecast
+            is_for_this = forecast is not None and forecast[0] == step
+            checks.append(_compared(exact, forecast[1] if forecast and is_for_this else None))
+        closed = phase_schedule.end(opened, self._spec, loss, tuple(checks), self._numerics)
+        self._history.record(step, exact)
+        if phase_schedule.forecast_due(opened, self._spec):
+            target = step + phase_schedule.horizon(opened, self._spec)
+            self._forecast = (target, self._history.predict(target))
+        self._reached = [gradient is not None for gradient in gradients]
+        if news := news_of(self._state, closed, self._spec, self._numerics):
+            self._news.append(news)
+        self._state = closed
+
+    def predict(self) -> list[Tensor | None]:
+        """Gradients by parameter of a Predict step, in tensors of its own that the caller may
+        change; None where the last exact step had none. Call `end_predicted` once applied."""
+        if self._opened.phase.is_exact:
+            raise PhaseError(f"a {self._opened.phase} step computes its gradient")
+        flat = self._history.predict(self._state.total_step)
+        if not self._scratch:
+            # Not slices of the flat gradient: an optimizer's bits may depend on alignment.
+            self._scratch = [torch.empty_like(param) for param in self._params]
+        self._spread(flat, self._scratch)
+        pairs = zip(self._scratch, self._reached, strict=True)
+        return [gradient if reached else None for gradient, reached in pairs]
+
+    def end_predicted(self) -> None:
+        """Ends a Predict step."""
+        self._state = phase_schedule.end(self._opened, self._spec)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """(live tensors by name, metadata): all that later steps depend on."""
+        named = enumerate(self._history.gradients)
+        tensors = {f"{_GRADIENT}{index}": gradient for index, gradient in named}
+        tensors[_REACHED] = torch.tensor(self._reached)
+        if self._forecast is not None:
+            tensors[_FORECAST] = self._forecast[1]
+        history = {
+            "layout": self._layout,
+            "steps": self._history.steps,
+            "forecast": None if self._forecast is None else self._forecast[0],
+        }
+        return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Goes on from what `state` gave; from the beginning where the state has no phases."""
+        self.reset()
+        if _SCHEDULE not in metadata:
+            return
+        state, history = load_state(metadata[_SCHEDULE]), json.loads(metadata[_HISTORY])
+        if history["layout"] != self._layout:
+            raise InvalidInputError.at(
+                "state.phases/history", "is of parameters with other names, shapes or dtypes"
+            )
+        names = [f"{_GRADIENT}{index}" for index in range(len(history["steps"]))]
+        self._history.replace(history["steps"], [self._own(tensors[name]) for name in names])
+        if history["forecast"] is not None:
+            self._forecast = (history["forecast"], self._own(tensors[_FORECAST]))
+        self._reached = tensors[_REACHED].tolist()
+        self._state = state
+
+    @property
+    def _opened(self) -> State:
+        return phase_schedule.begin(self._state, self._spec, self._numerics)
+
+    def _own(self, source: Tensor) -> Tensor:
+        """A copy in storage that torch allocated, on the parameters' device."""
+        return torch.empty_like(source, device=self._params[0].device).copy_(source)
+
+    def _correct(
+        self,
+        gradients: Sequence[Tensor | None],
+        exact: Tensor,
+        predicted: Tensor,
+        found: Quality,
+    ) -> None:
+        """Adds the share of this one step's difference, however many steps were predicted."""
+        weight = self._spec.correction_weight
+        if weight and found.passes(self._spec):
+            self._spread(exact + (exact - predicted) * weight, gradients)
+
+    def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """(N,), zeros where there is no gradient."""
+        if len(gradients) != len(self._params):
+            raise ValueError(f"{len(gradients)} gradients for {len(self._params)} parameters")
+        parts = []
+        for index, (gradient, param) in enumerate(zip(gradients, self._params, strict=True)):
+            if gradient is not None and gradient.shape != param.shape:
+                raise ValueError(
+                    f"gradient {index} is {tuple(gradient.shape)}, its parameter "
+                    f"{tuple(param.shape)}"
+                )
+            source = torch.zeros_like(param) if gradient is None else gradient
+            parts.append(source.detach().reshape(-1).to(self._dtype))
+        return torch.cat(parts)
+
+    def _spread(self, flat: Tensor, targets: Sequence[Tensor | None]) -> None:
+        for part, target in zip(flat.split_with_sizes(self._sizes), targets, strict=True):
+            if target is not None:
+                target.copy_(part.view(target.shape))
+
+
+def _compared(exact: Tensor, predicted: Tensor | None) -> Quality:
+    return Quality(MAX_RELATIVE_ERROR, 0.0) if predicted is None else quality(exact, predicted)
+
+
+def _layout_digest(params: NamedParams) -> str:
+    lines = [f"{name} {param.dtype} {tuple(param.shape)}" for name, param in params]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Puts a runner together from a job, a placement of its stages, and a transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
+from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
+from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.models.graph_model import node_modules
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_nodes import (
+    check_not_shared,
+    program_of,
+    remove_nodes,
+    separate_tied,
+    tie_again,
+    without_storage,
+)
+from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.rank_setup import RunnerSetup
+from stratagem.worker.pipeline.rank_trainer import StageRunner
+from stratagem.worker.pipeline.stage import StagePart
+from stratagem.worker.pipeline.stage_transport import Transport
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+_EVALUATION_BATCH_SIZE = 256
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which nodes go where, and in what portions they work.
+
+    partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
+    micro_batch_size: rows; None = the whole batch at once. schedule: one of `SCHEDULE_NAMES`.
+    """
+
+    partitions: tuple[tuple[str, ...], ...]
+    ranks: tuple[int, ...]
+    micro_batch_size: int | None = None
+    schedule: str = AUTO
+    numerics: int = CURRENT
+    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+
+    def __post_init__(self) -> None:
+        size = len(set(self.ranks))
+        if len(self.ranks) != len(self.partitions) or set(self.ranks) != set(range(size)):
+            raise InvalidInputError.at("ranks", f"{self.ranks}: one of 0, 1, … per partition")
+        if self.schedule not in SCHEDULE_NAMES:
+            allowed = ", ".join(SCHEDULE_NAMES)
+            raise InvalidInputError.at("schedule", f"{self.schedule!r} is not one of {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank this is, and how it reaches the others; it waits `timeout_s` for one message."""
+
+    rank: int
+    transport: Transport
+    timeout_s: float = 60.0
+
+
+def build_stage_runner(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    placement: Placement,
+    seat: Seat,
+    *,
+    device: torch.device = _CPU,
+    fresh: bool,
+    sources: DataSources | None = None,
+) -> StageRunner:
+    """fresh: initialised from the seed, as the whole model would be; otherwise load_state must come
+    first."""
+    data = load_data(job, entrypoints, sources or DataSources())
+    if "train" not in data and not job.only_evaluates:
+        raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
+    model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
+    program = program_of(model, job)
+    plan = plan_stages(program, placement.partitions)
+    rank_of = tuple(placement.ranks[stage.partition] for stage in plan.stages)
+    owner = {node: rank_of[stage] for node, stage in plan.stage_of.items()}
+    check_not_shared(model, plan.stage_of, program)
+    trained = separate_tied(model, program)
+    if not trained and not job.only_evaluates:
+        raise InvalidInputError.at("model", "has no trainable parameter")
+    randomness = KeyedRandomness(model, device)
+    foreign = {node for node in owner if owner[node] != seat.rank}
+    remove_nodes(model, foreign)
+    trained = without_storage(trained, foreign)
+    model.to(device)
+    tie_again(trained)
+    execution = prepare_nodes(model, job, device, randomness, program, foreign)
+    gather = make_gather(job, device)
+    loss = make_loss(job.loss, entrypoints)
+    evaluation = job.evaluation
+    evaluator = Evaluator(
+        model=model,
+        randomness=randomness,
+        gather=gather,
+        loss=loss,
+        metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
+        batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
+    )
+    interval = job.execution.checkpoint_interval
+    parts = {
+        stage: StagePart(plan, stage, node_modules(model, program), device, interval)
+        for stage, owned_by in enumerate(rank_of)
+        if owned_by == seat.rank
+    }
+    lane = Lane(plan, rank_of, seat.rank, seat.transport, seat.timeout_s)
+    return StageRunner(
+        RunnerSetup(
+            job,
+            model,
+            trained,
+            parts,
+            lane,
+            data,
+            evaluator,
+            placement.micro_batch_size,
+            placement.schedule,
+            execution,
+            placement.numerics,
+        )
+    )

@@ -1,0 +1,135 @@
+"""Which order of work suits the hops of a pipeline: measured by its ranks and agreed on by all.
+
+In a training step every rank times what it computes. Then ranks that are neighbours send a message
+as large as those of the step to and fro, over the transport that carries activations, and all tell
+all what they found, so that all come to the same choice. It changes the order of work and no bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from stratagem.common.pipeline.schedules import Kind
+from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.stage_message import Address, Message
+
+NUM_PINGS: Final = 5
+"""Round trips between two ranks that count; one more goes before them."""
+MAX_PING_BYTES: Final = 1 << 24
+_SHARE: Final = 2 * (NUM_PINGS + 1)
+"""The control number of what a rank tells the others; those below are pings and their answers."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """What one rank sees of the training steps that it measures."""
+
+    device: torch.device
+    seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    """Of each micro-batch, without waiting and sending; of all kinds of work."""
+    largest_bytes: dict[int, int] = field(default_factory=dict)
+    """By rank: the largest message sent there."""
+
+    @contextmanager
+    def time(self, kind: Kind) -> Iterator[None]:
+        begun = self._now()
+        yield
+        self.seconds.setdefault(kind, []).append(self._now() - begun)
+
+    def sent(self, rank: int, message: Message) -> None:
+        size_bytes = sum(tensor.nbytes for tensor in message.tensors)
+        self.largest_bytes[rank] = max(size_bytes, self.largest_bytes.get(rank, 0))
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.seconds.get(Kind.BACKWARD, ()))
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward of the fastest micro-batch: the first ones take longer, and so do
+        those that something else on the machine gets in the way of."""
+        return sum(min(seconds) for seconds in self.seconds.values())
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """What all ranks found together."""
+
+    hop_s: float
+    """One way between two neighbours, median; of the slowest pair."""
+    compute_s: float
+    """Forward and backward of one micro-batch on one rank, mean over the ranks."""
+
+
+def measure_hops(lane: Lane, pass_number: int, meter: Meter) -> Hops:
+    """Takes a pass of its own; every rank calls it at the same place. Raises ExchangeError."""
+    pairs = _pairs(lane)
+    lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
+    hops_s = [_ping(lane, pass_number, pair, meter) for pair in pairs if lane.rank in pair]
+    mine = {"hop_s": max(hops_s, default=0.0), "compute_s": meter.compute_s}
+    others = [rank for rank in range(lane.size) if rank != lane.rank]
+    for rank in others:
+        lane.transport.send(_address(lane, pass_number, _SHARE, lane.rank, rank), Message((), mine))
+    found = {lane.rank: mine}
+    for rank in others:
+        address = _address(lane, pass_number, _SHARE, rank, lane.rank)
+        found[rank] = dict(lane.transport.recv(address, lane.timeout_s).words)
+    lane.transport.end(lane.timeout_s)
+    told = [found[rank] for rank in range(lane.size)]
+    compute_s = sum(each["compute_s"] for each in told) / lane.size
+    return Hops(max(each["hop_s"] for each in told), compute_s)
+
+
+def _pairs(lane: Lane) -> list[tuple[int, int]]:
+    """Ranks that send each other activations, in an order in which nobody waits in a ring."""
+    ends = ((lane.rank_of[b.source], lane.rank_of[b.target]) for b in lane.plan.boundaries)
+    return sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]})
+
+
+def _ping(lane: Lane, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
+    """Median seconds of one way. The lower rank sends first; to the other one it is 0."""
+    low, high = pair
+    numbers = range(NUM_PINGS + 1)
+    there = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]
+    back = [_address(lane, pass_number, 2 * i + 1, high, low) for i in numbers]
+    if lane.rank == high:
+        for request, answer in zip(there, back, strict=True):
+            lane.transport.send(answer, lane.transport.recv(request, lane.timeout_s))
+        return 0.0
+    size_bytes = min(meter.largest_bytes.get(high, 0), MAX_PING_BYTES)
+    payload = torch.zeros(size_bytes, dtype=torch.uint8)
+    took_s = []
+    for request, answer in zip(there, back, strict=True):
+        begun = time.perf_counter()
+        lane.transport.send(request, Message([payload]))
+        lane.transport.recv(answer, lane.timeout_s)
+        took_s.append((time.perf_counter() - begun) / 2)
+    return statistics.median(took_s[1:])
+
+
+def _awaited(lane: Lane, pass_number: int, pairs: list[tuple[int, int]]) -> Iterator[Address]:
+    for low, high in pairs:
+        for i in range(NUM_PINGS + 1):
+            if lane.rank == high:
+                yield _address(lane, pass_number, 2 * i, low, high)
+            if lane.rank == low:
+                yield _address(lane, pass_number, 2 * i + 1, high, low)
+    for rank in range(lane.size):
+        if rank != lane.rank:
+            yield _address(lane, pass_number, _SHARE, rank, lane.rank)
+
+
+def _address(lane: Lane, pass_number: int, number: int, source: int, target: int) -> Address:
+    return lane.control(pass_number, 0, number, source, target)

@@ -1,0 +1,35 @@
+"""What a rank of a pipeline is made of: handed to its training step and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.models.model_nodes import Trained
+from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.stage import StagePart
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSetup:
+    """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
+
+    job: JobSpec
+    model: nn.Module
+    trained: list[Trained]
+    """All trainable parameters of the whole model, in its order, with all their copies."""
+    parts: Mapping[int, StagePart]
+    lane: Lane
+    data: Mapping[str, Dataset]
+    evaluator: Evaluator
+    micro_batch_size: int | None
+    schedule: str
+    execution: Execution
+    numerics: int
+    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""

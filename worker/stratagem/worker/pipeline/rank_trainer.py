@@ -1,0 +1,327 @@
+"""The training step of one rank of a pipeline, and its part of the state; `forward_only` evaluates.
+
+A rank computes its stages of every micro-batch, adds gradients up in order of micro-batch, and
+steps its own optimizer after the last backward. What all ranks must agree on (weight, loss, norm of
+all gradients, tied parameters) goes round in three small messages. Nothing changes before all ranks
+have said that their gradients are finite. Must not know gRPC and the coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.optim.finite_gradients import not_finite, what_is_wrong
+from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, update
+from stratagem.worker.engine.step import state_format as state
+from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.pipeline.forward_only import Begins, evaluate, predict
+from stratagem.worker.pipeline.rank_pass import RankPass, Work
+from stratagem.worker.pipeline.rank_setup import RunnerSetup
+from stratagem.worker.pipeline.schedule_choice import Schedules
+from stratagem.worker.pipeline.step_agreement import Agreement, Verdict
+from stratagem.worker.user_code.entrypoints import user_code
+
+# Places of the extras, as in the data-parallel trainer: [weight, sum of the loss, wish to stop,
+# one per parameter, buffers].
+WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What a shard adds to a step: the seam for data parallelism around a pipeline.
+
+    gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
+    reach. extras: float64 [weight, loss sum, wish to stop, 1 per parameter that was reached,
+    buffers], to be added in the same order as gradients.
+    """
+
+    gradients: Mapping[str, Tensor]
+    extras: Tensor
+
+
+Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
+"""Adds up over all shards of this rank, in their tree. It is given how many shards have rows, and
+what the shards of this replica come to, in order: each is computed when it is asked for, and all
+must be. Called before the division by the weight."""
+
+
+class StageRunner:
+    """Used by one thread."""
+
+    def __init__(self, setup: RunnerSetup) -> None:
+        self._setup, self._job, self.model = setup, setup.job, setup.model
+        lane, gather = setup.lane, setup.evaluator.gather
+        self._lane, self._randomness = lane, setup.evaluator.randomness
+        self._agreement = Agreement(lane, setup.trained, setup.numerics)
+        self._own = self._agreement.own
+        self.params = [(each.name, each.param) for each in self._own]
+        self.optimizer = (
+            make_optimizer(
+                self._job.optimizer, [p for _, p in self.params], fused=self._job.execution.fusion
+            )
+            if self._own and not self._job.only_evaluates
+            else None
+        )
+        self._buffers = Buffers(self.model, gather.device)
+        self.num_extras = FIXED + len(self._own) + self._buffers.num_elements
+        num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
+        self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed)
+        self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
+        is_pipelined = setup.micro_batch_size is not None
+        self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
+        self._num_passes = 0
+        self._losses: list[float] = []  # of the latest step's micro-batches
+        self.step = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._setup.execution.notes
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per split."""
+        return {split: len(dataset) for split, dataset in self._setup.data.items()}
+
+    @property
+    def schedule_text(self) -> str:
+        """The schedule in use, for people; empty where a batch passes the stages as a whole."""
+        return "" if self._setup.micro_batch_size is None else str(self.schedules)
+
+    def train_step(
+        self,
+        *,
+        shards: range = range(1),
+        num_shards: int = 1,
+        stop: bool = False,
+        reduce: Reduce | None = None,
+    ) -> StepReport:
+        """One optimizer step over the next global batch, of which this pipeline computes `shards`,
+        one after the other. Without `reduce` these must be all of them, and only one.
+
+        Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
+        ExchangeError; parameters, buffers and optimizer are then as before.
+        """
+        _, indices = self._order.batch(self.step)
+        live = [
+            indices[rows.start : rows.stop] for rows in split_rows(len(indices), num_shards) if rows
+        ]
+        self.model.train()
+        self._buffers.snapshot()
+        self._setup.execution.begin_batch(len(indices))
+        self._losses = []
+        try:
+            if self.schedules.can_settle:
+                self.schedules.settle(self._next_pass())
+            computed = self._compute_all(
+                range(shards.start, min(shards.stop, len(live))), live, stop
+            )
+            extras = self._take((reduce or _only)(len(live), computed))
+            verdict = self._divide_and_agree(extras)
+        except BaseException:
+            self._undo()
+            self._lane.transport.cut()
+            raise
+        weight, scale = float(extras[WEIGHT]), self._setup.execution.scale
+        loss = float(extras[LOSS] / extras[WEIGHT]) if weight else math.nan
+        is_clipped = self._job.optimizer.clip_norm is not None
+        what = what_is_wrong(loss, weight, verdict.norm, verdict.is_finite, is_clipped=is_clipped)
+        if what:
+            self._undo()
+            if not (scale.absorbs(what) or self._job.window.may_skip):
+                step = self.step + 1
+                raise not_finite(what, f"training step {step}", step)
+            self.step += 1
+        else:
+            scale.keep()
+            failpoint("worker.stages.before_apply")
+            self._apply(extras, len(live), verdict.norm)
+            failpoint("worker.stages.after_apply")
+        return StepReport(
+            step=self.step,
+            loss=loss,
+            weight=0.0 if what else weight,
+            num_rows=len(indices),
+            stop=verdict.stop,
+            grad_norm=verdict.norm.item(),
+            num_skipped=int(bool(what)),
+            micro_batch_losses=tuple(self._losses),
+        )
+
+    def evaluate(self, split: str, begins: Begins | None = None) -> list[Part]:
+        """Sums per batch on the rank of the last stage; nothing on the others."""
+        return evaluate(self._setup, self._next_pass(), split, begins)
+
+    def predict(self, split: str) -> list[Any]:
+        """The model's output per batch of the evaluation on the rank of the last stage."""
+        return predict(self._setup, self._next_pass(), split)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """(live tensors, metadata) of this rank's nodes; the union over ranks is the whole state.
+
+        Names are those of a single process. Optimizer state of a tied parameter comes from the
+        rank that holds its first copy.
+        """
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, str] = {}
+        if self.optimizer is not None:
+            mine = [(each.name, each.param) for each in self._own if self._agreement.is_first(each)]
+            tensors, numbers = state.optimizer_state(self.optimizer, mine)
+        numbers |= self._setup.execution.scale.metadata()
+        metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
+        return {**state.model_state(self.model), **tensors}, metadata
+
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """`state`, copied to the CPU: stays as it is while training goes on."""
+        tensors, metadata = self.state()
+        return state.copied(tensors), metadata
+
+    def wants(self, name: str) -> bool:
+        """Whether `load_state` needs this tensor or number of the whole state."""
+        if name.startswith(state.OPTIMIZER):
+            return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
+        return name.removeprefix(state.MODEL) in self.model.state_dict()
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a whole state, or from at least what this rank wants of it."""
+        if metadata.get("format") != state.FORMAT:
+            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
+        state.load_model_state(self.model, own)
+        if self.optimizer is not None:
+            numbers = {name: value for name, value in metadata.items() if self.wants(name)}
+            state.load_optimizer_state(self.optimizer, self.params, own, numbers)
+        self._setup.execution.scale.load(metadata)
+        self.step = int(metadata["step"])
+
+    def fingerprint(self) -> str:
+        """Of this rank's part of the state."""
+        return state.fingerprint(*self.state())
+
+    def _next_pass(self) -> int:
+        """The number of a pass: all ranks count them alike."""
+        self._num_passes += 1
+        return self._num_passes - 1
+
+    def _compute_all(
+        self, shards: range, live: list[Tensor], stop: bool
+    ) -> Iterator[StageGradients]:
+        """The live shards of this replica; each starts from the buffers before the step."""
+        for shard in shards:
+            if shard > shards.start:
+                self._buffers.restore()
+            yield self._compute(self._micro_batches(live[shard]), shard, len(live), stop)
+        if not shards:  # the ranks speak to each other all the same
+            self._compute((), 0, len(live), stop)
+
+    def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
+        """Those of the placement, else those of the job."""
+        if self._setup.micro_batch_size is not None:
+            return torch.split(rows, self._setup.micro_batch_size)
+        return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
+
+    def _compute(
+        self, micro_batches: Sequence[Tensor], shard: int, num_live: int, stop: bool
+    ) -> StageGradients:
+        """Forward and backward of everything."""
+        activity = f"training step {self.step + 1}"
+        totals = torch.zeros(2, dtype=torch.float64)
+        losses: list[float] = []
+        for each in self._setup.trained:
+            each.forget()
+
+        def begin(micro_batch: int) -> None:
+            key = (self._job.seed, self.step, shard, micro_batch)
+            self._randomness.begin(*key, forget=micro_batch == 0)
+
+        def load(micro_batch: int) -> tuple[Any, Any, int]:
+            rows, gather = micro_batches[micro_batch], self._setup.evaluator.gather
+            return *gather(self._setup.data["train"], rows, activity), len(rows)
+
+        def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
+            value = self._setup.evaluator.loss(output, y, num_rows)
+            totals[WEIGHT] += value.weight
+            mean = float(value.mean.detach())
+            losses.append(mean)
+            totals[LOSS] += mean * value.weight
+            return self._setup.execution.scale.up(value.mean * value.weight)
+
+        lane, count, number = self._lane, len(micro_batches), self._next_pass()
+        one_pass = RankPass(lane, self._setup.parts, number, count, self.schedules.meter)
+        self._agreement.begin(number, count)
+        lane.transport.begin(
+            self._agreement.step, [*one_pass.awaited(), *self._agreement.awaited()]
+        )
+        if count:
+            actions = self.schedules.of(count)[lane.rank]
+            one_pass.train(actions, Work(activity, begin, load, lose))
+        self._randomness.end()
+        totals, losses = self._agreement.share_totals(totals, losses)
+        self._losses += losses
+        reached = self._agreement.sum_tied()
+        extras = torch.zeros(self.num_extras, dtype=torch.float64)
+        extras[:STOP], extras[STOP] = totals, float(stop)
+        extras[FIXED : FIXED + len(reached)] = torch.tensor(reached, dtype=torch.float64)
+        if count:
+            extras[FIXED + len(reached) :] = self._buffers.contribution(shard, num_live)
+        gradients = {
+            name: torch.zeros_like(param) if param.grad is None else param.grad
+            for name, param in self.params
+        }
+        return StageGradients(gradients, extras)
+
+    def _take(self, total: StageGradients) -> Tensor:
+        """Makes the sum the gradient of each parameter that any shard reached; its extras."""
+        reached = total.extras[FIXED : FIXED + len(self.params)].tolist()
+        for (name, param), count in zip(self.params, reached, strict=True):
+            param.grad = total.gradients[name] if count else None
+        return total.extras
+
+    def _divide_and_agree(self, extras: Tensor) -> Verdict:
+        weight = float(extras[WEIGHT])
+        grads = [param.grad for _, param in self.params if param.grad is not None]
+        if weight and self._job.window.must_divide:
+            for grad in grads:
+                grad.div_(weight)
+        self._setup.execution.scale.unscale(param for _, param in self.params)
+        verdict = self._agreement.verdict(stop=bool(extras[STOP] > 0))
+        self._lane.transport.end(self._lane.timeout_s)
+        return verdict
+
+    def _apply(self, extras: Tensor, num_live: int, norm: Tensor) -> None:
+        self._buffers.apply(extras[FIXED + len(self._own) :], num_live)
+        if self.optimizer is not None:
+            rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
+            set_learning_rate(self.optimizer, rate)
+            clip([param for _, param in self.params], self._job.optimizer.clip_norm, norm)
+            with user_code(f"training step {self.step + 1}"):
+                update(self.optimizer)
+        if self._setup.execution.frees_gradients:
+            for each in self._setup.trained:
+                each.forget()
+        self.step += 1
+
+    def _undo(self) -> None:
+        self._randomness.end()
+        self._buffers.restore()
+        for each in self._setup.trained:
+            each.forget()
+
+
+def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
+    """The sum where there is one shard."""
+    (one,) = shards
+    return one

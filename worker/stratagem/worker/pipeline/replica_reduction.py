@@ -1,0 +1,32 @@
+"""Data parallelism around a pipeline: equal ranks of all replicas add up their gradients.
+
+Each such column of ranks has an exchange of its own, which adds the logical shards in the same tree
+as without pipelines. Knows no stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratagem.worker.exchange import Exchange, Extras
+from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
+
+
+class SumOverReplicas:
+    """A `Reduce` over an exchange whose buckets are the runner's parameters."""
+
+    def __init__(self, runner: StageRunner, exchange: Exchange) -> None:
+        self._runner, self._exchange = runner, exchange
+        self._num_steps = 0
+
+    def __call__(self, num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
+        exchange, owned = self._exchange, self._exchange.party.owned
+        self._num_steps += 1
+        exchange.begin_step(self._num_steps, owned, num_live)
+        for shard, found in enumerate(shards, owned.start):
+            exchange.begin_shard(shard)
+            exchange.buckets.fill(list(found.gradients.values()))
+            exchange.end_shard(shard, Extras([], found.extras))
+        extras = exchange.finish().rest
+        sums = {name: param.grad for name, param in self._runner.params if param.grad is not None}
+        return StageGradients(sums, extras)

@@ -1,0 +1,169 @@
+"""What the ranks of a pipeline tell each other once per step, beside activations.
+
+Three rounds, each a message from rank to rank: the loss and its weight, from the last stage to all;
+gradients of tied parameters, among those that hold copies; norms and whether all is finite, from
+all to all. Each rank then computes the same numbers from the same parts in the same order: those of
+a single process. No round makes the first stage wait, which ends last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stratagem.worker.engine.optim.finite_gradients import are_finite
+from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.models.model_nodes import Trained
+from stratagem.worker.models.run_program import add_uses
+from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.stage_message import Address, Message
+
+_TOTALS: Final = 0
+_TIED: Final = 1
+_VERDICT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What holds for all ranks."""
+
+    is_finite: bool
+    stop: bool
+    norm: Tensor
+    """2-norm of all gradients of the model, 0-d."""
+
+
+class Agreement:
+    """The rounds of one rank. Methods are called once per step, in this order."""
+
+    def __init__(self, lane: Lane, trained: Sequence[Trained], numerics: int) -> None:
+        self._lane, self._trained, self._numerics = lane, trained, numerics
+        self._holders = {
+            each.name: [self._rank_of(c.node) for c in each.copies] for each in trained
+        }
+        mine = [each for each in trained if lane.rank in self._holders[each.name]]
+        self.own = [self._here(each) for each in mine]
+        """The parameters that this rank holds, with the copies it holds, in the model's order."""
+        self._whole = {each.name: each for each in mine}
+        self._others = [rank for rank in range(lane.size) if rank != lane.rank]
+        self._tied_with = {rank: self._shared(rank) for rank in self._others}
+        self.step, self._count = -1, 0
+
+    def is_first(self, own: Trained) -> bool:
+        """Whether this rank holds the first copy."""
+        return self._holders[own.name][0] == self._lane.rank
+
+    def begin(self, step: int, count: int) -> None:
+        """Of pass number `step`, with `count` micro-batches."""
+        self.step, self._count = step, count
+
+    def awaited(self) -> Iterator[Address]:
+        """All that will come."""
+        for rank in self._others:
+            if rank == self._lane.rank_of[-1]:
+                yield self._address(_TOTALS, rank, self._lane.rank)
+            if self._tied_with[rank]:
+                yield self._address(_TIED, rank, self._lane.rank)
+            yield self._address(_VERDICT, rank, self._lane.rank)
+
+    def share_totals(self, totals: Tensor, losses: Sequence[float]) -> tuple[Tensor, list[float]]:
+        """[weight, sum of the loss], and the loss of each micro-batch, as the last stage found
+        them."""
+        last = self._lane.rank_of[-1]
+        if self._lane.rank != last:
+            totals, *more = self._recv(_TOTALS, last).tensors
+            return totals, [each for found in more for each in found.tolist()]
+        for rank in self._others:
+            each = torch.tensor(losses, dtype=torch.float64)
+            self._send(_TOTALS, rank, Message([totals, each]))
+        return totals, list(losses)
+
+    def sum_tied(self) -> list[bool]:
+        """Leaves the gradient of each own parameter in the .grad of its first copy here; for each
+        whether backward reached it."""
+        for rank, shared in self._tied_with.items():
+            if shared:
+                self._send(_TIED, rank, self._gradients_of(shared))
+        foreign: dict[tuple[str, str], Tensor] = {}
+        for rank, shared in self._tied_with.items():
+            if shared:
+                message = self._recv(_TIED, rank)
+                names = [(name, node) for name, node in message.words["copies"]]
+                foreign |= dict(zip(names, message.tensors, strict=True))
+        totals = [self._total(each, foreign) for each in self.own]
+        for each, total in zip(self.own, totals, strict=True):
+            each.forget()
+            each.param.grad = total
+        return [total is not None for total in totals]
+
+    def verdict(self, *, stop: bool) -> Verdict:
+        """What all ranks say together. Norms are of the .grad of the first copies."""
+        grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
+        found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
+        own = total_norm(list(found.values()), self._numerics)
+        is_finite = are_finite(own, list(grads.values()))
+        firsts = {each.name for each in self.own if self.is_first(each)}
+        norms = {name: norm for name, norm in found.items() if name in firsts}
+        words = {"is_finite": is_finite, "stop": stop, "names": list(norms)}
+        mine = Message(list(norms.values()), words)
+        for rank in self._others:
+            self._send(_VERDICT, rank, mine)
+        said = [mine, *(self._recv(_VERDICT, rank) for rank in self._others)]
+        by_name: dict[str, Tensor] = {}
+        for message in said:
+            by_name |= zip(message.words["names"], message.tensors, strict=True)
+        ordered = [by_name[each.name] for each in self._trained if each.name in by_name]
+        device = (self.own[0].param if self.own else torch.zeros(())).device
+        norm = total_norm([each.to(device) for each in ordered], self._numerics)
+        return Verdict(
+            all(message.words["is_finite"] for message in said),
+            any(message.words["stop"] for message in said),
+            norm,
+        )
+
+    def _rank_of(self, node: str) -> int:
+        return self._lane.rank_of[self._lane.plan.stage_of[node]]
+
+    def _here(self, each: Trained) -> Trained:
+        copies = [c for c in each.copies if self._rank_of(c.node) == self._lane.rank]
+        return Trained(each.name, tuple(copies))
+
+    def _shared(self, rank: int) -> list[Trained]:
+        """Own parameters of which that rank holds copies too."""
+        return [each for each in self.own if rank in self._holders[each.name]]
+
+    def _gradients_of(self, shared: Sequence[Trained]) -> Message:
+        found = [
+            ([each.name, copy.node], copy.param.grad)
+            for each in shared
+            for copy in each.copies
+            if copy.param.grad is not None
+        ]
+        return Message([grad for _, grad in found], {"copies": [name for name, _ in found]})
+
+    def _total(self, own: Trained, foreign: dict[tuple[str, str], Tensor]) -> Tensor | None:
+        here = {copy.node: copy.param.grad for copy in own.copies}
+        return add_uses(
+            here[copy.node] if copy.node in here else self._arrived(own, copy.node, foreign)
+            for copy in self._whole[own.name].copies
+        )
+
+    def _arrived(
+        self, own: Trained, node: str, foreign: dict[tuple[str, str], Tensor]
+    ) -> Tensor | None:
+        found = foreign.get((own.name, node))
+        return None if found is None else found.to(own.param.device)
+
+    def _address(self, number: int, source: int, target: int) -> Address:
+        return self._lane.control(self.step, self._count, number, source, target)
+
+    def _send(self, number: int, rank: int, message: Message) -> None:
+        self._lane.transport.send(self._address(number, self._lane.rank, rank), message)
+
+    def _recv(self, number: int, rank: int) -> Message:
+        address = self._address(number, rank, self._lane.rank)
+        return self._lane.transport.recv(address, self._lane.timeout_s)

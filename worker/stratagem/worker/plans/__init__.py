@@ -1,0 +1,1 @@
+"""One module per kind of plan: train, evaluate, build, one client's round."""

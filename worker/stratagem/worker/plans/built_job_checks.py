@@ -1,0 +1,52 @@
+"""What can be said of a job only once its model and its data are there, before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job import JobSpec
+from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.worker.models.model_nodes import check_not_shared, program_of
+
+
+def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> None:
+    """model: the whole of it. num_rows: of each split. Raises InvalidInputError."""
+    _check_split(job, num_rows)
+    field, spec = _pipeline(job.strategy, "strategy")
+    if spec is None:
+        return
+    try:
+        program = program_of(model, job)
+        plan = plan_stages(program, [each.node_ids for each in spec.partitions])
+        check_not_shared(model, plan.stage_of, program)
+    except InvalidInputError as error:
+        found = [
+            Violation(
+                f"{field}.{each.field}" if "partitions" in each.field else each.field, each.message
+            )
+            for each in error.violations
+        ]
+        raise InvalidInputError(violations=found) from None
+
+
+def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:
+    if job.evaluation is None or job.data.worker_local is not None:
+        return  # clients with data of their own may have other splits
+    split = job.evaluation.split
+    if split not in num_rows:
+        known = ", ".join(num_rows) or "none"
+        raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+    if not num_rows[split]:
+        raise InvalidInputError.at("evaluation.split", f'"{split}" has no rows')
+
+
+def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:
+    """The pipeline that the strategy is or that its replicas are, and where it stands."""
+    if isinstance(strategy, ModelParallel):
+        return field, strategy
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    return (field, None) if inner is None else _pipeline(inner, f"{field}.options.inner")

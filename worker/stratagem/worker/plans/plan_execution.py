@@ -1,0 +1,361 @@
+"""One plan of one session, from its first Execute call to the result that later calls replay.
+
+Owns the plan's life on the event loop (queued, running, finished, running again under a newer
+view) and the border to the torch thread: what a plan raises becomes a typed result there, or the
+error of every attached call when it is a defect of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, Final, NamedTuple
+
+import structlog
+import torch
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    StratagemError,
+    UserCodeError,
+)
+from stratagem.common.observe import tracing
+from stratagem.common.observe.logs import about
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine.numerics.memory_modes import give_back
+from stratagem.worker.plans.evaluate_plan import evaluate_share
+from stratagem.worker.plans.single_worker_plans import build, client_round, evaluate_state
+from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.plans.train_pipeline_plan import train_stages
+from stratagem.worker.plans.train_plan import Segment, train
+from stratagem.worker.session.context import Work
+from stratagem.worker.session.plan_control import (
+    ABORTED,
+    DRAINED,
+    Deserted,
+    Interrupt,
+    Parked,
+    PartyView,
+    Peer,
+)
+from stratagem.worker.session.work_statistics import DEFECT
+from stratagem.worker.user_code import output_capture
+from stratagem.worker.user_code.entrypoints import user_error
+
+log = structlog.get_logger(__name__)
+
+# What the job, the user's code or the user's sizes have brought about. Never retried.
+USERS_FAULT: Final = (
+    UserCodeError,
+    InvalidInputError,
+    NotFoundError,
+    LimitError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    KeyboardInterrupt,
+    SystemExit,
+)
+
+
+DESERTED_S: Final = 5.0
+"""A coordinator that restarts is back sooner."""
+
+
+class Key(NamedTuple):
+    """A plan by name, inside its session; later ones are greater."""
+
+    lineage: int
+    segment: int
+    kind: str
+
+
+class Phase(Enum):
+    ACTIVE = auto()  # queued or running
+    FINISHED = auto()
+    FAILED = auto()  # by a defect; the next call with this key starts over
+
+
+def key_of(request: pb.ExecuteRequest) -> Key:
+    return Key(request.train.lineage, request.segment, request.WhichOneof("plan") or "")
+
+
+def view_of(request: pb.ExecuteRequest) -> PartyView:
+    """The view that a request carries; plans without a party have one without members."""
+    view = request.train.view
+    members = tuple(
+        Peer(
+            member.worker_id,
+            member.address,
+            range(member.first_shard, member.first_shard + member.num_shards),
+        )
+        for member in view.members
+    )
+    return PartyView(request.fence.term, request.fence.membership, view.rank, members)
+
+
+class Execution:
+    """Lives on the event loop, but for `_run`."""
+
+    def __init__(self, work: Work) -> None:
+        self.key = key_of(work.request)
+        self._work = work
+        self._segment = Segment()
+        self._phase = Phase.ACTIVE
+        self._membership = work.control.view.membership  # that a finished result is of
+        self._num_followers = 0
+        self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
+        self._look: asyncio.TimerHandle | None = None
+        self._look_later()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def work(self) -> Work:
+        return self._work
+
+    @property
+    def is_parked(self) -> bool:
+        """It waits for its party or for a caller, and leaves the torch thread to others."""
+        return self._can_go_on is not None
+
+    def start(self) -> None:
+        self._work.host.thread.submit(self._run)
+
+    async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
+        """What there is to say, for one call that attends this plan."""
+        self._num_followers += 1
+        self._work.control.set_deserted(False)
+        self._unpark()
+        try:
+            async with aclosing(self._work.outbox.follow()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._num_followers -= 1
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """In a while, if it still runs, see whether anybody wants to hear of it."""
+        self._forget_to_look()
+        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+            loop = self._work.host.loop
+            self._look = loop.call_later(DESERTED_S, self._look_for_callers)
+
+    def _forget_to_look(self) -> None:
+        # The timer holds this plan, and so the states of its session.
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+    def _look_for_callers(self) -> None:
+        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+            method = self._work.request.train.exchange
+            is_server = method == pb.EXCHANGE_METHOD_PARAMETER_SERVER
+            self._work.control.set_deserted(True, must_cut=is_server)
+
+    def attach(self, request: pb.ExecuteRequest) -> None:
+        """The same plan is asked for again, perhaps with a newer view of its party."""
+        view = view_of(request)
+        if view.membership <= self._work.control.view.membership:
+            return
+        self._work = replace(self._work, request=request)
+        self._work.control.set_view(view)
+        self._unpark()
+        if self._phase is Phase.FINISHED and self._is_outdated():
+            self._again()
+
+    def abort(self) -> None:
+        """End the plan; the state that the session holds is dropped with it."""
+        if self._phase is Phase.ACTIVE:
+            self._work.control.interrupt(ABORTED)
+            self._unpark()
+
+    def drain(self) -> None:
+        if self._phase is Phase.ACTIVE:
+            self._work.control.drain()
+            self._unpark()
+
+    def _park(self, can_go_on: Callable[[], bool]) -> None:
+        self._can_go_on = can_go_on
+        self._unpark()
+
+    def _unpark(self) -> None:
+        """Take the torch thread again once there is something to do with it."""
+        if self._can_go_on is None:
+            return
+        if self._work.control.is_ending or self._can_go_on():
+            self._can_go_on = None
+            self.start()
+
+    def _is_outdated(self) -> bool:
+        """Whether the result is not one of the present view. Errors of the user stay."""
+        result = self._work.outbox.result
+        kind = result.WhichOneof("outcome") if result is not None else None
+        if kind == "interrupted":
+            return True
+        is_shared = kind == "train" or (kind == "evaluate" and self._work.job.only_evaluates)
+        return is_shared and self._membership < self._work.control.view.membership
+
+    def _again(self) -> None:
+        self._phase = Phase.ACTIVE
+        self._look_later()
+        self._work.outbox.reopen()
+        self._work.control.reset()
+        self.start()
+
+    def _finished(self, result: pb.ExecuteResult, membership: int) -> None:
+        self._phase, self._membership = Phase.FINISHED, membership
+        self._forget_to_look()
+        self._work.outbox.finish(result)
+        if result.WhichOneof("outcome") != "interrupted" and self._is_outdated():
+            self._again()
+
+    def _failed(self, error: BaseException) -> None:
+        self._phase = Phase.FAILED
+        self._forget_to_look()
+        self._work.outbox.fail(error)
+
+    # ---- in the torch thread ----
+
+    def _run(self) -> None:
+        work = self._work
+        ids = _ids(work)
+        with (
+            about(**ids),
+            work.host.last_words.at(work.key.run_id, work.key.party),
+            output_capture.to(self._log_line),
+            tracing.span(
+                self.key.kind,
+                work.traceparent,
+                marks_errors=False,
+                worker_id=work.host.worker_id,
+                **ids,
+            ),
+        ):
+            try:
+                with _typed_memory_errors():
+                    result, membership = _run_plan(work, self._segment)
+                if work.job.execution.memory == "MinimalPeak":
+                    give_back(work.host.device)
+            except Parked as parked:
+                membership = parked.membership
+                work.post(self._park, lambda: work.control.view.membership > membership)
+                return
+            except Deserted:
+                work.control.let_go()
+                work.post(self._park, lambda: self._num_followers > 0)
+                return
+            except Interrupt as end:
+                work.control.let_go()
+                work.holding.drop() if end.reason == ABORTED else work.holding.leave()
+                result, membership = _interrupted(end.reason), work.control.view.membership
+            except USERS_FAULT as error:
+                work.control.let_go()
+                work.holding.drop()
+                result, membership = _users_fault(work, error), work.control.view.membership
+                tracing.fail(f"{result.error.type}: {result.error.message}")
+            except BaseException as error:  # the task supervisor: reported to every caller
+                log.error("plan failed", exc_info=error)
+                tracing.fail("a defect; see the log")
+                work.host.stats.ended[DEFECT] += 1
+                work.control.let_go()
+                work.holding.drop()
+                work.post(self._failed, error)
+                return
+            outcome = result.WhichOneof("outcome") or DEFECT
+            work.host.stats.ended[outcome] += 1
+            tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
+            log.info("plan ended", plan=self.key.kind, outcome=outcome)
+        work.post(self._finished, result, membership)
+
+    def _log_line(self, level: str, text: str) -> None:
+        line = pb.LogLine(
+            worker_id=self._work.host.worker_id, time_s=time.time(), level=level, text=text
+        )
+        self._work.post(self._work.outbox.log, line)
+        self._work.host.last_words.line(text)
+
+
+@contextmanager
+def _typed_memory_errors() -> Iterator[None]:
+    """torch says in a RuntimeError, wherever it happens, that a host has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
+
+
+def _ids(work: Work) -> dict[str, Any]:
+    """What log lines and spans of an execution are about."""
+    view = work.control.view
+    is_round = work.request.HasField("client_round")
+    return {
+        "run_id": work.key.run_id,
+        "party": work.key.party,
+        "segment": None if is_round else work.segment,
+        "round": work.segment if is_round else None,
+        "term": view.term,
+        "membership": view.membership,
+    }
+
+
+def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+    work.control.check()
+    if work.control.is_draining:
+        raise Interrupt(DRAINED)
+    check_supported(work.job.execution)
+    request, membership = work.request, work.control.view.membership
+    match request.WhichOneof("plan"):
+        case "train" if request.train.ranks:
+            return train_stages(work, request.train, segment)
+        case "train":
+            return train(work, request.train, segment)
+        case "build":
+            return pb.ExecuteResult(build=build(work, request.build)), membership
+        case "client_round":
+            done = client_round(work, request.client_round)
+            return pb.ExecuteResult(client_round=done), membership
+        case "evaluate" if work.job.only_evaluates:
+            return evaluate_share(work, request.evaluate, segment)
+        case "evaluate":
+            parts = evaluate_state(work, request.evaluate)
+            return pb.ExecuteResult(evaluate=parts), membership
+        case _:
+            raise InvalidInputError.at("plan", "is missing")
+
+
+def _interrupted(reason: str) -> pb.ExecuteResult:
+    return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
+
+
+def _users_fault(work: Work, error: BaseException) -> pb.ExecuteResult:
+    """What the user's code raised, or what we have to say of the job: that without a traceback,
+    which would be of our code."""
+    activity = work.holding.activity
+    match error:
+        case UserCodeError():
+            told = error
+        case StratagemError():
+            told = UserCodeError(type(error).__name__, str(error))
+        case _:
+            told = user_error(error, activity)
+    return pb.ExecuteResult(
+        error=types_pb2.UserError(
+            type=told.type,
+            message=told.message,
+            traceback=told.traceback,
+            worker_id=work.host.worker_id,
+            activity=told.activity or activity,
+        )
+    )

@@ -1,0 +1,181 @@
+"""The plans that need no party: build, one client's round, evaluate a committed state.
+
+Each is a function from a plan to its result, run in the torch thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Final
+
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.wording import values_text
+from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Federated
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import ClientRunner
+from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
+from stratagem.worker.engine.trainers.federated_client import ClientRound
+from stratagem.worker.plans.built_job_checks import check_built
+from stratagem.worker.plans.client_update_codec import coded_update
+from stratagem.worker.plans.structural_fields import structural
+from stratagem.worker.plans.train_plan import evaluate, parts_to_proto
+from stratagem.worker.session.context import Work
+from stratagem.worker.session.profiling import StepRecorder
+from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.work_statistics import ClientSteps
+
+_MODEL: Final = "model/"
+NUM_UPDATES: Final = 1
+"""A worker may play many clients, so each keeps its latest update only."""
+MAX_RUNNERS: Final = 4
+"""Jobs of one run that keep a model for their clients: each costs one."""
+
+
+def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
+    """Build the model from the seed, or load the state that the job begins from; its state waits
+    as the snapshot of segment 0."""
+    work.be("building")
+    initial = work.job.initial
+    make = work.new_inference if work.job.only_evaluates else work.new_trainer
+    built = make(fresh=initial is None)
+    check_built(work.job, built.model, built.setup.num_rows)
+    if initial is not None:
+        _begin_from(work, initial, built.model)
+    tensors, metadata = built.copy_state()
+    if isinstance(work.job.strategy, Federated):
+        metadata |= averaged(built.model)
+    work.post(work.states.keep, work.segment, freeze(tensors, metadata))
+    failpoint("worker.build.done")
+    return pb.BuildResult(
+        num_rows=built.setup.num_rows,
+        num_parameters=sum(param.numel() for param in built.model.parameters()),
+        layout_digest=layout_digest(tensors),
+        structural=structural(work, built.model, plan.variants),
+    )
+
+
+def _begin_from(work: Work, initial: InitialSpec, model: nn.Module) -> None:
+    assert initial.digest is not None  # the client has found it
+    given = given_model_state(work.blob(initial.digest)[0], model)
+    try:
+        load_model_state(model, given, where="initial")
+    except InvalidInputError as error:
+        if initial.trained_with is None:
+            raise
+        why = f"the state was trained with {values_text(initial.trained_with)}; give the job these"
+        found = [replace(each, message=f"{each.message}; {why}") for each in error.violations]
+        raise InvalidInputError(violations=found) from None
+
+
+def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
+    """Train one client from the base; the update waits as the snapshot of the round."""
+    started_s = time.monotonic()
+    work.be("training")
+    base, _ = work.blob(plan.base.digest)
+    with StepRecorder(work) as recorder:
+        steps, timer = count(1), ClientSteps(work.host.stats)
+
+        def before_step() -> None:
+            work.control.check()
+            number = next(steps)
+            recorder.begin(number, 2)
+            timer.begin_step()
+            work.host.last_words.step(number)
+
+        done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
+        timer.end(done.num_samples * _local_epochs(work.job))
+    work.control.check()
+    update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
+    work.post(work.states.keep, work.segment, update, NUM_UPDATES)
+    failpoint("worker.round.trained")
+    return pb.ClientRoundResult(
+        num_samples=done.num_samples,
+        loss=done.loss,
+        seconds=time.monotonic() - started_s,
+        num_steps=done.num_steps,
+        metrics=done.metrics,
+        traffic=traffic,
+    )
+
+
+def _plain(work: Work, done: ClientRound, plan: pb.ClientRoundPlan) -> Frozen:
+    return freeze(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
+        {"round": str(work.segment), "client": str(plan.client)},
+        Purpose.UPDATE,
+        float(done.num_samples),
+    )
+
+
+def _local_epochs(job: JobSpec) -> int:
+    return job.strategy.options.local_epochs if isinstance(job.strategy, Federated) else 1
+
+
+def _coded(
+    work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int
+) -> tuple[Frozen, dict[str, int]] | None:
+    spec = work.job.compression
+    if spec is None or spec.codec == "none":
+        return None
+    return coded_update(work.job, done, base, work.segment, client, work.numerics)
+
+
+def _runner(work: Work) -> ClientRunner:
+    """One model and the clients' data serve all clients of one job on this worker.
+
+    Parties of a run may have jobs of their own: members of a population, with other settings.
+    """
+    runners, text = work.run_cache.clients, work.request.job_json
+    if text not in runners:
+        if len(runners) == MAX_RUNNERS:
+            runners.popitem(last=False)
+        runners[text] = ClientRunner(
+            work.job, work.host.entrypoints, work.host.device, work.sources(), work.numerics
+        )
+        work.tell(runners[text].notes)
+    runners.move_to_end(text)
+    return runners[text]
+
+
+def evaluate_state(work: Work, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
+    """Evaluate a committed state, whatever the session holds."""
+    work.be("evaluating")
+    tensors, metadata = work.blob(plan.base.digest)
+    work.load(tensors, {"step": str(plan.base.step), "format": "1", **metadata})
+    trainer = work.holding.trainer
+    assert trainer is not None
+    parts = evaluate(work, trainer, list(plan.splits), plan.rank, max(plan.size, 1))
+    return pb.EvaluateResult(parts=list(parts_to_proto(parts)))
+
+
+def averaged(model: nn.Module) -> dict[str, str]:
+    """Metadata that name the floating tensors that no server optimizer may touch: buffers and
+    frozen parameters. Empty where there are none."""
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    names = [
+        f"{_MODEL}{name}"
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point() and name not in trained and not tensor.requires_grad
+    ]
+    return {"averaged": json.dumps(sorted(names))} if names else {}
+
+
+def layout_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Names the model's layout: name, dtype and shape of all its tensors, sorted by name."""
+    lines = [
+        f"{name.removeprefix(_MODEL)} {str(tensor.dtype).removeprefix('torch.')} "
+        f"{tuple(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name.startswith(_MODEL)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,29 @@
+"""Which settings of a job's execution this worker carries out; others are refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job import ExecutionSpec
+from stratagem.common.schema.document import refuse
+
+_SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
+    "parallelism": ("None",),
+}
+
+
+def check_supported(execution: ExecutionSpec) -> None:
+    """Raises InvalidInputError that names every setting which this worker does not carry out."""
+    refuse(
+        [
+            Violation(
+                f"execution.{name}",
+                f"{getattr(execution, name)} is not carried out by this worker; "
+                f"it does {', '.join(getattr(each, '__name__', str(each)) for each in values)}",
+            )
+            for name, values in _SUPPORTED.items()
+            if not {getattr(execution, name), type(getattr(execution, name))} & {*values}
+        ]
+    )

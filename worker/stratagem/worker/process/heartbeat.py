@@ -1,0 +1,211 @@
+"""Makes this worker known to the coordinator and keeps its lease alive.
+
+Owns registration and heartbeats, on a channel of their own so that no tensor stream can hold them
+up. A coordinator that is away is waited for; training goes on meanwhile. Knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+
+from stratagem.common.observe.logs import identify
+from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators
+from stratagem.common.rpc.status_codes import name_of
+from stratagem.common.rpc.tls_probe import identity_problem
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.coordinator_retry import new_backoff
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S: Final = 10.0
+LEAVE_TIMEOUT_S: Final = 2.0
+LOOK_AGAIN_EVERY: Final = 10
+"""Failures of a row, one of which is asked whether identity is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is, as the coordinator gets to know it."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    capability: types_pb2.Capability
+    previous_exit: pb.PreviousExit = field(default_factory=pb.PreviousExit)
+    """How the process before this one ended, as far as it is known here."""
+
+
+@dataclass(slots=True)
+class Agent:
+    """One per process; `run` is a task that ends by cancellation only."""
+
+    coordinators: Coordinators
+    identity: Identity
+    see_term: Callable[[int], None]
+    clock: CoordinatorClock
+    proof: Proof = PLAINTEXT
+    on_registered: Callable[[], None] = lambda: None
+    is_registered: asyncio.Event = field(default_factory=asyncio.Event)
+    heard_s: float = field(default_factory=time.monotonic)
+    """When the coordinator last answered; at first, the start."""
+    _is_draining: bool = False
+    _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_said_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    _why_leaving: str = ""
+    _has_left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Register, then beat; register again whenever the coordinator has forgotten us.
+
+        Ends when this worker has left.
+        """
+        open_own = partial(open_channel, proof=self.proof, own_connection=True)
+        async with CoordinatorChannel(self.coordinators, open_own) as channel:
+            stub = CoordinatorServiceStub(channel)
+            while True:
+                answer = await self._register(stub)
+                self._see(answer.term)
+                self.on_registered()
+                self.is_registered.set()
+                await self._beat(stub, answer.heartbeat_interval_s)
+                if self._why_leaving:
+                    await self._leave(stub)
+                    self._has_left.set()
+                    return
+                self.is_registered.clear()
+
+    def _see(self, term: int) -> None:
+        """The coordinator has answered."""
+        self.see_term(term)
+        self.heard_s = time.monotonic()
+        identify(term=term)
+
+    def drain(self) -> None:
+        """Say so in every heartbeat from now on, the first one at once."""
+        self._is_draining = True
+        self._beat_now.set()
+
+    def beat(self) -> None:
+        """Send a heartbeat at once."""
+        self._beat_now.set()
+
+    async def until_drain_is_said(self) -> None:
+        """Until the coordinator knows that we drain, or could not be reached to be told."""
+        if self.is_registered.is_set():
+            await self._has_said_drain.wait()
+
+    async def leave(self, reason: str) -> None:
+        """Beat no more, and tell the coordinator that this worker ends, if it can be told now."""
+        if self.is_registered.is_set():
+            self._why_leaving = reason
+            self._beat_now.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await self._has_left.wait()
+
+    async def _leave(self, stub: CoordinatorServiceAsyncStub) -> None:
+        request = pb.LeaveRequest(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            reason=self._why_leaving,
+        )
+        for _ in self.coordinators.addresses:  # each of which may be the one that leads
+            asked = self.coordinators.present
+            try:
+                await stub.Leave(request, timeout=LEAVE_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                # Its lease ends, and the coordinator knows that it drains.
+                await self._report(1, "cannot say that this worker leaves", error, asked)
+                self._give_up_silent(asked, error)
+
+    async def _register(self, stub: CoordinatorServiceAsyncStub) -> pb.RegisterWorkerResponse:
+        request = pb.RegisterWorkerRequest(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            address=self.identity.address,
+            capability=self.identity.capability,
+        )
+        if self.identity.previous_exit.incarnation:
+            request.previous_exit.CopyFrom(self.identity.previous_exit)
+        attempt, backoff = 0, new_backoff()
+        while True:
+            asked = self.coordinators.present
+            try:
+                answer = await stub.RegisterWorker(request, timeout=CALL_TIMEOUT_S)
+                log.info("registered", coordinator=self.coordinators.present, term=answer.term)
+                return answer
+            except grpc.aio.AioRpcError as error:
+                await self._report(attempt, "cannot register", error, asked)
+                self._give_up_silent(asked, error)
+            await backoff.pause()
+            attempt += 1
+
+    async def _beat(self, stub: CoordinatorServiceAsyncStub, interval_s: float) -> None:
+        """Beat until this worker leaves, or the coordinator does not know this incarnation."""
+        num_failed = 0
+        while not self._why_leaving:
+            self._beat_now.clear()  # a wish that comes during the call is for the next beat
+            request = pb.HeartbeatRequest(
+                worker_id=self.identity.worker_id,
+                incarnation=self.identity.incarnation,
+                draining=self._is_draining,
+            )
+            asked, sent_s = self.coordinators.present, time.time()
+            try:
+                answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
+                if answer.time_s:  # a coordinator that is older than this worker does not say
+                    self.clock.note(sent_s, time.time(), answer.time_s)
+                self._see(answer.term)
+                num_failed = 0
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    log.info("the coordinator does not know this worker; registering again")
+                    return
+                await self._report(num_failed, "heartbeat failed", error, asked)
+                self._give_up_silent(asked, error)
+                num_failed += 1
+            finally:
+                if request.draining:
+                    self._has_said_drain.set()
+            await self._pause(interval_s)
+
+    def _give_up_silent(self, asked: str, error: grpc.aio.AioRpcError) -> None:
+        """A frozen coordinator accepts calls and answers none: try the next one, if there is."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.coordinators.move_on(asked)
+
+    async def _pause(self, interval_s: float) -> None:
+        try:
+            async with asyncio.timeout(interval_s):
+                await self._beat_now.wait()
+        except TimeoutError:
+            return
+
+    async def _report(
+        self, num_before: int, what: str, error: grpc.aio.AioRpcError, asked: str
+    ) -> None:
+        """The first failure of a row as a warning, the others quietly; the reason when it is
+        identity, as long as it lasts."""
+        details = error.details()
+        if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
+            details = await identity_problem(error, asked, self.proof) or details
+        is_news = num_before == 0 or details != error.details()
+        level = log.warning if is_news else log.debug
+        level(what, code=error.code().name, details=details)

@@ -1,0 +1,328 @@
+"""The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
+
+Owns the order of start and of drain. Once it is told to end, the worker says that it drains, ends
+what runs after its present step, says that it leaves, and exits 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+import torch
+from grpc_health.v1 import health_pb2
+from pydantic import ValidationError
+
+from stratagem.common.base.errors import InvalidInputError, StratagemError
+from stratagem.common.base.ids import new_incarnation
+from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.observe import tracing
+from stratagem.common.observe.logs import identify, setup_logging
+from stratagem.common.process.file_descriptors import raise_descriptor_limit
+from stratagem.common.process.settings_rules import told
+from stratagem.common.rpc.admission import CallLimits
+from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.rpc.health_service import HealthService
+from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.rpc.server import add_health, make_health_server, make_server
+from stratagem.common.tensors.manifest import Limits
+from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
+from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.exit_record import LastWords
+from stratagem.worker.host.torch_thread import TorchThread
+from stratagem.worker.host.worker_blob_cache import BlobCache
+from stratagem.worker.mesh.backend_agreement import MeshOffer
+from stratagem.worker.mesh.peer_service import PeerHub, PeerServicer
+from stratagem.worker.pipeline.activation_store import ActivationStore
+from stratagem.worker.process.capability import capability_of, device_of
+from stratagem.worker.process.heartbeat import Agent, Identity
+from stratagem.worker.process.shutdown import stop_by_signals
+from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
+from stratagem.worker.process.worker_security import Security
+from stratagem.worker.process.worker_settings import (
+    WorkerSettings,
+    advertised,
+    from_command_line,
+)
+from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
+from stratagem.worker.session.context import Host
+from stratagem.worker.user_code import output_capture
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+WAITS_FOR_OTHERS: Final = ("GetGradients",)
+"""The coordinator takes a member's gradients as the slowest member's come."""
+
+# For streams that carry the last results when the server stops.
+STOP_GRACE_S: Final = 2.0
+
+
+def main(arguments: list[str], malloc: str = "") -> int:
+    """Run one worker until it is told to stop; the exit code."""
+    keep_forks_away()
+    try:
+        settings = from_command_line(arguments)
+        device_of(settings.device)
+    except ValidationError as error:
+        print(told("stratagem worker", error), file=sys.stderr)
+        return 1
+    except InvalidInputError as error:
+        print(f"stratagem worker: {error}", file=sys.stderr)
+        return 1
+    setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
+    identify(worker_id=settings.worker_id)
+    log.info("allocator", result=malloc or "untouched")
+    log.info("descriptors", limit=raise_descriptor_limit())
+    thread = TorchThread(settings.threads)
+    thread.start()
+    try:
+        tracing.start("worker", settings.worker_id)
+        with output_capture.installed():
+            asyncio.run(run(settings, thread))
+    except StratagemError as error:
+        log.error("worker cannot serve", reason=str(error))
+        return 1
+    finally:
+        tracing.stop()
+    if not thread.stop(timeout_s=1.0):
+        log.warning("user code did not end in time")
+        sys.stderr.flush()
+        os._exit(0)  # an orderly exit would wait for it, or tear torch down under it
+    return 0
+
+
+def keep_forks_away() -> None:
+    """Processes that the user's code starts, such as a DataLoader's, are forks of one that has only
+    imported torch: a fork of this one, with gRPC's threads in it, would be killed or stand still.
+
+    It is started when it is first wanted, by exec.
+    """
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch"])
+
+
+async def run(settings: WorkerSettings, thread: TorchThread) -> None:
+    """Serve until a signal, then drain."""
+    stop = stop_by_signals(settings.preempt_signal)
+    security = Security(settings)
+    mesh = MeshOffer(security.mesh, torch.device(settings.device))
+    capability = await _in_thread(thread, settings)
+    capability.data_plane = security.data_plane
+    process = process_stats(settings)
+    limits = CallLimits(
+        settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
+    )
+    server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
+    address = advertised(settings, security.listen(server))
+    coordinators = Coordinators(split_addresses(settings.coordinator))
+    async with AsyncExitStack() as opened:
+        channel = CoordinatorChannel(coordinators, partial(open_channel, proof=security.proof))
+        await opened.enter_async_context(channel)
+        reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
+        host = _host(settings, thread, mesh, reach)
+        host.last_words.explain_faults()
+        sessions = Sessions(host, settings.max_sessions)
+        monitor = WorkerMonitor(process, host, sessions)
+        metrics = await opened.enter_async_context(monitor.served(settings))
+        servicer = WorkerServicer(host, sessions, capability, _limits(settings))
+        add_WorkerServiceServicer_to_server(servicer, server)
+        peers = PeerServicer(host.hub, settings.stream_idle_timeout_s)
+        add_PeerServiceServicer_to_server(peers, server)
+        await server.start()
+        if settings.health_port is not None:
+            health_server = await _serve_health(security, settings.health_port)
+        identity = Identity(
+            settings.worker_id, host.incarnation, address, capability, host.last_words.previous
+        )
+        log.info("serving", address=address, device=settings.device)
+        agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
+        sessions.fences.ask_with(agent.beat)
+        agent.on_registered = host.last_words.registered
+        monitor.agent = agent
+        beating = asyncio.create_task(_join_once_warm(agent, thread))
+        try:
+            await _first_of(beating, agent.is_registered, stop.told)
+            if settings.ready_file is not None and not stop.told.is_set():
+                _write_ready(settings.ready_file, identity, health_server, metrics)
+            await _first_of(beating, stop.told)
+            host.last_words.stopped()
+            await _drain(settings, agent, sessions, server, health_server)
+            await agent.leave(f"drained after {stop.reason}")
+            log.info("drained")
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            host.blobs.clear()
+
+
+def _limits(settings: WorkerSettings) -> WorkerLimits:
+    return WorkerLimits(
+        tensors=Limits(
+            max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+        ),
+        idle_timeout_s=settings.stream_idle_timeout_s,
+        wait_s=settings.exchange_timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Health:
+    server: grpc.aio.Server
+    servicer: HealthService
+    address: str
+
+
+async def _drain(
+    settings: WorkerSettings,
+    agent: Agent,
+    sessions: Sessions,
+    server: grpc.aio.Server,
+    health_server: _Health | None,
+) -> None:
+    log.info("draining", grace_s=settings.drain_grace_s)
+    if health_server is not None:
+        await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    agent.drain()
+    sessions.drain()
+    try:
+        async with asyncio.timeout(settings.drain_grace_s):
+            await sessions.idle()
+            await agent.until_drain_is_said()
+    except TimeoutError:
+        log.warning("not idle in time", grace_s=settings.drain_grace_s)
+    await server.stop(STOP_GRACE_S)
+    if health_server is not None:
+        await health_server.server.stop(None)
+
+
+async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
+    """Register and beat. Others in mid-step would wait for a joiner that is still importing."""
+    loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
+
+    def warm_up() -> None:
+        _warm_up()
+        with suppress(RuntimeError):  # the loop is closed: the process was told to stop meanwhile
+            loop.call_soon_threadsafe(is_warm.set)
+
+    thread.submit(warm_up)
+    await is_warm.wait()
+    await agent.run()
+
+
+def _warm_up() -> None:
+    """The first optimizer step of a process imports this for seconds; better while it is idle."""
+    importlib.import_module("torch._dynamo")
+    # The collector need not look at modules again: a full pass, as at the end of every run, takes
+    # 1 ms and not 60.
+    gc.collect()
+    gc.freeze()
+
+
+async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Until one of the events; a defect of the agent ends the process instead of hiding."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait((beating, *waiting), return_when=asyncio.FIRST_COMPLETED)
+        if beating.done():
+            beating.result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2.Capability:
+    """The capability, as the torch thread sees it."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
+
+    def ask() -> None:
+        try:
+            found = capability_of(torch.device(settings.device), settings.local_data, settings.tags)
+        except Exception as error:  # handed to whoever waits
+            loop.call_soon_threadsafe(answer.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(answer.set_result, found)
+
+    thread.submit(ask)
+    return await answer
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How this process reaches others, and they it."""
+
+    address: str
+    proof: Proof
+    coordinator: CoordinatorServiceAsyncStub
+
+
+def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:
+    incarnation = new_incarnation()
+    return Host(
+        worker_id=settings.worker_id,
+        incarnation=incarnation,
+        address=reach.address,
+        device=torch.device(settings.device),
+        entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
+        local_data=settings.local_data,
+        data_roots=settings.data_roots,
+        exchange_timeout_s=settings.exchange_timeout_s,
+        compile_timeout_s=settings.compile_timeout_s,
+        mesh=mesh,
+        activations=ActivationStore(settings.activation_store),
+        hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),
+        coordinator=reach.coordinator,
+        blobs=BlobCache(
+            settings.data_dir, settings.max_blob_memory_bytes, max_uploads=settings.max_uploads
+        ),
+        thread=thread,
+        loop=asyncio.get_running_loop(),
+        last_words=LastWords(
+            settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
+        ),
+        clock=CoordinatorClock(),
+    )
+
+
+async def _serve_health(security: Security, port: int) -> _Health:
+    """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
+    server = make_health_server()
+    servicer = add_health(server)
+    address = security.listen_for_probes(server, port)
+    await server.start()
+    return _Health(server, servicer, address)
+
+
+def _write_ready(
+    path: Path, identity: Identity, health_server: _Health | None, metrics: str
+) -> None:
+    facts = {
+        "address": identity.address,
+        "pid": os.getpid(),
+        "incarnation": identity.incarnation,
+        "health_address": health_server.address if health_server is not None else "",
+        "metrics_address": metrics,
+    }
+    with whole_file(path, durable=False) as file:
+        file.write(json.dumps(facts).encode())

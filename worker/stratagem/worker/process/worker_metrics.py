@@ -1,0 +1,188 @@
+"""What a worker tells Prometheus: the definitions, and where their values come from.
+
+Takes hold of what the event loop owns when somebody scrapes; nothing here runs otherwise. The
+counts of the work itself are kept by `work_statistics.py`. What a session or a run does is not told
+here (`stratagem status` does), so that the number of series does not grow with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import torch
+
+from stratagem.common.base.host_port import split_address
+from stratagem.common.observe.call_metrics import CallStats, methods_of
+from stratagem.common.observe.metric_definition import Metric, Readings, Values, one
+from stratagem.common.observe.metrics_endpoint import metrics_served
+from stratagem.common.observe.process_metrics import SHARED, ProcessStats
+from stratagem.common.observe.scrape_guard import Guard, deployment_of
+from stratagem.common.tensors import traffic
+from stratagem.v1 import peer_pb2, worker_pb2
+from stratagem.worker.process.heartbeat import Agent
+from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.session.context import Host
+from stratagem.worker.session.work_statistics import OUTCOMES
+
+STEPS: Final = Metric(
+    "stratagem_worker_steps_total",
+    "counter",
+    "training steps done, local steps of federated clients among them",
+)
+STEP_SECONDS: Final = Metric(
+    "stratagem_worker_step_seconds", "histogram", "how long training steps took, exchange included"
+)
+SKIPPED: Final = Metric(
+    "stratagem_worker_skipped_steps_total",
+    "counter",
+    "steps that were not finite and changed nothing (of nodes that gossip, each counts)",
+)
+ROWS: Final = Metric(
+    "stratagem_worker_rows_total",
+    "counter",
+    "rows of the batches it took part in; each member of a party counts the whole batch",
+)
+EXCHANGE_WAIT: Final = Metric(
+    "stratagem_worker_exchange_wait_seconds_total",
+    "counter",
+    "time in which the torch thread waited for other members' gradients or parameters "
+    "(DataParallel, gossip)",
+)
+MESH_BYTES: Final = Metric(
+    "stratagem_worker_mesh_bytes_total",
+    "counter",
+    "bytes between workers, by engine: gloo, nccl, grpc, store; shared memory sends none",
+    ("direction", "engine"),
+)
+EXECUTIONS: Final = Metric(
+    "stratagem_worker_executions",
+    "gauge",
+    "plans under way: active (run, or wait for the torch thread), parked (wait for their party or "
+    "the coordinator)",
+    ("state",),
+)
+ENDED: Final = Metric(
+    "stratagem_worker_executions_total",
+    "counter",
+    "plans that have ended, by outcome: train, build, client_round, evaluate, interrupted, error "
+    "(the user's code), defect (ours)",
+    ("outcome",),
+)
+SESSIONS: Final = Metric("stratagem_worker_sessions", "gauge", "sessions of runs held")
+JOBS_WAITING: Final = Metric(
+    "stratagem_worker_torch_queue", "gauge", "what waits for the torch thread"
+)
+BLOB_BYTES: Final = Metric(
+    "stratagem_worker_blob_memory_bytes", "gauge", "states and data of runs held in memory"
+)
+DEVICE_BYTES: Final = Metric(
+    "stratagem_worker_device_memory_bytes",
+    "gauge",
+    "memory of the CUDA device: allocated (tensors), reserved (torch), free, total; none on CPU",
+    ("kind",),
+)
+REGISTERED: Final = Metric(
+    "stratagem_worker_registered", "gauge", "1 while the coordinator knows this worker"
+)
+HEARTBEAT_AGE: Final = Metric(
+    "stratagem_worker_heartbeat_age_seconds",
+    "gauge",
+    "since the coordinator last answered a heartbeat",
+)
+CLOCK_OFFSET: Final = Metric(
+    "stratagem_worker_clock_offset_seconds",
+    "gauge",
+    "what to add to this machine's clock to have the coordinator's",
+)
+METRICS: Final = (
+    STEPS,
+    STEP_SECONDS,
+    SKIPPED,
+    ROWS,
+    EXCHANGE_WAIT,
+    MESH_BYTES,
+    EXECUTIONS,
+    ENDED,
+    SESSIONS,
+    JOBS_WAITING,
+    BLOB_BYTES,
+    DEVICE_BYTES,
+    REGISTERED,
+    HEARTBEAT_AGE,
+    CLOCK_OFFSET,
+    *SHARED,
+)
+
+
+def process_stats(settings: WorkerSettings) -> ProcessStats:
+    """Of a process that serves what workers serve."""
+    worker = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+    peer = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
+    return ProcessStats(settings, CallStats(methods_of(worker, peer)))
+
+
+class WorkerMonitor:
+    """Of one process; `agent` is set once there is one."""
+
+    def __init__(self, process: ProcessStats, host: Host, sessions: Sessions) -> None:
+        self.agent: Agent | None = None
+        self._process, self._host, self._sessions = process, host, sessions
+
+    def served(self, settings: WorkerSettings) -> AbstractAsyncContextManager[str]:
+        """Serves on `--metrics-port`, where it is set."""
+        name, _ = split_address(settings.listen)
+        return metrics_served(
+            self.sample,
+            self._process.lag,
+            name,
+            settings.metrics_port,
+            guard=Guard.of(settings),
+            deployment=deployment_of(settings),
+            allow_insecure_network=settings.allow_insecure_network,
+        )
+
+    def sample(self) -> Callable[[], Readings]:
+        """On the event loop."""
+        num_active, num_parked = self._sessions.num_executions()
+        held: list[tuple[Metric, Values]] = [
+            (EXECUTIONS, {("active",): num_active, ("parked",): num_parked}),
+            (SESSIONS, one(self._sessions.num_sessions)),
+            (BLOB_BYTES, one(self._host.blobs.memory_bytes)),
+        ]
+        agent = self.agent
+        held.append((REGISTERED, one(agent is not None and agent.is_registered.is_set())))
+        if agent is not None:
+            held.append((HEARTBEAT_AGE, one(time.monotonic() - agent.heard_s)))
+        return lambda: self._readings(held)
+
+    def _readings(self, held: list[tuple[Metric, Values]]) -> Iterator[tuple[Metric, Values]]:
+        """In any thread."""
+        stats = self._host.stats
+        yield from held
+        yield STEPS, one(stats.num_steps)
+        yield STEP_SECONDS, one(stats.step_seconds)
+        yield SKIPPED, one(stats.num_skipped_steps)
+        yield ROWS, one(stats.num_rows)
+        yield EXCHANGE_WAIT, one(stats.exchange_wait_s)
+        yield MESH_BYTES, {key: n for key, n in traffic.engine_bytes().items()}
+        yield ENDED, {(outcome,): stats.ended[outcome] for outcome in OUTCOMES}
+        yield JOBS_WAITING, one(self._host.thread.num_waiting)
+        yield DEVICE_BYTES, _device_bytes(self._host.device)
+        yield CLOCK_OFFSET, one(self._host.clock.offset.seconds)
+        yield from self._process.readings()
+
+
+def _device_bytes(device: torch.device) -> Values:
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        ("allocated",): torch.cuda.memory_allocated(device),
+        ("reserved",): torch.cuda.memory_reserved(device),
+        ("free",): free,
+        ("total",): total,
+    }

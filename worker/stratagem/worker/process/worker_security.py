@@ -1,0 +1,74 @@
+"""What a worker's settings say about identity and about who may read what workers exchange.
+
+Without certificates everything is in plaintext, on loopback unless the operator wants more. With
+them the worker's name must be the one in its certificate, or of the pool in it, and unless the
+operator trusts the network between workers (`--data-plane trusted`) they exchange tensors over gRPC
+alone, which is the one engine that TLS protects.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.host_port import split_address
+from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.revocation import RevokedFile
+from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
+from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.server import bind, bind_tls
+from stratagem.worker.mesh.backend_agreement import AUTO
+from stratagem.worker.process.worker_settings import WorkerSettings
+
+
+class Security:
+    """Made once per process; InvalidInputError when the settings make no sense."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        tls = tls_files(settings.tls_ca, settings.tls_cert, settings.tls_key, needs_cert=True)
+        self.proof = Proof(tls)
+        if settings.revoked_file is not None and tls is None:
+            raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
+        revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
+        self.gate = Gate(_trust_domain(tls, settings.worker_id), revoked=revoked)
+        self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
+        if self.data_plane == "tls" and tls is None:
+            raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")
+
+    @property
+    def mesh(self) -> str:
+        """The engine that the operator wants between workers."""
+        wish = self._settings.mesh
+        if self.data_plane == "trusted":
+            return wish
+        if wish not in (AUTO, "grpc"):
+            message = f"{wish} encrypts nothing; use grpc, or --data-plane trusted"
+            raise InvalidInputError.at("mesh", message)
+        return "grpc"
+
+    def listen(self, server: grpc.aio.Server) -> int:
+        """Bind the service; its port."""
+        host, port = split_address(self._settings.listen)
+        if self.proof.tls is not None:
+            return bind_tls(server, host, port, self.proof.tls)
+        allowed = self._settings.allow_insecure_network
+        return bind(server, host, port, allow_insecure_network=allowed)
+
+    def listen_for_probes(self, server: grpc.aio.Server, port: int) -> str:
+        """Bind the health service, which is always in plaintext; its host:port."""
+        host, _ = split_address(self._settings.listen)
+        allowed = self._settings.may_serve_plaintext
+        return f"{host}:{bind(server, host, port, allow_insecure_network=allowed)}"
+
+
+def _trust_domain(tls: TlsFiles | None, name: str) -> str:
+    if tls is None:
+        return ""
+    identity = tls.identity()
+    if identity.role is not Role.WORKER or not identity.covers(name):
+        message = (
+            f"{tls.cert} is of {identity}; it must be of worker {name}, as --name and --pool say"
+        )
+        raise InvalidInputError.at("tls_cert", message)
+    return identity.trust_domain

@@ -1,0 +1,293 @@
+"""What an operator sets for one worker process: flags, else STRATAGEM_WORKER_* in the environment.
+
+Owns names, defaults and checks of the settings. Everything below takes plain values; nothing else
+of the worker reads the environment or the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from stratagem.common.base.host_port import dialled_host, split_address
+from stratagem.common.base.ids import check_worker_id
+from stratagem.common.observe.logs import LEVELS
+from stratagem.common.process.settings_rules import at_least
+from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.worker.host.exit_record import check_previous_exit
+
+MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
+PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
+"""Those that schedulers can be told to send."""
+
+
+def _split(value: object) -> object:
+    """Repeated flags arrive as a list, the environment as "a,b"; both may be mixed."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    pieces = (piece.strip() for item in value for piece in str(item).split(","))
+    return [piece for piece in pieces if piece]
+
+
+def _pairs(value: object) -> object:
+    """NAME=VALUE items as a mapping."""
+    if isinstance(value, dict):
+        return value
+    items = _split(value)
+    if not isinstance(items, list):
+        return items
+    wrong = [item for item in items if not item.partition("=")[2]]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not NAME=FILE")
+    return {name.strip(): rest for name, _, rest in (item.partition("=") for item in items)}
+
+
+Strings = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process. Lists are repeatable flags, or one value with commas."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="STRATAGEM_WORKER_",
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="stratagem worker",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    coordinator: str = Field(
+        description="HOST:PORT of the coordinator, or of several with commas, of which one leads; "
+        "- reads it from standard input"
+    )
+    name: str = Field(
+        default_factory=socket.gethostname,
+        description="id of this worker, stable over restarts; this host's name unless set",
+    )
+    pool: str = Field(
+        "",
+        description="group of workers that share one certificate; the worker's id is NAME.POOL",
+    )
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
+    advertise: str = Field(
+        "",
+        description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
+        "this host's name where that is every address",
+    )
+    health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
+    )
+    metrics_tls: bool = Field(True, description="HTTPS for metrics, where there is a certificate")
+    metrics_tls_cert: Path | None = Field(
+        None, description="certificate of the metrics; --tls-cert unless set"
+    )
+    metrics_tls_key: Path | None = Field(None, description="the key of --metrics-tls-cert")
+    metrics_client_ca: Path | None = Field(
+        None, description="authorities that the certificates of scrapers need"
+    )
+    metrics_token_file: Path | None = Field(
+        None, description="a file with the bearer token that scrapers must send"
+    )
+    metrics_deployment: str = Field(
+        "",
+        description="label `deployment` of all metrics; the trust domain of --tls-cert unless set, "
+        "which is `stratagem` without one",
+    )
+    tags: Strings = Field([], description="labels that strategies select by")
+    allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
+    import_path: Strings = Field([], description="directories of the users' modules")
+    data_root: Strings = Field(
+        [], description="folders below which data.path of a job may lie; --import-path if unset"
+    )
+    local_data: Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)] = Field(
+        {}, description="NAME=FILE.safetensors, data that never leaves this worker"
+    )
+    threads: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, description="torch threads"
+    )
+    device: str = Field("cpu", description="cpu or cuda:N")
+    ready_file: Path | None = Field(None, description="written once the worker serves")
+    data_dir: Path | None = Field(
+        None,
+        description="blobs that exceed the memory limit go here, and what tells the next process "
+        "how this one has ended",
+    )
+    previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
+        "",
+        description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
+        "(negative: a signal) or [PID:]stopped",
+    )
+    max_blob_memory_bytes: int = Field(
+        MAX_BLOB_MEMORY_BYTES, ge=0, description="states and data of runs held in memory"
+    )
+    max_state_bytes: int = Field(64 << 30, gt=0, description="size of one state or data set")
+    max_state_tensors: int = Field(32_768, gt=0, description="tensors of one state or data set")
+    max_uploads: int = Field(16, gt=0, description="states and data sets that arrive at once")
+    max_early_bytes: int = Field(
+        256 << 20, gt=0, description="messages of other members that come before they are awaited"
+    )
+    max_sessions: int = Field(16_384, gt=0, description="pieces of runs that this worker holds")
+    max_calls: int = Field(4096, gt=0, description="calls that may be open at once")
+    stream_idle_timeout_s: float = Field(
+        30.0, gt=0, description="a caller that is silent this long inside a request is given up"
+    )
+    allow_insecure_network: bool = Field(
+        False, description="serve without TLS on other addresses than loopback"
+    )
+    tls_ca: Path | None = Field(
+        None, description="certificates of the authorities that coordinator and workers need"
+    )
+    tls_cert: Path | None = Field(
+        None, description="this worker's certificate; files are read again on change"
+    )
+    tls_key: Path | None = Field(None, description="the key of --tls-cert")
+    revoked_file: Path | None = Field(
+        None, description="certificates that count no more; see `stratagem certs revoke`"
+    )
+    data_plane: Literal["trusted", "tls"] | None = Field(
+        None,
+        description="who may read what workers exchange: trusted takes any engine, tls gRPC alone; "
+        "tls where there are certificates",
+    )
+    mesh: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
+        "auto",
+        description="engine between workers; auto takes the best that all members of a party have",
+    )
+    activation_store: str = Field(
+        "",
+        description="file:///DIR or s3://BUCKET/PREFIX, the same for all workers: for DataStore",
+    )
+    exchange_timeout_s: float = Field(
+        120.0, gt=0, description="longest wait for another member inside one step"
+    )
+    compile_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="added to that in jobs with compiled code: another member may be compiling",
+    )
+    drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    preempt_signal: str = Field(
+        "USR1",
+        description="a signal that drains as SIGTERM does: what schedulers send before they end a "
+        "job; empty for none",
+    )
+    log_level: str = Field("info", description="debug, info, warning or error")
+    log_json: bool = Field(False, description="log JSON lines")
+
+    @property
+    def worker_id(self) -> str:
+        """By which the coordinator knows this worker."""
+        return f"{self.name}.{self.pool}" if self.pool else self.name
+
+    @property
+    def may_serve_plaintext(self) -> bool:
+        """Whether health, which is always in plaintext, may listen on any address."""
+        return self.allow_insecure_network or self.tls_ca is not None
+
+    @field_validator("name")
+    @classmethod
+    def _is_worker_id(cls, value: str) -> str:
+        return check_worker_id(value)
+
+    @field_validator("pool")
+    @classmethod
+    def _makes_a_worker_id(cls, value: str, info: ValidationInfo) -> str:
+        name = info.data.get("name", "")
+        if value and "." in name:
+            raise ValueError(f"a pool's certificate is for names without dots, and not {name!r}")
+        if value:
+            check_worker_id(f"{name}.{value}")
+        return value
+
+    @field_validator("mesh")
+    @classmethod
+    def _fits_the_device(cls, value: str, info: ValidationInfo) -> str:
+        device = str(info.data.get("device", "cpu"))
+        needs = {"shm": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(value, "")
+        if not device.startswith(needs):
+            raise ValueError(f"{value} is for {needs} devices, and --device is {device}")
+        return value
+
+    @field_validator("log_level")
+    @classmethod
+    def _is_level(cls, value: str) -> str:
+        if value not in LEVELS:
+            raise ValueError(f"{value!r} is not one of {', '.join(LEVELS)}")
+        return value
+
+    @field_validator("preempt_signal")
+    @classmethod
+    def _may_be_handled(cls, value: str) -> str:
+        if value and value not in PREEMPT_SIGNALS:
+            raise ValueError(f"{value!r} is not one of {', '.join(PREEMPT_SIGNALS)}")
+        return value
+
+    @field_validator("activation_store")
+    @classmethod
+    def _is_store(cls, value: str) -> str:
+        if value and not value.startswith(("file:///", "s3://")):
+            raise ValueError(f"{value!r} is neither file:///DIR nor s3://BUCKET/PREFIX")
+        return value
+
+    @field_validator("coordinator", mode="before")
+    @classmethod
+    def _from_standard_input(cls, value: str) -> str:
+        return sys.stdin.readline().strip() if value == "-" else value
+
+    @field_validator("coordinator")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        for address in split_addresses(value):
+            split_address(address)
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        return self
+
+    @property
+    def data_roots(self) -> tuple[Path, ...]:
+        """Without symbolic links."""
+        return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
+
+
+def advertised(settings: WorkerSettings, bound_port: int) -> str:
+    """HOST:PORT at which others reach a worker that listens on this port."""
+    host, _ = split_address(settings.listen)
+    if ":" in settings.advertise:
+        return settings.advertise
+    return f"{settings.advertise or dialled_host(host)}:{bound_port}"
+
+
+def from_command_line(arguments: list[str]) -> WorkerSettings:
+    """The settings of this process; exits with a message when they are wrong."""
+    options: dict[str, Any] = {"_cli_parse_args": arguments}
+    return WorkerSettings(**options)

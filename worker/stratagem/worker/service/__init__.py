@@ -1,0 +1,1 @@
+"""WorkerService: what the coordinator calls, checked, fenced and handed to sessions."""

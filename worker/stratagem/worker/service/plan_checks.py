@@ -1,0 +1,63 @@
+"""What a plan may say, looked at before a session is made for it.
+
+A coordinator of ours says nothing else. Whoever does is told which field is wrong, instead of
+having the torch thread find out, or fill the memory.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.numerics_rules import check_numerics
+from stratagem.common.schema.document import MAX_COUNT
+from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_REPLICAS
+from stratagem.v1 import worker_pb2 as pb
+
+MAX_MEMBERS: Final = 16_384
+MAX_SPLITS: Final = 64
+
+
+def check_plan(request: pb.ExecuteRequest) -> None:
+    """Raises InvalidInputError at the first field that is out of its range."""
+    _within("segment", request.segment, 0, MAX_COUNT)
+    check_numerics(request.numerics)
+    match request.WhichOneof("plan"):
+        case "train":
+            _check_train(request.train)
+        case "client_round":
+            plan = request.client_round
+            _within("client_round.num_clients", plan.num_clients, 1, MAX_CLIENTS)
+            _within("client_round.client", plan.client, 0, plan.num_clients - 1)
+            _within("client_round.local_epochs", plan.local_epochs, 1, MAX_CLIENTS)
+        case "evaluate":
+            size = max(request.evaluate.size, 1)
+            _within("evaluate.size", size, 1, MAX_MEMBERS)
+            _within("evaluate.rank", request.evaluate.rank, 0, size - 1)
+            _within("evaluate.splits", len(request.evaluate.splits), 0, MAX_SPLITS)
+        case None:
+            raise InvalidInputError.at("plan", "is missing")
+
+
+def _check_train(plan: pb.TrainPlan) -> None:
+    num_members = len(plan.view.members)
+    _within("train.view.members", num_members, 1, MAX_MEMBERS)
+    _within("train.view.rank", plan.view.rank, 0, num_members - 1)
+    _within("train.to_step", plan.to_step, 0, MAX_COUNT)
+    _within("train.base.step", plan.base.step, 0, MAX_COUNT)
+    _within("train.num_shards", plan.num_shards, 1, MAX_REPLICAS)
+    _within("train.evaluate_splits", len(plan.evaluate_splits), 0, MAX_SPLITS)
+    _within("train.ranks", len(plan.ranks), 0, MAX_MEMBERS)
+    if plan.exchange not in pb.ExchangeMethod.values():
+        names = ", ".join(pb.ExchangeMethod.keys())
+        raise InvalidInputError.at("train.exchange", f"{plan.exchange} is not one of {names}")
+    for index, member in enumerate(plan.view.members):
+        stop = member.first_shard + member.num_shards
+        _within(f"train.view.members[{index}].num_shards", stop, 0, plan.num_shards)
+    for index, rank in enumerate(plan.ranks):
+        _within(f"train.ranks[{index}]", rank, 0, num_members - 1)
+
+
+def _within(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidInputError.at(field, f"{value} is not in [{least}, {most}]")

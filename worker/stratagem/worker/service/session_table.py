@@ -1,0 +1,231 @@
+"""All sessions of this worker, and which execution a call of the coordinator means.
+
+Owns the table of sessions, the fence that every call passes, and what is freed when a run or a
+session is closed. Lives on the event loop; the torch thread sees single sessions only.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.base.errors import (
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StaleError,
+    UnavailableError,
+)
+from stratagem.common.identity.authentication import Caller
+from stratagem.common.job import JobSpec
+from stratagem.common.observe import tracing
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
+from stratagem.worker.plans.plan_execution import Execution, Key, Phase, key_of, view_of
+from stratagem.worker.service.fence import FenceGuard
+from stratagem.worker.session.context import Holding, Host, RunCache, SessionKey, Work
+from stratagem.worker.session.outbox import Outbox
+from stratagem.worker.session.plan_control import Control
+from stratagem.worker.session.session_states import StateStore
+
+NUM_RESULTS: Final = 2
+
+
+@dataclass(slots=True)
+class Session:
+    """One piece of a run on this worker."""
+
+    key: SessionKey
+    run_cache: RunCache
+    holding: Holding = field(default_factory=Holding)
+    states: StateStore = field(default_factory=StateStore)
+    gradients: GradientPort = field(default_factory=GradientPort)
+    executions: OrderedDict[Key, Execution] = field(default_factory=OrderedDict)
+
+    @property
+    def latest(self) -> Execution:
+        return next(reversed(self.executions.values()))
+
+    def find(self, key: Key) -> Execution | None:
+        """The execution of that key, unless a defect ended it."""
+        found = self.executions.get(key)
+        return None if found is None or found.phase is Phase.FAILED else found
+
+    def add(self, execution: Execution) -> None:
+        """A new plan replaces older ones of its kind, and what they left behind."""
+        for other in self.executions.values():
+            if other.key.kind == execution.key.kind:
+                other.abort()
+        self.executions.pop(execution.key, None)
+        self.executions[execution.key] = execution
+        finished = [key for key, each in self.executions.items() if each.phase is not Phase.ACTIVE]
+        for key in finished[: max(0, len(self.executions) - NUM_RESULTS)]:
+            del self.executions[key]
+
+    def refuse_older(self, key: Key) -> None:
+        """A plan that was replaced long ago comes from a call that was under way for too long."""
+        newest = max((k for k in self.executions if k.kind == key.kind), default=key)
+        if key < newest:
+            raise StaleError(
+                f"segment {key.segment} of lineage {key.lineage} is older than "
+                f"segment {newest.segment} of lineage {newest.lineage} here"
+            )
+
+
+class Sessions:
+    """Everything that this worker holds of runs."""
+
+    def __init__(self, host: Host, max_sessions: int = 16_384) -> None:
+        self._host, self._max_sessions = host, max_sessions
+        self._sessions: dict[SessionKey, Session] = {}
+        self._run_caches: dict[str, RunCache] = {}
+        self._is_draining = False
+        self.fences = FenceGuard()
+
+    def execute(self, request: pb.ExecuteRequest, job: JobSpec) -> tuple[Execution, bool]:
+        """The execution that a request means, and whether it was known before."""
+        key, plan_key = key_from(request.session), key_of(request)
+        session = self._sessions.get(key)
+        found = session.find(plan_key) if session is not None else None
+        if found is not None:
+            found.attach(request)
+            return found, True
+        if self._is_draining:
+            raise UnavailableError(f"worker {self._host.worker_id} is draining")
+        if session is None:
+            self._check_room()
+            cache = self._run_caches.setdefault(key.run_id, RunCache())
+            session = self._sessions[key] = Session(key, cache)
+        session.refuse_older(plan_key)
+        execution = Execution(self._work(session, request, job))
+        session.add(execution)
+        execution.start()
+        return execution, False
+
+    def _work(self, session: Session, request: pb.ExecuteRequest, job: JobSpec) -> Work:
+        return Work(
+            host=self._host,
+            key=session.key,
+            holding=session.holding,
+            run_cache=session.run_cache,
+            states=session.states,
+            gradients=session.gradients,
+            control=Control(self._host.loop, view_of(request)),
+            outbox=Outbox(self._host.worker_id),
+            job=job,
+            segment=request.segment,
+            request=request,
+            traceparent=tracing.traceparent(),
+        )
+
+    def _check_room(self) -> None:
+        if len(self._sessions) >= self._max_sessions:
+            raise LimitError(
+                f"max_sessions: {len(self._sessions)} sessions are open on this worker, the limit "
+                f"is {self._max_sessions}"
+            )
+
+    def check_run(self, run_id: str) -> None:
+        """Raise NotFoundError for a run of which nothing is here."""
+        if run_id not in self._run_caches:
+            raise NotFoundError(f"this worker holds no session of run {run_id!r}")
+
+    def get(self, ref: types_pb2.SessionRef) -> Session:
+        session = self._sessions.get(key_from(ref))
+        if session is None:
+            raise NotFoundError(f"no session {ref.run_id}/{ref.party}:{ref.member} here")
+        return session
+
+    def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
+        """Refuse a worker that is in no party of this session as it is now formed."""
+        session = self._sessions.get(key_from(ref))
+        views = [each.work.control.view for each in session.executions.values()] if session else []
+        parties = [view for view in views if view.members]
+        newest = max(parties, key=lambda view: view.membership, default=None)
+        ids = [member.worker_id for member in newest.members] if newest is not None else []
+        if caller.is_worker and not caller.is_one_of(ids):
+            where = f"{ref.run_id}/{ref.party}".rstrip("/")
+            raise PermissionDeniedError(f"{caller.name} is no member of {where}")
+
+    def abort(self, ref: types_pb2.SessionRef) -> None:
+        """End what runs in a session; a session that is not here is fine."""
+        session = self._sessions.get(key_from(ref))
+        for execution in session.executions.values() if session is not None else ():
+            execution.abort()
+
+    def close(self, run_id: str, ref: types_pb2.SessionRef | None) -> None:
+        """Free a session, or all of a run and its blobs."""
+        keys = [
+            key
+            for key in self._sessions
+            if key.run_id == run_id and (ref is None or key == key_from(ref))
+        ]
+        for key in keys:
+            self._close(self._sessions.pop(key))
+        if ref is None:
+            self._run_caches.pop(run_id, None)
+            self._host.blobs.drop_run(run_id)
+            # After the sessions have left their parties, which happens in the same thread.
+            here = contextvars.copy_context()
+            self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))
+            # Models are full of cycles (compiled code, the user's own): a few objects that hold
+            # much memory, which the collector would not come by for in a long while.
+            self._host.thread.submit(_collect)
+
+    def _close(self, session: Session) -> None:
+        for execution in session.executions.values():
+            execution.abort()
+            execution.work.outbox.close()
+        session.gradients.close()
+        self._host.thread.submit(session.holding.drop)
+
+    def drain(self) -> None:
+        """Take nothing new; what runs ends after its present step."""
+        self._is_draining = True
+        for execution in self._executions():
+            execution.drain()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        for execution in list(self._executions()):
+            await execution.work.outbox.ended()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def num_executions(self) -> tuple[int, int]:
+        """(queued or running, parked) just now."""
+        active = [each for each in self._executions() if each.phase is Phase.ACTIVE]
+        num_parked = sum(each.is_parked for each in active)
+        return len(active) - num_parked, num_parked
+
+    def describe(self) -> Iterator[pb.SessionInfo]:
+        for session in self._sessions.values():
+            work = session.latest.work
+            yield pb.SessionInfo(
+                session=types_pb2.SessionRef(
+                    run_id=session.key.run_id, party=session.key.party, member=session.key.member
+                ),
+                segment=session.latest.key.segment,
+                step=work.outbox.step,
+                membership=work.control.view.membership,
+                activity=work.outbox.activity,
+            )
+
+    def _executions(self) -> Iterator[Execution]:
+        for session in list(self._sessions.values()):
+            yield from list(session.executions.values())
+
+
+def _collect() -> None:
+    gc.collect()
+
+
+def key_from(ref: types_pb2.SessionRef) -> SessionKey:
+    return SessionKey(ref.run_id, ref.party, ref.member)

@@ -1,0 +1,73 @@
+"""What this worker finds around itself, and which fellow workers it reaches (`stratagem doctor`).
+
+Measured when the coordinator asks. A fellow worker is reached as soon as anything answers at its
+address, be it a refusal: only the coordinator may ask it more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import grpc
+import torch
+import torch.distributed as dist
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.diagnostics.environment import environment_of
+from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+from stratagem.worker.session.context import Host
+
+PROBE_TIMEOUT_S: Final = 3.0
+_ANSWERS: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+async def diagnosis(
+    host: Host, probes: Iterable[types_pb2.PeerProbe]
+) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
+    """The environment, and what became of each probe."""
+    proof = host.hub.proof
+    return await asyncio.gather(
+        asyncio.to_thread(surroundings, host.blobs.data_dir, proof),
+        asyncio.gather(*(probe(proof, each.worker_id, each.address) for each in probes)),
+    )
+
+
+def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
+    """The environment, with what torch has here. Blocking."""
+    found = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    if dist.is_available():
+        found.backends.extend(name for name, is_there in available.items() if is_there())
+    if torch.cuda.is_available():
+        names = (torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count()))
+        found.cuda_devices.extend(names)
+    return found
+
+
+async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:
+    """Whether that worker is reached at that address."""
+    answer = types_pb2.PeerProbe(worker_id=worker_id, address=address)
+    began_s = time.perf_counter()
+    try:
+        async with open_channel(
+            address, proof, to_worker=worker_id, own_connection=True
+        ) as channel:
+            described = await WorkerServiceStub(channel).Describe(
+                pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S
+            )
+        if described.worker_id != worker_id:
+            answer.problem = f"worker {described.worker_id} answers there"
+    except grpc.aio.AioRpcError as error:
+        if error.code() not in _ANSWERS:
+            answer.problem = f"{error.code().name}: {error.details()}"
+    except StratagemError as error:
+        answer.problem = str(error)
+    answer.round_trip_s = time.perf_counter() - began_s
+    return answer

@@ -1,0 +1,239 @@
+"""WorkerService: each handler checks, makes one call, and translates.
+
+Owns nothing. Errors of our tree become status codes in `common.rpc.server`; errors of the user's
+code are results and never come past here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import grpc
+
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from stratagem.common.base.ids import check_party, check_run_id
+from stratagem.common.identity.authentication import Caller, current_caller
+from stratagem.common.identity.authorization import Names
+from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.ownership_check import checks_what_is_named
+from stratagem.common.rpc.tensor_transfer import (
+    IDLE_TIMEOUT_S,
+    receive_header,
+    receive_upload,
+    serve_get,
+)
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
+from stratagem.v1 import types_pb2
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
+from stratagem.worker.host.worker_blob_cache import Upload
+from stratagem.worker.service.plan_checks import check_plan
+from stratagem.worker.service.session_table import Session, Sessions
+from stratagem.worker.service.worker_diagnosis import diagnosis
+from stratagem.worker.session.context import Host
+from stratagem.worker.session.session_states import Frozen
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What the calls of this service accept.
+
+    idle_timeout_s: a caller may be silent inside a stream. wait_s: a call may wait for the plan.
+    """
+
+    tensors: Limits = DEFAULT_LIMITS
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    wait_s: float = 120.0
+
+
+@lru_cache(maxsize=16)
+def _parsed(job_json: str) -> JobSpec:
+    """A job comes again with every round of every client."""
+    return JobSpec.from_json(job_json)
+
+
+def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
+    """The coordinator may have all states; the members of a party its live one, to heal."""
+    if not caller.is_worker:
+        return
+    if request.WhichOneof("which") != "live":
+        raise PermissionDeniedError(f"{caller.name} may ask for live states, and not for snapshots")
+    servicer.sessions.check_member(request.session, caller)
+
+
+@checks_what_is_named(
+    pb.DESCRIPTOR.services_by_name["WorkerService"], {Names.OWN_STATE: _own_state}
+)
+class WorkerServicer(WorkerServiceServicer):
+    """What the coordinator and fellow workers may ask of this worker."""
+
+    def __init__(
+        self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
+    ) -> None:
+        self._host = host
+        self.sessions = sessions
+        self._capability = capability
+        self._limits = limits
+
+    async def Execute(
+        self, request: pb.ExecuteRequest, context: Context
+    ) -> AsyncIterator[pb.ExecuteResponse]:
+        await self._pass(request.fence, request.session)
+        job = self._job(request)
+        execution, attached = self.sessions.execute(request, job)
+        yield pb.ExecuteResponse(
+            accepted=pb.Accepted(
+                worker_id=self._host.worker_id,
+                incarnation=self._host.incarnation,
+                attached=attached,
+            )
+        )
+        failpoint("worker.execute.accepted")
+        async with aclosing(execution.follow()) as messages:
+            async for message in messages:
+                yield message
+
+    async def GetState(
+        self, request: pb.GetStateRequest, context: Context
+    ) -> AsyncIterator[pb.GetStateResponse]:
+        state = await self._state(request)
+        async for response in serve_get(
+            pb.GetStateResponse, state.manifest, state.buffers, request.offset
+        ):
+            yield response
+
+    async def SetState(
+        self, request_iterator: AsyncIterator[pb.SetStateRequest], context: Context
+    ) -> AsyncIterator[pb.SetStateResponse]:
+        idle_timeout_s = self._limits.idle_timeout_s
+        header = (await receive_header(request_iterator, idle_timeout_s)).header
+        run_id = check_run_id(header.run_id)
+        if not _DIGEST.fullmatch(header.digest):
+            raise InvalidInputError.at("header.digest", "must be 64 lower-case hex digits")
+        manifest = from_proto(header.manifest, self._limits.tensors)
+        await self.sessions.fences.check_term(header.fence.term)
+        self.sessions.check_run(run_id)
+        if self._host.blobs.find(run_id, header.digest) is not None:
+            yield pb.SetStateResponse(resume_offset=manifest.total_bytes)
+            yield pb.SetStateResponse(committed=True)
+            return
+        upload = self._host.blobs.open_upload(run_id, header.digest, manifest, header.fence.term)
+
+        async def commit() -> None:
+            if upload.num_streams > 1:
+                await self._check(run_id, upload)
+            self._host.blobs.commit(run_id, upload)
+            failpoint("worker.blob.committed")
+
+        try:
+            async for response in receive_upload(
+                request_iterator, pb.SetStateResponse, upload.writer, commit, idle_timeout_s
+            ):
+                yield response
+        finally:
+            upload.is_open = False
+
+    async def _check(self, run_id: str, upload: Upload) -> None:
+        try:
+            await asyncio.to_thread(upload.check)
+        except IntegrityError:
+            self._host.blobs.forget(run_id, upload)
+            raise
+
+    async def GetGradients(
+        self, request: pb.GetGradientsRequest, context: Context
+    ) -> AsyncIterator[pb.GetGradientsResponse]:
+        session = await self._session(request.fence, request.session)
+        outgoing = session.gradients.outgoing(request.fence.membership, self._limits.wait_s)
+        async with aclosing(outgoing) as messages:
+            async for message in messages:
+                yield message
+
+    async def ApplyGradients(
+        self, request_iterator: AsyncIterator[pb.ApplyGradientsRequest], context: Context
+    ) -> pb.ApplyGradientsResponse:
+        header = (await receive_header(request_iterator, self._limits.idle_timeout_s)).header
+        session = await self._session(header.fence, header.session)
+        step = await session.gradients.incoming(header, request_iterator, self._limits.wait_s)
+        return pb.ApplyGradientsResponse(step=step)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        await self._pass(request.fence, request.session)
+        self.sessions.abort(request.session)
+        return pb.AbortResponse()
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
+        run_id = check_run_id(request.run_id)
+        ref = request.session if request.HasField("session") else None
+        if ref is not None and ref.run_id != run_id:
+            raise InvalidInputError.at("session.run_id", "must be that of the request")
+        # A run has no membership of its own, so closing one is fenced by the term alone.
+        await self.sessions.fences.check_term(request.fence.term)
+        self.sessions.close(run_id, ref)
+        return pb.CloseSessionResponse()
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        described = pb.DescribeResponse(
+            worker_id=self._host.worker_id,
+            incarnation=self._host.incarnation,
+            capability=self._capability,
+            sessions=self.sessions.describe(),
+            time_s=time.time(),
+        )
+        if request.with_environment:
+            environment, probes = await diagnosis(self._host, request.probes)
+            described.environment.CopyFrom(environment)
+            described.probes.extend(probes)
+        return described
+
+    async def _pass(
+        self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
+    ) -> None:
+        """The one fence of calls about a session. What only asks does not move the fence."""
+        run_id, party = check_run_id(session.run_id), check_party(session.party)
+        await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
+
+    async def _session(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> Session:
+        await self._pass(fence, ref, is_order=False)
+        return self.sessions.get(ref)
+
+    def _job(self, request: pb.ExecuteRequest) -> JobSpec:
+        check_plan(request)
+        job = _parsed(request.job_json)
+        local = job.data.worker_local
+        if local is not None and local not in self._host.local_data:
+            known = ", ".join(sorted(self._host.local_data)) or "none"
+            raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
+        return job
+
+    async def _state(self, request: pb.GetStateRequest) -> Frozen:
+        session = await self._session(request.fence, request.session)
+        match request.WhichOneof("which"):
+            case "snapshot":
+                return session.states.snapshot(request.snapshot)
+            case "live":
+                state = await session.states.live(request.fence.membership, self._limits.wait_s)
+                # The party may have been formed anew meanwhile, without who asks.
+                self.sessions.check_member(request.session, current_caller())
+                return state
+            case _:
+                raise InvalidInputError.at("which", "name a snapshot or the live state")

@@ -1,0 +1,287 @@
+"""What a plan has at hand while it runs in the torch thread.
+
+Owns the values that pass between the process, a session and a plan: `Host` is the process,
+`Holding` what a session keeps in the torch thread from one plan to the next, `Work` one plan's
+access to both. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import check_numerics
+from stratagem.common.process.failpoints import failpoint
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.engine import (
+    ClientRunner,
+    GossipTrainer,
+    Inference,
+    StepReport,
+    Trainer,
+    build_inference,
+    build_trainer,
+)
+from stratagem.worker.exchange import AloneExchange, Exchange, GossipExchange, GradientBuckets
+from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
+from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.exit_record import LastWords
+from stratagem.worker.host.torch_thread import TorchThread
+from stratagem.worker.host.worker_blob_cache import Blob, BlobCache
+from stratagem.worker.mesh.backend_agreement import MeshOffer
+from stratagem.worker.mesh.peer_service import PeerHub
+from stratagem.worker.pipeline.activation_store import ActivationStore
+from stratagem.worker.pipeline.held_stages import HeldStages
+from stratagem.worker.session.outbox import Outbox
+from stratagem.worker.session.plan_control import Control
+from stratagem.worker.session.session_states import StateStore
+from stratagem.worker.session.work_statistics import WorkStats
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+
+class SessionKey(NamedTuple):
+    """A session by name."""
+
+    run_id: str
+    party: str
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This process. All calls to the coordinator and to other workers run on `loop`."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    device: torch.device
+    entrypoints: EntryPoints
+    local_data: Mapping[str, str]
+    data_roots: tuple[Path, ...]
+    exchange_timeout_s: float
+    compile_timeout_s: float
+    mesh: MeshOffer
+    activations: ActivationStore
+    hub: PeerHub
+    coordinator: CoordinatorServiceAsyncStub
+    blobs: BlobCache
+    thread: TorchThread
+    loop: asyncio.AbstractEventLoop
+    last_words: LastWords
+    clock: CoordinatorClock = field(default_factory=CoordinatorClock)
+    stats: WorkStats = field(default_factory=WorkStats)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the steps of one segment; travels with a state that is copied inside it."""
+
+    segment: int = -1
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    num_rows: int = 0
+    grad_norm: float = 0.0
+    """2-norm of the whole gradient of the last applied step, before clipping."""
+    max_grad_norm: float = 0.0
+    num_skipped: int = 0
+    """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
+
+    def add(self, report: StepReport) -> None:
+        """Account for a step."""
+        self.num_rows += report.num_rows
+        self.num_skipped += report.num_skipped
+        if not report.weight:  # all of it was skipped
+            return
+        self.weight += report.weight
+        self.loss_sum += report.loss * report.weight
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = report.grad_norm
+            self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
+
+    def metrics(self, *, may_skip: bool) -> dict[str, float]:
+        """What the result says of the segment beside the loss."""
+        skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
+        return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
+
+
+@dataclass(slots=True)
+class Holding:
+    """What a session keeps between its plans. Touched in the torch thread only."""
+
+    trainer: Trainer | GossipTrainer | None = None
+    buckets: GradientBuckets | None = None
+    exchange: Exchange | AloneExchange | GossipExchange | None = None
+    stages: HeldStages | None = None
+    """Under model parallelism, instead of trainer and exchange."""
+    inference: tuple[str, Inference] | None = None
+    """Where nothing is trained, instead of trainer and exchange: with the digest of its state."""
+    membership: int = -1
+    """The membership of the exchange."""
+    lineage: int = 0
+    """The lineage of the state; see TrainPlan."""
+    spent: int = -1
+    """Highest membership that a rendezvous has ended for; there is no second one for it."""
+    tally: Tally = field(default_factory=Tally)
+    activity: str = ""
+    is_offering: bool = False
+    """A copy of the state is there for members that heal."""
+
+    @property
+    def applied_step(self) -> int | None:
+        """Steps applied to the state held; None without a state."""
+        return None if self.trainer is None else self.trainer.step
+
+    def begin(self, lineage: int, segment: int) -> None:
+        """A plan of this lineage and segment begins; a state of an earlier lineage is dropped."""
+        if self.lineage != lineage:
+            # The party begins from another state, perhaps with other hyperparameters.
+            self.drop()
+            self.lineage = lineage
+        if self.tally.segment != segment:
+            self.tally = Tally(segment)
+
+    def leave(self) -> None:
+        """Give up the exchange; its membership is over for this session."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.cut()
+            exchange.close()
+        stages, self.stages = self.stages, None
+        if stages is not None:
+            stages.cut()
+            stages.close()
+
+    def drop(self) -> None:
+        """Forget the state too."""
+        self.leave()
+        self.trainer, self.buckets, self.tally = None, None, Tally()
+        self.inference = None
+
+
+@dataclass(slots=True)
+class RunCache:
+    """What the sessions of a run share. Touched in the torch thread only."""
+
+    clients: OrderedDict[str, ClientRunner] = field(default_factory=OrderedDict)
+    """By job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One execution, as its plan sees it."""
+
+    host: Host
+    key: SessionKey
+    holding: Holding
+    run_cache: RunCache
+    states: StateStore
+    gradients: GradientPort
+    control: Control
+    outbox: Outbox
+    job: JobSpec
+    segment: int
+    request: pb.ExecuteRequest
+    traceparent: str = ""
+    """Of the call that began the execution."""
+
+    @property
+    def exchange_timeout_s(self) -> float:
+        """The longest wait for another member inside a step.
+
+        New code may be compiled in any step, with the first batch of a shape, which takes minutes
+        on a busy machine. A member that is dead or frozen is found otherwise, by its connections
+        and its lease, so only a cut between workers that are alive is found later for it.
+        """
+        compiles = self.job.execution.mode != "Eager"
+        return self.host.exchange_timeout_s + (self.host.compile_timeout_s if compiles else 0.0)
+
+    @property
+    def numerics(self) -> int:
+        """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+        return check_numerics(self.request.numerics)
+
+    def post(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Have the event loop make a call, after all that were posted before it."""
+        self.host.loop.call_soon_threadsafe(call, *arguments)
+
+    def be(self, activity: str) -> None:
+        """Say what is being done, for whoever asks."""
+        self.holding.activity = activity
+        self.post(self.outbox.be, activity)
+
+    def tell(self, notes: Iterable[str]) -> None:
+        """Sentences for whoever reads the run's log."""
+        for text in notes:
+            line = pb.LogLine(
+                worker_id=self.host.worker_id, time_s=time.time(), level="WARNING", text=text
+            )
+            self.post(self.outbox.log, line)
+
+    def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """A blob's tensors, which must not be changed, and metadata; waits until it is here."""
+        return self.control.wait_for_caller(self._fetch(digest)).load()
+
+    async def _fetch(self, digest: str) -> Blob:
+        if self.host.blobs.find(self.key.run_id, digest) is None:
+            self.outbox.need(digest)
+        try:
+            return await self.host.blobs.get(self.key.run_id, digest)
+        finally:
+            self.outbox.has(digest)
+
+    def sources(self) -> DataSources:
+        """The data that the job may name, the caller's own included."""
+        inline = self.job.data.inline
+        tensors = None if inline is None else self.blob(inline)[0]
+        return DataSources(self.host.local_data, inline=tensors, roots=self.host.data_roots)
+
+    def new_trainer(self, *, fresh: bool) -> Trainer:
+        """A trainer of the job: really built (fresh), or waiting for a state to be loaded."""
+        trainer = build_trainer(
+            self.job,
+            self.host.entrypoints,
+            device=self.host.device,
+            fresh=fresh,
+            sources=self.sources(),
+            numerics=self.numerics,
+        )
+        self.tell(trainer.setup.notes)
+        return trainer
+
+    def new_inference(self, *, fresh: bool) -> Inference:
+        """The same for a job that only evaluates."""
+        inference = build_inference(
+            self.job,
+            self.host.entrypoints,
+            device=self.host.device,
+            fresh=fresh,
+            sources=self.sources(),
+        )
+        self.tell(inference.setup.notes)
+        return inference
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Make a state the one that the session holds. A trainer that fails to load is not kept."""
+        failpoint("worker.state.received")
+        held, buckets = self.holding.trainer, self.holding.buckets
+        if isinstance(held, Trainer) and held.job == self.job:
+            trainer = held
+        else:  # a member of a population that has copied another one has other settings
+            trainer, buckets = self.new_trainer(fresh=False), None
+        self.holding.trainer, self.holding.buckets = None, None
+        trainer.load_state(tensors, metadata)
+        self.holding.trainer, self.holding.buckets = trainer, buckets

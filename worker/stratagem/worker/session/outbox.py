@@ -1,0 +1,136 @@
+"""What an execution has to say to whoever is attached to it, and to those who attach later.
+
+Owns the needed blobs, the latest progress, the waiting log lines and the outcome, and turns them
+into the messages of an Execute stream. Lives on the event loop. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from stratagem.common.base.errors import ConflictError
+from stratagem.v1 import worker_pb2 as pb
+
+MAX_LOG_LINES: Final = 1000
+
+
+class Outbox:
+    """Messages of one execution, for any number of attached calls."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._changed = asyncio.Event()
+        self._needed: dict[str, int] = {}  # digest -> serial number of the need
+        self._num_needs = 0
+        self._progress: pb.Progress | None = None
+        self._num_progress = 0
+        self._lines: deque[pb.LogLine] = deque()
+        self._num_dropped = 0
+        self._profiles: deque[pb.Profile] = deque()
+        self._result: pb.ExecuteResult | None = None
+        self._failure: BaseException | None = None
+        self.activity = "waiting"
+        self.step = 0
+
+    def be(self, activity: str) -> None:
+        """What the plan is doing now, in the words of SessionInfo."""
+        self.activity = activity
+
+    def need(self, digest: str) -> None:
+        """The plan waits for this blob."""
+        self._num_needs += 1
+        self._needed[digest] = self._num_needs
+        self._wake()
+
+    def has(self, digest: str) -> None:
+        """The plan no longer waits for this blob."""
+        self._needed.pop(digest, None)
+
+    def progress(self, progress: pb.Progress) -> None:
+        """Replaces the progress before it, whether that was sent or not."""
+        self._progress = progress
+        self.step = progress.step
+        self._num_progress += 1
+        self._wake()
+
+    def log(self, line: pb.LogLine) -> None:
+        """One line; the oldest unsent one is dropped, and counted, when too many wait."""
+        if len(self._lines) >= MAX_LOG_LINES:
+            self._lines.popleft()
+            self._num_dropped += 1
+        self._lines.append(line)
+        self._wake()
+
+    def add_profile(self, profile: pb.Profile) -> None:
+        """What was recorded; goes out once, like a log line."""
+        self._profiles.append(profile)
+        self._wake()
+
+    def finish(self, result: pb.ExecuteResult) -> None:
+        self._result = result
+        self.activity = "idle"
+        self._wake()
+
+    def fail(self, failure: BaseException) -> None:
+        """End every attached call with this error."""
+        self._failure = failure
+        self._wake()
+
+    def close(self) -> None:
+        self.fail(ConflictError("the session was closed"))
+
+    def reopen(self) -> None:
+        """The plan runs again: forget how it ended."""
+        self._result = None
+        self.activity = "waiting"
+
+    @property
+    def result(self) -> pb.ExecuteResult | None:
+        return self._result
+
+    async def ended(self) -> None:
+        """Wait for the outcome."""
+        while self._result is None and self._failure is None:
+            await self._changed.wait()
+
+    async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
+        """All messages until the outcome; raises what the execution failed with.
+
+        Log lines and profiles go out once, to whichever call takes them first; all else goes to
+        every call.
+        """
+        seen_progress, seen_needs = 0, 0
+        while True:
+            changed = self._changed
+            for digest, serial in list(self._needed.items()):
+                if serial > seen_needs:
+                    yield pb.ExecuteResponse(need_blob=pb.NeedBlob(digest=digest))
+            seen_needs = max([seen_needs, *self._needed.values()])
+            while (line := self._next_line()) is not None:
+                yield pb.ExecuteResponse(log=line)
+            while self._profiles:
+                yield pb.ExecuteResponse(profile=self._profiles.popleft())
+            if self._progress is not None and self._num_progress > seen_progress:
+                seen_progress = self._num_progress
+                yield pb.ExecuteResponse(progress=self._progress)
+            if self._failure is not None:
+                raise self._failure
+            if self._result is not None:
+                yield pb.ExecuteResponse(result=self._result)
+                return
+            await changed.wait()
+
+    def _next_line(self) -> pb.LogLine | None:
+        if self._num_dropped:
+            text = f"({self._num_dropped} lines were dropped here)"
+            self._num_dropped = 0
+            time_s = self._lines[0].time_s if self._lines else 0.0
+            return pb.LogLine(worker_id=self._worker_id, time_s=time_s, level="WARNING", text=text)
+        return self._lines.popleft() if self._lines else None
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,132 @@
+"""Records what a worker does during a few steps of each segment, as torch's profiler sees it.
+
+Bounded: a warm-up step, `NUM_STEPS` recorded ones, `MAX_EVENTS` events, of which the longest stay.
+What is recorded goes to the coordinator beside the log; a loss of it does not touch the run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.session.context import Work
+
+NUM_STEPS: Final = 4
+MAX_EVENTS: Final = 20_000
+MAX_NAME_CHARS: Final = 200
+STEP_CATEGORY: Final = "step"
+_TIMED: Final = "X"
+TRAINING: Final = "training step "
+EVALUATING: Final = "evaluated batch "
+_OWN: Final = (TRAINING, EVALUATING)
+
+
+class StepRecorder:
+    """Use as a context manager around the steps of a segment, and call `begin` before each."""
+
+    def __init__(self, work: Work, name: str = TRAINING) -> None:
+        """name: what a step is called in the recording, one of those above."""
+        self._work, self._name = work, name
+        self._profiler: profile | None = None
+        self._span = ExitStack()
+        self._num_begun = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, step: int, num_to_come: int) -> None:
+        """Step number `step` begins, the first of so many. Ends the one before it."""
+        if not self._work.job.execution.profiling or self._num_begun > NUM_STEPS + 1:
+            return
+        if self._profiler is None:
+            self._profiler = self._start(0 if num_to_come < 2 else 1)
+        else:
+            self._span.close()
+            self._profiler.step()
+        self._num_begun += 1
+        self._span.enter_context(record_function(f"{self._name}{step}"))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._span.close()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _start(self, num_warm_up: int) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._work.host.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a segment of one step, which has no warm-up
+            plan = schedule(wait=0, warmup=num_warm_up, active=NUM_STEPS, repeat=1)
+        profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._send)
+        profiler.start()
+        return profiler
+
+    def _send(self, profiler: profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text())
+        work, offset = self._work, self._work.host.clock.offset
+        sent = pb.Profile(
+            worker_id=work.host.worker_id,
+            party=work.key.party,
+            segment=work.segment,
+            device_name=_device_name(work.host.device),
+            clock_error_s=offset.error_s,
+            events_gzip=gzip.compress(json.dumps(compacted(trace, offset.seconds)).encode(), 6),
+        )
+        work.post(work.outbox.add_profile, sent)
+
+
+def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
+    """The timed events of a trace of torch's, in the coordinator's time.
+
+    {"base_ns": what times count from, "events": [[name, category, begin_us, duration_us, thread]]}
+    """
+    found = [event for event in trace["traceEvents"] if event.get("ph") == _TIMED]
+    own = [event for event in found if event["name"].startswith(_OWN)]
+    others = [
+        event
+        for event in found
+        if isinstance(event["pid"], int) and not event["name"].startswith((*_OWN, "ProfilerStep#"))
+    ]
+    if len(others) > MAX_EVENTS:
+        others = sorted(others, key=lambda event: -event["dur"])[:MAX_EVENTS]
+    first_us = min((event["ts"] for event in found), default=0.0)
+    base_ns = trace.get("baseTimeNanoseconds", 0) + round(first_us * 1000) + round(offset_s * 1e9)
+    rows = [_row(event, STEP_CATEGORY, first_us) for event in own]
+    rows += [_row(event, event.get("cat", ""), first_us) for event in others]
+    return {"base_ns": base_ns, "events": rows}
+
+
+def _row(event: Mapping[str, Any], category: str, first_us: float) -> Sequence[Any]:
+    begin_us = round(event["ts"] - first_us, 3)
+    return [
+        event["name"][:MAX_NAME_CHARS],
+        category,
+        begin_us,
+        round(event["dur"], 3),
+        event["tid"],
+    ]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

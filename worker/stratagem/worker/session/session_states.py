@@ -1,0 +1,90 @@
+"""States of a session that others may fetch: snapshots of ended segments, and the live one.
+
+Owns the frozen copies, ready to be streamed: contiguous CPU tensors with their manifest. Lives on
+the event loop; the copies are made in the torch thread and never change afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.torch_codec import manifest_of
+
+NUM_SNAPSHOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One state that no longer changes. The buffers are views of tensors kept by themselves."""
+
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+
+
+def freeze(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    purpose: Purpose = Purpose.STATE,
+    weight: float = 0.0,
+) -> Frozen:
+    """Tensors that the caller hands over, with their manifest."""
+    manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
+    return Frozen(manifest, buffers)
+
+
+class StateStore:
+    """The states of one session."""
+
+    def __init__(self) -> None:
+        self._snapshots: OrderedDict[int, Frozen] = OrderedDict()
+        self._live: tuple[int, Frozen] | None = None
+        self._changed = asyncio.Event()
+
+    def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
+        """The snapshot at the end of a segment; only the newest ones are kept."""
+        self._snapshots[segment] = state
+        self._snapshots.move_to_end(segment)
+        while len(self._snapshots) > num_kept:
+            self._snapshots.popitem(last=False)
+
+    def has(self, segment: int) -> bool:
+        return segment in self._snapshots
+
+    def snapshot(self, segment: int) -> Frozen:
+        found = self._snapshots.get(segment)
+        if found is None:
+            held = ", ".join(map(str, self._snapshots)) or "none"
+            raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
+        return found
+
+    def set_live(self, membership: int, state: Frozen) -> None:
+        """What members that heal at this membership may copy."""
+        self._live = (membership, state)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def drop_live(self) -> None:
+        """A step was applied with everybody in it: nobody heals any more."""
+        self._live = None
+
+    async def live(self, membership: int, wait_s: float) -> Frozen:
+        """The state to heal from at a membership; waits until it has been frozen.
+
+        The caller's deadline and the members' own suspicion end the wait, or UnavailableError.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._live is None or self._live[0] < membership:
+                    await self._changed.wait()
+                return self._live[1]
+        except TimeoutError:
+            text = f"no state of membership {membership} to heal from within {wait_s:g} s"
+            raise UnavailableError(text) from None

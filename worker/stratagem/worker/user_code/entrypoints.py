@@ -1,0 +1,181 @@
+"""Finds the user's code by name, and marks where the user's code runs.
+
+Owns the rule which names may be imported (the operator's allow list, checked before any import)
+and the one translation of a user's exception into `UserCodeError`. Must not know what the named
+things are for, nor anything of gRPC.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+import torch
+
+import stratagem
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.base.exception_text import leaves, told
+from stratagem.common.schema.frozen import thawed
+
+_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MACHINERY: Final = (*stratagem.__path__, str(Path(torch.__file__).parent))
+"""Folders of our own code and of torch."""
+
+
+@dataclass(frozen=True)
+class EntryPoints:
+    """The operator's allow list: exact names or fnmatch patterns over "package.module:name".
+
+    `import_paths` are directories in which user modules are looked for, after everything else on
+    sys.path, so that a user's module never hides an installed one.
+    """
+
+    allow: Sequence[str]
+    import_paths: Sequence[str | Path] = ()
+
+    def __post_init__(self) -> None:
+        for path in map(str, self.import_paths):
+            if path not in sys.path:
+                sys.path.append(path)
+
+    def resolve(self, name: str, field: str = "entrypoint") -> Callable[..., Any]:
+        """The callable called `name`; refused before its module is imported if not allowed."""
+        if not _NAME.fullmatch(name):
+            raise _refusal(field, name, 'is not of the form "package.module:name"')
+        module_name, _, qualname = name.partition(":")
+        if "__" in qualname:
+            raise _refusal(field, name, "names a private attribute")
+        if not self._allows(name):
+            allowed = ", ".join(self.allow) or "nothing"
+            raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
+        target = _walk(self.import_allowed(module_name, field, name), qualname, field, name)
+        return self._checked(name, target, field)
+
+    def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
+        """`resolve`, with keyword arguments that are given with every call."""
+        target = self.resolve(name, f"{field}.entrypoint")
+        if any(isinstance(value, Mapping | list) for value in kwargs.values()):
+            return _Bound(target, kwargs)
+        return partial(target, **kwargs) if kwargs else target
+
+    def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
+        """The module of an entry point that is allowed. Raises InvalidInputError where it is
+        missing, UserCodeError for what it raises."""
+        with user_code(f"importing {module_name}"):
+            try:
+                return importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                missing = error.name or ""
+                if module_name == missing or module_name.startswith(f"{missing}."):
+                    reason = f'cannot be found: no module "{missing}" {self._looked_in()}'
+                    raise _refusal(field, name, reason) from error
+                raise
+
+    def _looked_in(self) -> str:
+        folders = " or ".join(map(str, self.import_paths))
+        return f"is installed, or lies in {folders}" if folders else "is installed"
+
+    def _allows(self, name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
+
+    def _checked(self, name: str, target: object, field: str) -> Callable[..., Any]:
+        """Refuses what the module merely imported from a place that is not allowed itself, unless
+        the operator has listed exactly this name: that says which thing is meant."""
+        if isinstance(target, ModuleType) or not callable(target):
+            raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
+        if name in self.allow:
+            return target
+        home = getattr(target, "__module__", None)
+        if home == name.partition(":")[0]:
+            return target
+        own_name = f"{home}:{getattr(target, '__qualname__', type(target).__qualname__)}"
+        if not self._allows(own_name):
+            raise _refusal(field, name, f"is really {own_name}, which this worker does not allow")
+        return target
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A partial call whose lists and mappings are fresh ones in every call, for the callee to keep
+    and to change."""
+
+    target: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(partial(self.target, **self.kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.target(*args, **{**thawed(self.kwargs), **kwargs})
+
+
+def _refusal(field: str, name: str, reason: str) -> InvalidInputError:
+    return InvalidInputError.at(field, f'"{name}" {reason}')
+
+
+def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
+    target: object = module
+    for part in qualname.split("."):
+        if isinstance(target, ModuleType) and target is not module:
+            raise _refusal(field, name, "reaches through a module that it imported")
+        target = getattr(target, part, None)
+        if target is None:
+            raise _refusal(field, name, f'cannot be found: no attribute "{part}"')
+    return target
+
+
+class user_code:  # reads as a statement
+    """Runs the user's code: what it raises becomes one `UserCodeError`.
+
+    Everything is caught on purpose, `sys.exit()` too: this is the border between our program and
+    the user's. Our own errors, raised by callbacks inside it, pass through. A class, because it is
+    entered several times in each step.
+    """
+
+    __slots__ = ("_activity",)
+
+    def __init__(self, activity: str) -> None:
+        self._activity = activity
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StratagemError) or not isinstance(error, Exception | SystemExit):
+            return
+        raise user_error(error, self._activity) from error
+
+
+def user_error(error: BaseException, activity: str) -> UserCodeError:
+    """The error in words: type and message as raised, traceback from the user's first frame on."""
+    lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+    first, *others = leaves(error)
+    kind = type(first)
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    text = "; ".join([str(first), *map(told, others)])
+    return UserCodeError(name, text, "".join(lines), activity=activity)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    frame = trace
+    while frame is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame or trace
+
+
+def _is_machinery(filename: str) -> bool:
+    return filename.startswith((*_MACHINERY, "<frozen")) or filename.endswith(
+        ("contextlib.py", "importlib/__init__.py")
+    )
