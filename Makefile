@@ -1,5 +1,7 @@
 # Everything a developer or CI runs. Nothing beyond Python >= 3.11 and the package index is needed.
 PYTHON ?= python3
+PYTHONS ?= python3.11 python3.12 python3.13
+TORCH_FREE := tests/core tests/common_job --ignore=tests/common_job/test_nesting.py
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -44,6 +46,23 @@ check: setup  ## format, lint, types, protos
 
 test: setup  ## all tests but the long ones; ARGS="-k x tests/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile $(ARGS)
+
+coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails
+	$(BIN)/python -m pytest -q --numprocesses 2 --cov=stratagem.coordinator.core \
+		--cov=stratagem.coordinator.strategies --cov-report=term-missing:skip-covered \
+		--cov-fail-under=94 tests/core
+
+matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
+	for python in $(PYTHONS); do \
+		if $$python --version 2>/dev/null; then \
+			$$python -m venv $(VENV)-$$python \
+			&& $(VENV)-$$python/bin/python -m pip install --quiet --disable-pip-version-check \
+				--require-hashes --no-deps --requirement requirements.lock \
+			&& $(VENV)-$$python/bin/python -m pip install --quiet --disable-pip-version-check \
+				--no-deps --no-build-isolation --editable . \
+			&& $(VENV)-$$python/bin/python -m pytest -q --numprocesses 2 $(TORCH_FREE) || exit 1; \
+		else echo "no $$python here"; fi; \
+	done
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
 	$(BIN)/python -m pytest -q -m sweep --numprocesses 2 --dist worksteal
