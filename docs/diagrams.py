@@ -26,7 +26,7 @@ from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
-from stratagem.coordinator.core.strategy_contract import Outlook
+from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.coordinator.core.simulation import RUN, Simulation, ending, job, member, register, start
 
@@ -72,7 +72,7 @@ UNITS = {"Federated": "1 round", "PopulationBased": "1 generation"}
 NUM_POINTS = 14
 """Disturbances happen after each of the first so many effects, which is the whole of a run."""
 
-PhaseOf = Callable[[RunPhase | None, Outlook], str]
+PhaseOf = Callable[[RunPhase | None, Status], str]
 
 
 @dataclass
@@ -84,14 +84,14 @@ class Observed:
     effects: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
-def run_phase(ended: RunPhase | None, outlook: Outlook) -> str:
+def run_phase(ended: RunPhase | None, status: Status) -> str:
     """The phase that every client sees."""
-    return ended or outlook.phase
+    return ended or status.phase
 
 
-def strategy_phase(ended: RunPhase | None, outlook: Outlook) -> str:
+def strategy_phase(ended: RunPhase | None, status: Status) -> str:
     """The phase inside the strategy; how a run ended is none of them."""
-    return START if ended else outlook.strategy_phase
+    return START if ended else status.strategy_phase
 
 
 def observe(names: Iterable[str], phase_of: PhaseOf) -> Observed:
@@ -115,8 +115,8 @@ def _replay(simulation: Simulation, phase_of: PhaseOf, observed: Observed) -> No
         run = state.runs.get(RUN)
         if run is None:
             continue
-        outlook = run.strategy.outlook(run.job, run.value, world_of(state))
-        after = phase_of(run.ended, outlook)
+        status = run.strategy.status(run.job, run.value, world_of(state))
+        after = phase_of(run.ended, status)
         observed.effects[after] |= {type(effect).__name__ for effect in pending_of(run)}
         if before != after:
             observed.arrows[before, after].add(kind)

@@ -6,29 +6,25 @@ member's state becomes the commit of the rung.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId, child_party
+from stratagem.common.base.ids import Party, RunId, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import (
     Fact,
-    Member,
     Noted,
     PartyFailed,
-    ProcessDied,
     RunCompleted,
     RunFailed,
     RunResumed,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_contract import Child, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.nested import Child
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ def _close_rung(job: JobSpec, value: Halving) -> Noted:
     ranked = sorted(value.left, key=lambda child: _score(job, child), reverse=True)
     is_last = value.rung == _config(job)["rungs"]
     kept = ranked[: 1 if is_last else math.ceil(len(ranked) / 2)]
-    best = nested.standing(kept[0])
+    best = nested.progress(kept[0])
     assert best.committed is not None
     return Noted(
         party=Party(""),
@@ -115,22 +111,20 @@ def transition(job: JobSpec, value: Halving, fact: Fact, now_s: float) -> Halvin
             return replace(value, left=tuple(folded))
 
 
-def is_welcome(job: JobSpec, value: Halving, fact: Fact) -> str:
+def reject_reason(job: JobSpec, value: Halving, fact: Fact) -> str:
     for child in value.left:
         if nested.is_of(child, fact):
-            return "" if isinstance(fact, PartyFailed) else nested.is_welcome(child, fact)
+            return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
     return "its member has been stopped"
 
 
-def pending(
-    run_id: RunId, job: JobSpec, value: Halving, horizon: int | None = None
-) -> frozenset[Effect]:
+def pending(run_id: RunId, job: JobSpec, value: Halving, horizon: int | None) -> frozenset[Effect]:
     return frozenset[Effect]().union(*(nested.pending(run_id, child) for child in value.left))
 
 
-def outlook(job: JobSpec, value: Halving, world: World) -> Outlook:
+def status(job: JobSpec, value: Halving, world: World) -> Status:
     done = sum(nested.is_at_horizon(child) for child in value.left)
-    return Outlook(
+    return Status(
         phase=RunPhase.RUNNING,
         strategy_phase="TRAINING",
         reason=f"rung {value.rung}: {done} of {len(value.left)} are done",
@@ -140,30 +134,6 @@ def outlook(job: JobSpec, value: Halving, world: World) -> Outlook:
         num_segments=_config(job)["rungs"],
         members=nested.members(value.left),
     )
-
-
-def next_deadline(value: Halving) -> float | None:
-    return nested.next_deadline(value.left)
-
-
-def parties(value: Halving) -> Mapping[Party, PartyView]:
-    return nested.parties(value.left)
-
-
-def deaths(value: Halving, member: Member) -> tuple[ProcessDied, ...]:
-    return nested.deaths(value.left, member)
-
-
-def reform(value: Halving, party: Party, reason: str) -> Fact | None:
-    return nested.reform(value.left, party, reason)
-
-
-def job_of(job: JobSpec, value: Halving, party: Party) -> JobSpec:
-    return nested.job_of(value.left, party) or job
-
-
-def blobs(value: Halving) -> frozenset[Digest]:
-    return nested.blobs(value.left)
 
 
 def _config(job: JobSpec) -> dict[str, Any]:
@@ -188,10 +158,23 @@ def _member_job(job: JobSpec, rate: float) -> JobSpec:
 def _score(job: JobSpec, child: Child) -> float:
     evaluation = job.evaluation
     assert evaluation is not None
-    score = nested.standing(child).metrics.get(f"{evaluation.split}.{evaluation.best}", math.nan)
+    score = nested.progress(child).metrics.get(f"{evaluation.split}.{evaluation.best}", math.nan)
     score = score if evaluation.mode == "max" else -score
     return score if math.isfinite(score) else -math.inf
 
 
 def _is_positive(rate: object) -> bool:
     return isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
+
+
+STRATEGY = Strategy(
+    version=2,
+    check=check,
+    init=init,
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    children=lambda value: value.left,
+)

@@ -51,7 +51,7 @@ from stratagem.coordinator.service.run_queries import Runs
 from stratagem.coordinator.service.stream_calls import download, which
 from tests.coordinator.app.twins import twins
 from tests.coordinator.core.simulation import RUN, job, member, register, start
-from tests.coordinator.core.test_plugins import Raising, with_local
+from tests.coordinator.core.test_plugins import raising
 from tests.coordinator.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.strategies.test_population import SECTIONS, population
@@ -217,7 +217,7 @@ async def test_what_an_absent_strategy_left_is_read_again(tmp_path: Path) -> Non
 
 
 async def test_what_a_strategy_raised_about_is_read_again_by_a_mended_one(tmp_path: Path) -> None:
-    broken = with_local(Raising("transition"))
+    broken = raising("transition")
     async with twins(tmp_path, "a", strategies=broken) as both:
         await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
         await both.work()

@@ -9,12 +9,11 @@ from typing import Any
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.core import missing_strategy
 from stratagem.coordinator.core.commands import Command, Refusal
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_table import MISSING, Strategies
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.store.journal import Holder, Journal
@@ -90,7 +89,7 @@ class Twins:
 
 
 def may_rest(run: RunRecord) -> bool:
-    settled = not run.has_raised and run.strategy is not missing_strategy
+    settled = not run.has_raised and run.strategy is not MISSING
     return run.ended is not None and run.is_released and settled
 
 

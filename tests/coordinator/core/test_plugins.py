@@ -1,19 +1,21 @@
 """What a strategy that fails, or is gone, does to its own run and to others: only the former."""
 
+import sys
+import types
+from dataclasses import replace
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.core import missing_strategy
 from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
 from stratagem.coordinator.core.facts import ROOT, Noted, RunSubmitted
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 from stratagem.coordinator.core.state_machine import decide
 from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of, parties_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of, status_of
 from stratagem.coordinator.core.strategy_contract import Strategy
 from stratagem.coordinator.core.strategy_table import GROUP, Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN, with_plugins
@@ -24,36 +26,32 @@ from tests.coordinator.core.test_runs import FEDERATED, LOCAL
 pytestmark = pytest.mark.core
 
 BROKEN = RunId("broken")
+THEIRS = {"type": "Custom", "coordinator": "Theirs", "config": None}
 
 
-class Raising:
-    """Local, but for one function that raises."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._name:
-            return self._raise
-        return getattr(local, name)
-
-    def _raise(self, *arguments: object) -> object:
-        raise ZeroDivisionError("by zero")
+def raising(function: str) -> Strategies:
+    """The built-in strategies, but with a Local one of whose functions raises."""
+    broken: dict[str, Any] = {function: _raise}
+    return with_local(replace(local, **broken))
 
 
-def with_local(strategy: Any) -> Strategies:
+def with_local(strategy: Strategy) -> Strategies:
     """The built-in strategies, but for this one in the place of Local."""
     return Strategies({**BUILT_IN.built_in, "Local": strategy})
 
 
-CALLED_IN_EACH_RUN = ["init", "decide", "transition", "pending", "is_welcome"]
+def _raise(*_: object) -> NoReturn:
+    raise ZeroDivisionError("by zero")
 
 
-@pytest.mark.parametrize("function", [*CALLED_IN_EACH_RUN, "deaths", "reform"])
+CALLED_IN_EACH_RUN = ["init", "decide", "transition", "pending", "reject_reason"]
+
+
+@pytest.mark.parametrize("function", [*CALLED_IN_EACH_RUN, "own_deaths", "own_reform"])
 def test_strategy_that_raises_fails_its_own_run_only(
     function: str,
 ) -> None:
-    simulation = start(job(FEDERATED), "a", strategies=with_local(Raising(function)))
+    simulation = start(job(FEDERATED), "a", strategies=raising(function))
     simulation.tell(SubmitRun(BROKEN, job(LOCAL), 0.0))
     simulation.tell(ReportTrouble(BROKEN, ROOT, 1, "cut off"))
     simulation.tell(register("a", 1))
@@ -67,34 +65,31 @@ def test_strategy_that_raises_fails_its_own_run_only(
     assert simulation.state == state, "a replay meets the same errors"
 
 
-@pytest.mark.parametrize("function", ["next_deadline", "outlook", "parties"])
+@pytest.mark.parametrize("function", ["own_deadline", "status", "own_parties"])
 def test_one_that_cannot_say_how_it_stands_may_still_train(
     function: str,
 ) -> None:
-    simulation = start(job(LOCAL), "a", strategies=with_local(Raising(function)))
+    simulation = start(job(LOCAL), "a", strategies=raising(function))
     run = simulation.state.runs[RUN]
-    outlook = outlook_of(run, simulation.agenda.world)
-    assert (outlook.reason == "the strategy raised ZeroDivisionError: by zero") is (
-        function == "outlook"
+    status = status_of(run, simulation.agenda.world)
+    assert (status.reason == "the strategy raised ZeroDivisionError: by zero") is (
+        function == "status"
     )
-    assert function != "parties" or parties_of(run) == {}
+    assert function != "own_parties" or parties_of(run) == {}
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
 def test_a_check_that_raises_refuses_the_job() -> None:
-    simulation = Simulation(with_local(Raising("check")))
+    simulation = Simulation(raising("check"))
     with pytest.raises(InvalidInputError, match="strategy: the strategy raised ZeroDivisionError"):
         simulation.tell(SubmitRun(RUN, job(LOCAL), 0.0))
 
 
 def test_one_that_decides_in_a_circle_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Circling(Raising):
-        def _raise(self, *_: object) -> Noted:
-            return Noted(party=ROOT, kind="again", data={})
-
+    circling = replace(local, decide=lambda *_: Noted(party=ROOT, kind="again", data={}))
     monkeypatch.setattr(decide, "MAX_DECISIONS", 7)
-    run = start(job(LOCAL), strategies=with_local(Circling("decide"))).state.runs[RUN]
+    run = start(job(LOCAL), strategies=with_local(circling)).state.runs[RUN]
     assert run.ended is RunPhase.FAILED
     assert run.reason == "the strategy decides in a circle: 7 facts, the next one Noted"
 
@@ -111,7 +106,7 @@ def test_what_a_journal_holds_of_it_does_not_keep_the_coordinator_from_starting(
     custom = {"type": "Custom", "coordinator": "Federated", "config": None}
     submitted = RunSubmitted(job_json=job(custom), wall_s=0.0)
     state = apply(CoordinatorState(BUILT_IN), RUN, submitted, 0.0)
-    assert "is not installed" in outlook_of(state.runs[RUN], World({}, {})).reason
+    assert "is not installed" in status_of(state.runs[RUN], World({}, {})).reason
 
 
 def test_a_package_that_cannot_be_imported_is_named() -> None:
@@ -144,8 +139,40 @@ def test_submitting_it_is_refused() -> None:
         Simulation(Strategies({})).tell(SubmitRun(RUN, job(LOCAL), 0.0))
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN.built_in, "missing"])
-def test_every_strategy_has_the_whole_contract(name: str) -> None:
-    strategy = missing_strategy if name == "missing" else BUILT_IN.built_in[name]
-    wanted = {name for name in vars(Strategy) if not name.startswith("_")}
-    assert wanted <= set(dir(strategy))
+def registered(monkeypatch: pytest.MonkeyPatch, what: object) -> Strategies:
+    """The strategies where a package registers this object as Theirs."""
+    monkeypatch.setitem(sys.modules, "theirs", types.SimpleNamespace(strategy=what))
+    return with_plugins([EntryPoint("Theirs", "theirs:strategy", GROUP)])
+
+
+WRITTEN_FOR = {
+    "version 1": (types.SimpleNamespace(decide=_raise), "has version 1 of the contract"),
+    "a later version": (replace(local, version=3), "has version 3 of the contract"),
+    "nothing of this kind": (object(), "is no strategy"),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN_FOR)
+def test_a_strategy_of_another_version_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    strategy, why = WRITTEN_FOR[what]
+    simulation = Simulation(registered(monkeypatch, strategy))
+    reason = (
+        f"'Theirs' (theirs:strategy) {why}; allowed is version 2: a Strategy of "
+        "stratagem.coordinator.core.strategy_contract"
+    )
+    with pytest.raises(InvalidInputError) as caught:
+        simulation.tell(SubmitRun(RUN, job(THEIRS), 0.0))
+    assert [str(each) for each in caught.value.violations] == [f"strategy.coordinator: {reason}"]
+
+
+def test_a_run_of_a_strategy_that_is_refused_now_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(registered(monkeypatch, local))
+    simulation.tell(SubmitRun(RUN, job(THEIRS), 0.0))
+    simulation.strategies = registered(monkeypatch, types.SimpleNamespace(decide=_raise))
+    simulation.crash()
+    simulation.tell(register("a"))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert "has version 1 of the contract; allowed is version 2" in run.reason

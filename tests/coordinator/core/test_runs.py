@@ -68,12 +68,12 @@ def phase(simulation: Simulation) -> RunPhase:
     run = simulation.state.runs[RUN]
     if run.ended:
         return run.ended
-    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).phase
+    return run.strategy.status(run.job, run.value, world_of(simulation.state)).phase
 
 
 def reason(simulation: Simulation) -> str:
     run = simulation.state.runs[RUN]
-    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).reason
+    return run.strategy.status(run.job, run.value, world_of(simulation.state)).reason
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])

@@ -10,7 +10,7 @@ from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunComple
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from stratagem.coordinator.core.strategy_contract import Outlook
+from stratagem.coordinator.core.strategy_contract import Status
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
@@ -40,9 +40,9 @@ def evaluating(num_replicas: int = 3, **changes: object) -> str:
     return json.dumps({**document, "evaluation": evaluation, **changes})
 
 
-def outlook(simulation: Simulation) -> Outlook:
+def status(simulation: Simulation) -> Status:
     run = simulation.state.runs[RUN]
-    return run.strategy.outlook(run.job, run.value, world_of(simulation.state))
+    return run.strategy.status(run.job, run.value, world_of(simulation.state))
 
 
 def effects(simulation: Simulation) -> list[EvaluateTogether]:
@@ -61,8 +61,8 @@ def test_it_evaluates_once_and_completes() -> None:
     effect = to_evaluation(simulation)
     assert effect.members == (member("a"), member("b"))
     assert (effect.num_shards, effect.splits) == (3, ("test",))
-    assert outlook(simulation).strategy_phase == "EVALUATING"
-    assert outlook(simulation).num_steps == 7  # 20 rows, three at a time
+    assert status(simulation).strategy_phase == "EVALUATING"
+    assert status(simulation).num_steps == 7  # 20 rows, three at a time
     simulation.run()
     run = simulation.state.runs[RUN]
     assert (run.ended, run.reason) == (RunPhase.COMPLETED, "20 rows of test evaluated")
@@ -92,7 +92,7 @@ def test_others_take_the_shards_of_a_lost_worker_and_a_new_one_helps() -> None:
     simulation.tell(LoseWorker(member("a"), "gone"))
     (effect,) = effects(simulation)
     assert (effect.members, effect.base) == ((member("b"),), base)
-    assert outlook(simulation).phase is RunPhase.RECOVERING
+    assert status(simulation).phase is RunPhase.RECOVERING
     simulation.tell(register("c"))
     assert effects(simulation)[0].members == (member("b"), member("c"))
     simulation.run()
@@ -105,7 +105,7 @@ def test_without_any_worker_it_waits_with_what_it_has() -> None:
     simulation.queue.clear()
     simulation.tell(LoseWorker(member("a"), "gone"))
     assert not effects(simulation)
-    assert "no worker is available: a (gone)" in outlook(simulation).reason
+    assert "no worker is available: a (gone)" in status(simulation).reason
     simulation.tell(register("b"))
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED

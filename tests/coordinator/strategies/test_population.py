@@ -358,7 +358,7 @@ def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> Non
 
 def shown(simulation: Simulation) -> str:
     run = simulation.state.runs[RUN]
-    return run.strategy.outlook(run.job, run.value, world_of(simulation.state)).reason
+    return run.strategy.status(run.job, run.value, world_of(simulation.state)).reason
 
 
 def test_asynchronous_members_do_not_wait() -> None:

@@ -17,12 +17,13 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
+from stratagem.coordinator.core.strategy_contract import Strategy
 from stratagem.coordinator.strategies.synchronous.segments import (
     PartyRun,
     Shape,
-    Synchronous,
     one_part,
     part_per_member,
+    synchronous,
 )
 from tests.coordinator.core.simulation import ROWS, RUN, digest, job, member, register
 
@@ -36,8 +37,8 @@ PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::
 A, B, C, D = (member(name) for name in "abcd")
 
 
-def under(shape: Shape) -> Synchronous:
-    return Synchronous(objections=lambda _: [], shape=lambda _: shape)
+def under(shape: Shape) -> Strategy:
+    return synchronous(lambda _: shape)
 
 
 def formed(membership: int, *members: Member) -> MembersFormed:
@@ -81,7 +82,7 @@ BUILT = ModelBuilt(
 
 def play(shape: Shape, run: PartyRun, *facts: Fact) -> PartyRun:
     for fact in facts:
-        assert under(shape).is_welcome(JOB, run, fact) == ""
+        assert under(shape).reject_reason(JOB, run, fact) == ""
         run = under(shape).transition(JOB, run, fact, 0.0)
     return run
 
@@ -95,7 +96,7 @@ def training(shape: Shape, *members: Member) -> PartyRun:
 
 
 def due(shape: Shape, run: PartyRun) -> tuple[CommitSegment | None, RunSegment | None]:
-    effects = under(shape).pending(RUN, JOB, run)
+    effects = under(shape).pending(RUN, JOB, run, None)
     commit = [each for each in effects if isinstance(each, CommitSegment)]
     segment = [each for each in effects if isinstance(each, RunSegment)]
     return (commit[0] if commit else None), (segment[0] if segment else None)
@@ -176,10 +177,10 @@ def test_lineage_rises_each_time_and_never_before_there_is_a_state() -> None:
 def test_what_the_old_members_still_report_is_stale() -> None:
     before = training(SOLE, A, B, C)
     run = play(SOLE, before, formed(2, A, B))
-    assert "expected (segment, membership) (2, 2)" in under(SOLE).is_welcome(
+    assert "expected (segment, membership) (2, 2)" in under(SOLE).reject_reason(
         JOB, run, finished(before, 15)
     )
-    assert under(SOLE).is_welcome(JOB, run, committed(2))
+    assert under(SOLE).reject_reason(JOB, run, committed(2))
 
 
 def test_resumed_run_begins_after_its_last_commit_with_a_new_lineage() -> None:

@@ -1,15 +1,16 @@
-"""What the coordinator asks of a strategy.
+"""The contract between the coordinator and a strategy: version 2.
 
-A strategy speaks for one party of a run: the root, or one that the strategy around it has made. Its
-run value carries the path of its party, and so does every fact and effect of it.
+A strategy is a value: pure functions over a frozen run value of its own choosing. It speaks for one
+party of a run: the root, or one that the strategy around it has made. Its run value carries the
+path of its party, and so does every fact and effect of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
+from stratagem.common.base.ids import Digest, Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import Fact, Member, ProcessDied, Setting
@@ -17,6 +18,8 @@ from stratagem.coordinator.core.state import RunPhase, World
 
 if TYPE_CHECKING:  # which is made of what stands here
     from stratagem.coordinator.core.strategy_table import Strategies
+
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Status:
     """How a run stands, for people."""
 
     phase: RunPhase
@@ -49,7 +52,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class PartyView:
-    """Who exchanges tensors with whom, in order of rank."""
+    """The members that exchange tensors with each other, in order of rank."""
 
     membership: int
     members: tuple[Member, ...]
@@ -68,7 +71,7 @@ class RejectedClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NestedProgress:
     """How far a party has come, for the strategy around it."""
 
     committed: Base | None
@@ -88,90 +91,125 @@ class Standing:
     """In closed rounds, since the party was begun or rebased."""
 
 
-class Strategy(Protocol):
-    """Pure functions over a frozen run value of the strategy's own choosing."""
+@dataclass(frozen=True, slots=True)
+class Nesting:
+    """What a strategy needs to go on from a state that it is given: inside another strategy,
+    segment by segment, and from an earlier commit of its run."""
 
-    def check(self, job: JobSpec, strategies: "Strategies") -> list[Violation]:
-        """What is wrong with this job under this strategy; asked once, at submit."""
-        ...
+    progress: Callable[[Any], NestedProgress]
+    """(value): how far the party has come."""
+    rebase: Callable[[JobSpec, Any, Base, Mapping[str, int]], Any]
+    """(job, value, base, num_rows): the value after a state was given, as if it had just been
+    committed here. num_rows: as in NestedProgress, for a party that has not built the model."""
+    returned: Callable[[JobSpec, Any, Base, Mapping[str, float]], Any] | None = None
+    """(job, value, base, metrics): the value after the party went back to an earlier commit of its
+    own, with its metrics; None: as by rebase. What was still owed to it, and to those before, is
+    still owed."""
 
-    def init(self, job: JobSpec, party: Party, strategies: "Strategies") -> Any:
-        """The run value before anything has happened; strategies: for parties inside this one."""
-        ...
 
-    def decide(self, job: JobSpec, value: Any, world: World, now_s: float) -> Fact | None:
-        """The next fact that follows from how things stand, if any.
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A party inside a strategy, run by a strategy of its own; see nested.py."""
 
-        Asked again after each fact until it answers None; so one decision at a time.
-        """
-        ...
+    party: Party
+    job: JobSpec
+    strategy: "Strategy"
+    """That runs it."""
+    value: Any
+    """The run value of that strategy."""
+    horizon: int
+    """The last segment that it may train for now."""
 
-    def transition(self, job: JobSpec, value: Any, fact: Fact, now_s: float) -> Any:
-        """Fold one journaled fact into the run value; now_s is the time of the journal."""
-        ...
 
-    def is_welcome(self, job: JobSpec, value: Any, fact: Fact) -> str:
-        """Why a fact that an effect reports is stale or unexpected; "" when it is welcome."""
-        ...
+def _none(*_: object) -> tuple[()]:
+    return ()
 
-    def pending(
-        self, run_id: RunId, job: JobSpec, value: Any, horizon: int | None = None
-    ) -> frozenset[Effect]:
-        """All that the party now needs done; no segment beyond the horizon is begun."""
-        ...
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strategy:
+    """The functions of one strategy. Those without a default every strategy has; what the others
+    say of children is added by the methods, which is what the coordinator asks."""
+
+    version: int
+    """Of this contract, that the strategy was written for."""
+    init: Callable[[JobSpec, Party, "Strategies"], Any]
+    """(job, party, strategies): the run value before anything has happened. The strategies are for
+    parties inside this one."""
+    decide: Callable[[JobSpec, Any, World, float], Fact | None]
+    """(job, value, world, now_s): the next fact that follows from how things stand, if any. Asked
+    again after each fact until it answers None; so one decision at a time."""
+    transition: Callable[[JobSpec, Any, Fact, float], Any]
+    """(job, value, fact, now_s): the run value with one journaled fact folded in; now_s is the time
+    of the journal."""
+    reject_reason: Callable[[JobSpec, Any, Fact], str]
+    """(job, value, fact): why a fact that an effect reports is stale or unexpected; "" for one that
+    is neither."""
+    pending: Callable[[RunId, JobSpec, Any, int | None], frozenset[Effect]]
+    """(run_id, job, value, horizon): all that the party now needs done; no segment beyond the
+    horizon is begun, unless that is None."""
+    status: Callable[[JobSpec, Any, World], Status]
+    """(job, value, world): how the run stands."""
+
+    check: Callable[[JobSpec, "Strategies"], list[Violation]] = lambda *_: []
+    """(job, strategies): what is wrong with this job under this strategy; asked once, at submit."""
+    own_deadline: Callable[[Any], float | None] = lambda _: None
+    """(value): leader-clock time at which decide should be asked again even if nothing happens."""
+    own_parties: Callable[[Any], Mapping[Party, PartyView]] = lambda _: {}
+    """(value): the parties whose members exchange tensors among themselves."""
+    own_deaths: Callable[[Any, Member], tuple[ProcessDied, ...]] = _none
+    """(value, member): a worker process has ended unasked: what it was working on."""
+    own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
+    """(value, party, reason): a new membership for a party whose exchange has failed although all
+    its members live."""
+    own_blobs: Callable[[Any], frozenset[Digest]] = lambda _: frozenset()
+    """(value): the states that may still be needed, beside those of the run's commits."""
+    children: Callable[[Any], Iterable[Child]] = _none
+    """(value): the parties inside this one."""
+    working: Callable[[Any], Iterable[Child]] | None = None
+    """(value): those of them that have work now; None: all. A death is counted against no other."""
+    nesting: Nesting | None = None
+    """None: it runs neither inside another strategy nor from an earlier commit."""
+
+    def _working(self, value: Any) -> Iterable[Child]:
+        return (self.working or self.children)(value)
 
     def next_deadline(self, value: Any) -> float | None:
-        """Leader-clock time at which decide should be asked again even if nothing happens."""
-        ...
-
-    def outlook(self, job: JobSpec, value: Any, world: World) -> Outlook:
-        """How the run stands."""
-        ...
+        """The earliest deadline of the party and of all that work inside it."""
+        inside = (child.strategy.next_deadline(child.value) for child in self._working(value))
+        found = (self.own_deadline(value), *inside)
+        return min((deadline for deadline in found if deadline is not None), default=None)
 
     def parties(self, value: Any) -> Mapping[Party, PartyView]:
-        """The parties, from this one down, whose members exchange tensors among themselves."""
-        ...
+        """The parties that exchange tensors, from this one down."""
+        found = dict(self.own_parties(value))
+        for child in self.children(value):
+            found.update(child.strategy.parties(child.value))
+        return found
 
-    def deaths(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
-        """A worker process has ended unasked: what it was working on here."""
-        ...
+    def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
+        """What a worker whose process has ended unasked was working on, from this party down."""
+        inside = (
+            death
+            for child in self._working(value)
+            for death in child.strategy.deaths_to_charge(child.value, member)
+        )
+        return (*self.own_deaths(value, member), *inside)
 
     def reform(self, value: Any, party: Party, reason: str) -> Fact | None:
-        """The exchange of a party has failed although all its members live: a new membership."""
-        ...
+        """A new membership for this party or one below."""
+        for child in self.children(value):
+            if is_within(party, child.party):
+                return child.strategy.reform(child.value, party, reason)
+        return self.own_reform(value, party, reason)
 
-    def job_of(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
+    def party_job(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
         """What a party, this one or one below, trains."""
-        ...
+        for child in self.children(value):
+            if is_within(party, child.party):
+                return child.strategy.party_job(child.job, child.value, party)
+        return job
 
     def blobs(self, value: Any) -> frozenset[Digest]:
-        """The states that may still be needed, beside those of the run's commits."""
-        ...
-
-
-@runtime_checkable
-class Nestable(Strategy, Protocol):
-    """A strategy that can also run inside another one, segment by segment."""
-
-    def standing(self, value: Any) -> Standing:
-        """How far the party has come."""
-        ...
-
-    def rebase(self, job: JobSpec, value: Any, base: Base, num_rows: Mapping[str, int]) -> Any:
-        """Go on from a state that was given, as if it had just been committed here.
-
-        num_rows: as in Standing, for a party that has not built the model itself.
-        """
-        ...
-
-
-@runtime_checkable
-class Returning(Nestable, Protocol):
-    """A nestable strategy that knows more of a commit of its own than of a state that is given."""
-
-    def returned(self, job: JobSpec, value: Any, base: Base, metrics: Mapping[str, float]) -> Any:
-        """Go back to an earlier commit of the party's own, with its metrics.
-
-        What was still owed to it, and to those before, is still owed.
-        """
-        ...
+        """The states that this party and those below may still need."""
+        inside = (child.strategy.blobs(child.value) for child in self.children(value))
+        return self.own_blobs(value).union(*inside)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.schema.json_text import suggest
-from stratagem.common.strategy import Custom, Federated, Local, ModelParallel
-from stratagem.coordinator.core import missing_strategy
-from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.common.strategy import Custom, Federated, Local, ModelParallel, describe
+from stratagem.coordinator.core.facts import RunFailed
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
 
 GROUP = "stratagem.strategies"
 """The entry points under which packages register strategies."""
@@ -31,21 +32,22 @@ class Strategies:
 
     def of(self, job: JobSpec) -> Strategy:
         """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
-        return self._find(job) or missing_strategy
+        return self._find(job) or MISSING
 
     def require(self, job: JobSpec) -> Strategy:
         """The strategy that runs a job; raises InvalidInputError when it is not installed."""
         found = self._find(job)
         if found is None:
             field = "coordinator" if isinstance(job.strategy, Custom) else "type"
-            raise InvalidInputError.at(f"strategy.{field}", self._why_not(job))
+            raise InvalidInputError.at(f"strategy.{field}", self.why_not(job))
         return found
 
     def _find(self, job: JobSpec) -> Strategy | None:
         is_custom = isinstance(job.strategy, Custom) and not _is_evaluated_in_shares(job)
         return (self.installed if is_custom else self.built_in).get(_name_of(job))
 
-    def _why_not(self, job: JobSpec) -> str:
+    def why_not(self, job: JobSpec) -> str:
+        """Why there is no implementation of a job's strategy, as a sentence."""
         name = _name_of(job)
         if isinstance(job.strategy, Custom) and name in self.built_in:
             return f"{name!r} is built in and reads no config; write its own type"
@@ -74,3 +76,22 @@ def _name_of(job: JobSpec) -> str:
 def _is_evaluated_in_shares(job: JobSpec) -> bool:
     """Of a model that is cut all members evaluate all batches: a segment without steps."""
     return job.only_evaluates and not isinstance(job.strategy, ModelParallel)
+
+
+def _why_missing(job: JobSpec, strategies: Strategies) -> str:
+    text = f"the strategy {describe(job.strategy)} is not installed on this coordinator"
+    name = _name_of(job)
+    return f"{text}: {strategies.broken[name]}" if name in strategies.broken else text
+
+
+MISSING = Strategy(
+    version=VERSION,
+    init=lambda job, _party, strategies: _why_missing(job, strategies),
+    decide=lambda _job, reason, _world, _now_s: RunFailed(reason=reason),
+    transition=lambda _job, reason, _fact, _now_s: reason,
+    reject_reason=lambda _job, reason, _fact: str(reason),
+    pending=lambda _run_id, _job, _reason, _horizon: frozenset(),
+    status=lambda _job, reason, _world: Status(RunPhase.PLACING, "WAITING", reason),
+)
+"""Stands in for a strategy whose package is no longer installed: its runs fail with the reason,
+which is their run value, and can be resumed once the package is back."""

@@ -20,7 +20,6 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
-from stratagem.coordinator.core.strategy_contract import Nestable
 from stratagem.coordinator.effects.execution.effect_context import Env
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
@@ -64,7 +63,7 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
     what = f"commit {which[-1]}: {error}" if which else str(error)
     advice = "put a sound copy in its place, then resume the run"
     others = sorted(c.segment for c in retained(run) if c.digest != error.digest)
-    if which and others and isinstance(run.strategy, Nestable):
+    if which and others and run.strategy.nesting is not None:
         kept = f"{'is' if len(others) == 1 else 'are'} {', '.join(map(str, others))}"
         advice += f", or go on from an earlier commit (kept {kept}): "
         advice += f"stratagem resume {run.run_id} --from {others[-1]}"

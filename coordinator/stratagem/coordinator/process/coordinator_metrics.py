@@ -32,7 +32,7 @@ from stratagem.coordinator.core.state import (
     WorkerRecord,
 )
 from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.v1 import coordinator_pb2
 
@@ -267,7 +267,7 @@ def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], fl
 
 def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
     world = world_of(state)
-    return {run_id: run.ended or outlook_of(run, world).phase for run_id, run in state.runs.items()}
+    return {run_id: run.ended or status_of(run, world).phase for run_id, run in state.runs.items()}
 
 
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:

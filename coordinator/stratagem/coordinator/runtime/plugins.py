@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 import structlog
 
 from stratagem.common.base.exception_text import told
-from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.coordinator.core.strategy_contract import VERSION, Strategy
 from stratagem.coordinator.core.strategy_table import EVALUATION, GROUP, SILOS, Strategies
 from stratagem.coordinator.strategies.federated import federated, silos
 from stratagem.coordinator.strategies.population import population
@@ -25,12 +25,12 @@ from stratagem.coordinator.strategies.synchronous import (
 BUILT_IN = Strategies(
     {
         "DataParallel": data_parallel.STRATEGY,
-        "Federated": federated,
+        "Federated": federated.STRATEGY,
         "Local": local.STRATEGY,
         "ModelParallel": model_parallel.STRATEGY,
-        "PopulationBased": population,
-        EVALUATION: evaluation_run,
-        SILOS: silos,
+        "PopulationBased": population.STRATEGY,
+        EVALUATION: evaluation_run.STRATEGY,
+        SILOS: silos.STRATEGY,
     }
 )
 
@@ -51,8 +51,24 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
         if point.name in found or point.name in BUILT_IN.built_in:
             continue
         try:
-            found[point.name] = point.load()
+            strategy = point.load()
         except Exception as error:  # code of another package
             broken[point.name] = f"{point.name!r} cannot be imported: {told(error)}"
+        else:
+            if isinstance(strategy, Strategy) and strategy.version == VERSION:
+                found[point.name] = strategy
+            else:
+                broken[point.name] = _why_refused(point, strategy)
+        if point.name in broken:
             log.warning("strategy left out", reason=broken[point.name])
     return Strategies(BUILT_IN.built_in, found, broken)
+
+
+def _why_refused(point: EntryPoint, strategy: object) -> str:
+    """A strategy of version 1 is a module, or an object, with the functions as attributes."""
+    version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
+    what = "is no strategy" if version is None else f"has version {version} of the contract"
+    return (
+        f"{point.name!r} ({point.value}) {what}; allowed is version {VERSION}: a Strategy of "
+        "stratagem.coordinator.core.strategy_contract"
+    )

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.state import (
     World,
 )
 from stratagem.coordinator.core.state_machine.run_view import CommitView, RunView
-from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
 from stratagem.coordinator.observe.event_feed import Event, Progress
 from stratagem.v1 import coordinator_pb2, types_pb2
 
@@ -73,17 +73,17 @@ def event(item: Event) -> coordinator_pb2.RunEvent:
 
 def progress(world: World, run: RunRecord, item: Progress) -> coordinator_pb2.RunProgress:
     """The latest progress."""
-    outlook = outlook_of(run, world)
+    status = status_of(run, world)
     return coordinator_pb2.RunProgress(
-        step=max(item.step, outlook.step),
-        num_steps=outlook.num_steps,
+        step=max(item.step, status.step),
+        num_steps=status.num_steps,
         loss=item.loss,
         rows_per_s=item.rows_per_s,
-        num_clients_done=outlook.num_clients_done,
-        num_clients=outlook.num_clients,
-        segment=outlook.segment,
-        num_segments=outlook.num_segments,
-        strategy_phase=outlook.strategy_phase,
+        num_clients_done=status.num_clients_done,
+        num_clients=status.num_clients,
+        segment=status.segment,
+        num_segments=status.num_segments,
+        strategy_phase=status.strategy_phase,
         grad_norm=item.grad_norm,
         num_skipped_steps=item.num_skipped_steps,
         training_phase=item.training_phase,

@@ -7,11 +7,11 @@ settle by itself (its failure, what follows when it has reached the horizon) is 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from itertools import chain
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.base.ids import Digest, Party, RunId, WorkerId, is_within
+from stratagem.common.base.ids import Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
 from stratagem.coordinator.core.effects import Base, Effect
@@ -19,26 +19,13 @@ from stratagem.coordinator.core.facts import (
     Fact,
     Member,
     PartyFailed,
-    ProcessDied,
     RunCompleted,
     RunFailed,
     RunResumed,
 )
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.strategy_contract import Nestable, PartyView, Standing
+from stratagem.coordinator.core.strategy_contract import Child, NestedProgress, Nesting, PartyView
 from stratagem.coordinator.core.strategy_table import Strategies
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    party: Party
-    job: JobSpec
-    strategy: Nestable
-    """That runs it."""
-    value: Any
-    """The run value of that strategy."""
-    horizon: int
-    """The last segment that it may train for now."""
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -47,9 +34,9 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
         strategy = strategies.require(job)
     except InvalidInputError as error:
         return list(error.violations)
-    if not isinstance(strategy, Nestable):
+    if strategy.nesting is None:
         text = f"{describe(job.strategy)} cannot run inside another one: it cannot go on from a "
-        return [Violation("strategy", text + "state that it is given (standing, rebase)")]
+        return [Violation("strategy", text + "state that it is given (nesting)")]
     return strategy.check(job, strategies)
 
 
@@ -72,18 +59,18 @@ def _inside(field: str) -> str:
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
     """A child before anything has happened."""
-    strategy = cast(Nestable, strategies.of(job))
+    strategy = strategies.of(job)
     return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 
 
-def standing(child: Child) -> Standing:
+def progress(child: Child) -> NestedProgress:
     """How far the child has come."""
-    return child.strategy.standing(child.value)
+    return _nesting(child).progress(child.value)
 
 
 def is_at_horizon(child: Child) -> bool:
     """All that the child may train for now is committed and evaluated."""
-    found = standing(child)
+    found = progress(child)
     return (
         found.committed is not None and found.committed.segment >= child.horizon and found.is_idle
     )
@@ -93,7 +80,7 @@ def rebased(
     child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
 ) -> Child:
     """The child goes on from another state, perhaps with another job."""
-    value = child.strategy.rebase(job, child.value, base, num_rows)
+    value = _nesting(child).rebase(job, child.value, base, num_rows)
     return replace(child, job=job, value=value, horizon=horizon)
 
 
@@ -127,14 +114,14 @@ def is_of(child: Child, fact: Fact) -> bool:
     return party is not None and is_within(party, child.party)
 
 
-def is_welcome(child: Child, fact: Fact) -> str:
+def reject_reason(child: Child, fact: Fact) -> str:
     """Why a reported fact is stale; "" when welcome."""
-    return child.strategy.is_welcome(child.job, child.value, fact)
+    return child.strategy.reject_reason(child.job, child.value, fact)
 
 
 def why_waiting(child: Child, world: World) -> str:
     """What a child without workers waits for, as a sentence; "" for one that has some."""
-    found = child.strategy.outlook(child.job, child.value, world)
+    found = child.strategy.status(child.job, child.value, world)
     return "" if found.members else found.reason
 
 
@@ -143,60 +130,27 @@ def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
     return child.strategy.pending(run_id, child.job, child.value, child.horizon)
 
 
-def parties(children: Iterable[Child]) -> dict[Party, PartyView]:
-    """The children's parties and all below."""
-    found: dict[Party, PartyView] = {}
-    for child in children:
-        found.update(child.strategy.parties(child.value))
-    return found
-
-
-def deaths(children: Iterable[Child], member: Member) -> tuple[ProcessDied, ...]:
-    """What a worker that has died was working on."""
-    return tuple(
-        death for child in children for death in child.strategy.deaths(child.value, member)
-    )
-
-
-def reform(children: Iterable[Child], party: Party, reason: str) -> Fact | None:
-    """A new membership for the party whose exchange has failed."""
-    for child in children:
-        if is_within(party, child.party):
-            return child.strategy.reform(child.value, party, reason)
-    return None
-
-
-def job_of(children: Iterable[Child], party: Party) -> JobSpec | None:
-    """What a party among the children, or below, trains."""
-    for child in children:
-        if is_within(party, child.party):
-            return child.strategy.job_of(child.job, child.value, party)
-    return None
-
-
-def blobs(children: Iterable[Child]) -> frozenset[Digest]:
-    """The states that the children may return to."""
-    return frozenset[Digest]().union(*(c.strategy.blobs(c.value) for c in children))
-
-
-def next_deadline(children: Iterable[Child]) -> float | None:
-    """The earliest of the children's deadlines."""
-    found = (child.strategy.next_deadline(child.value) for child in children)
-    return min((deadline for deadline in found if deadline is not None), default=None)
-
-
 def members(children: Iterable[Child]) -> tuple[Member, ...]:
     """All workers that the children have, by name."""
-    found = {member for view in parties(children).values() for member in view.members}
+    found = {member for view in _parties(children) for member in view.members}
     return tuple(sorted(found, key=lambda member: member.worker_id))
 
 
 def world_beside(world: World, siblings: Iterable[Child]) -> World:
     """The world as a child should see it: workers of its siblings are the more loaded."""
     load: Counter[WorkerId] = Counter()
-    for view in parties(siblings).values():
+    for view in _parties(siblings):
         load.update(member.worker_id for member in view.members)
     total: Mapping[WorkerId, int] = {
         worker_id: world.load.get(worker_id, 0) + load[worker_id] for worker_id in world.workers
     }
     return World(world.workers, total)
+
+
+def _parties(children: Iterable[Child]) -> Iterable[PartyView]:
+    return chain.from_iterable(c.strategy.parties(c.value).values() for c in children)
+
+
+def _nesting(child: Child) -> Nesting:
+    assert child.strategy.nesting is not None, "the job was checked"
+    return child.strategy.nesting

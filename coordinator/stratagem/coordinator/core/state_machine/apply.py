@@ -166,7 +166,7 @@ def _transition(
         record = returned(record, fact)
     strategy = record.strategy
     value = strategy.transition(record.job, record.value, fact, time_s)
-    due = strategy.pending(record.run_id, record.job, value)
+    due = strategy.pending(record.run_id, record.job, value, None)
     used = frozenset[Member]().union(*(slots(effect) for effect in due))
     return replace(record, value=value), used
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.core import missing_strategy
 from stratagem.coordinator.core.commands import Command, ResumeRun, SubmitRun
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.state import (
@@ -22,6 +21,7 @@ from stratagem.coordinator.core.state import (
 from stratagem.coordinator.core.state_machine.apply import apply, without
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
+from stratagem.coordinator.core.strategy_table import MISSING
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:
@@ -30,12 +30,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
     None for a run that is not, or whose facts another version of its strategy, or the strategy's
     return, may yet read otherwise.
     """
-    if (
-        run.ended is None
-        or not run.is_released
-        or run.has_raised
-        or run.strategy is missing_strategy
-    ):
+    if run.ended is None or not run.is_released or run.has_raised or run.strategy is MISSING:
         return None
     try:
         blobs, view = blobs_of(run), view_of(world, run, last_wall_s)

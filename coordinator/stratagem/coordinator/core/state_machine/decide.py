@@ -68,7 +68,7 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import (
     objections_to,
     parties_of,
     reform_of,
-    why_unwelcome,
+    reject_reason_of,
 )
 
 MAX_DECISIONS = 10_000
@@ -312,7 +312,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Ref
     if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
         failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
         return (Entry(command.run_id, failed),)
-    reason = why_unwelcome(run, command.fact)
+    reason = reject_reason_of(run, command.fact)
     if isinstance(reason, Raised):
         return (Entry(command.run_id, RunFailed(reason=reason)),)
     if reason:

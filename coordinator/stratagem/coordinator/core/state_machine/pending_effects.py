@@ -17,7 +17,7 @@ def pending(state: CoordinatorState) -> frozenset[Effect]:
 def pending_of(run: RunRecord) -> frozenset[Effect]:
     """The effects of one run."""
     if run.ended is None:
-        return run.strategy.pending(run.run_id, run.job, run.value)
+        return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:
         return frozenset()
     return frozenset({Release(run.run_id, run.touched)})

@@ -44,7 +44,9 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Ent
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
     """Workers that these runs have work for, or have as members."""
-    due = chain.from_iterable(run.strategy.pending(run.run_id, run.job, run.value) for run in runs)
+    due = chain.from_iterable(
+        run.strategy.pending(run.run_id, run.job, run.value, None) for run in runs
+    )
     parties = chain.from_iterable(parties_of(run).values() for run in runs)
     members = chain(
         chain.from_iterable(map(slots, due)),

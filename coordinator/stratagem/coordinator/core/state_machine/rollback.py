@@ -9,7 +9,6 @@ from dataclasses import replace
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.state import RunRecord, retained
-from stratagem.coordinator.core.strategy_contract import Nestable, Returning
 
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
@@ -20,8 +19,8 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
         return f"from_segment: {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
     commit = kept[segment]
     last = run.commits[-1].segment
-    strategy = run.strategy
-    if not isinstance(strategy, Nestable):
+    nesting = run.strategy.nesting
+    if nesting is None:
         return (
             f"from_segment: under this strategy run {run.run_id!r} goes on from its last commit "
             f"({last}) alone: its others hold only a part of what it needs"
@@ -31,22 +30,22 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
         from_segment=segment,
         step=commit.step,
         digest=commit.digest,
-        by_policy=strategy.standing(run.value).keeps_more,
+        by_policy=nesting.progress(run.value).keeps_more,
     )
 
 
 def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     """The run with only what had happened up to the commit."""
-    strategy = run.strategy
-    assert isinstance(strategy, Nestable)
+    nesting = run.strategy.nesting
+    assert nesting is not None
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest)
     commits = tuple(each for each in run.commits if each.segment <= base.segment)
-    if isinstance(strategy, Returning):
-        value = strategy.returned(run.job, run.value, base, commits[-1].metrics)
+    if nesting.returned is not None:
+        value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
     else:
-        num_rows = strategy.standing(run.value).num_rows
-        value = strategy.rebase(run.job, run.value, base, num_rows)
+        num_rows = nesting.progress(run.value).num_rows
+        value = nesting.rebase(run.job, run.value, base, num_rows)
     return replace(
         run,
         value=value,

@@ -22,8 +22,8 @@ from stratagem.coordinator.core.state import (
     best_commit,
     retained,
 )
-from stratagem.coordinator.core.state_machine.strategy_boundary import outlook_of
-from stratagem.coordinator.core.strategy_contract import Outlook
+from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
+from stratagem.coordinator.core.strategy_contract import Status
 
 
 class CommitView(Value):
@@ -71,30 +71,30 @@ class RunView(Value):
 
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
     """One run; last_wall_s is when its newest event happened."""
-    outlook = outlook_of(run, world)
+    status = status_of(run, world)
     return RunView(
         run_id=run.run_id,
         name=run.job.name,
-        phase=run.ended or outlook.phase,
-        reason=run.reason if run.ended else outlook.reason,
-        strategy_phase="" if run.ended else outlook.strategy_phase,
+        phase=run.ended or status.phase,
+        reason=run.reason if run.ended else status.reason,
+        strategy_phase="" if run.ended else status.strategy_phase,
         strategy=describe(run.job.strategy),
-        step=outlook.step,
-        num_steps=outlook.num_steps,
-        segment=outlook.segment,
-        num_segments=outlook.num_segments,
+        step=status.step,
+        num_steps=status.num_steps,
+        segment=status.segment,
+        num_segments=status.num_segments,
         submitted_at_s=run.submitted_wall_s,
         ended_at_s=last_wall_s if run.ended else 0.0,
-        commits=_commits(run, outlook),
+        commits=_commits(run, status),
         metrics=run.metrics,
         predictions=run.predictions,
-        worker_ids=() if run.ended else tuple(each.worker_id for each in outlook.members),
+        worker_ids=() if run.ended else tuple(each.worker_id for each in status.members),
         error=run.error,
         job_json=run.job.canonical_json(),
         num_facts=run.num_facts,
         engine=run.engine,
         is_reproducible=run.is_reproducible,
-        data_plane=_data_plane(world, outlook),
+        data_plane=_data_plane(world, status),
         submitted_by=run.submitted_by,
     )
 
@@ -103,7 +103,7 @@ def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
     """The phase of a run: how it ended, else what its strategy says."""
     if isinstance(run, EndedRun):
         return run.ended
-    return run.ended or outlook_of(run, world).phase
+    return run.ended or status_of(run, world).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:
@@ -119,8 +119,8 @@ def phase_then(fact: Fact) -> RunPhase:
             return RunPhase.RUNNING
 
 
-def _commits(run: RunRecord, outlook: Outlook) -> tuple[CommitView, ...]:
-    best, origins = best_commit(run), outlook.origins
+def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
+    best, origins = best_commit(run), status.origins
 
     def shown(commit: Commit) -> CommitView:
         origin = origins.get(commit.segment)
@@ -138,8 +138,8 @@ def _commits(run: RunRecord, outlook: Outlook) -> tuple[CommitView, ...]:
     return tuple(map(shown, retained(run)))
 
 
-def _data_plane(world: World, outlook: Outlook) -> str:
+def _data_plane(world: World, status: Status) -> str:
     """Of the workers that a run has now: tls only if all of them say so."""
-    workers = [world.workers.get(member.worker_id) for member in outlook.members]
+    workers = [world.workers.get(member.worker_id) for member in status.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""

@@ -14,7 +14,7 @@ from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec, check_optimizer
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_contract import PartyView, Status
 from stratagem.coordinator.core.strategy_table import Strategies
 
 
@@ -64,19 +64,19 @@ def deadline_of(run: RunRecord, world: World) -> float | None:
     return min(run.changed_s + limit_s, math.inf if deadline_s is None else deadline_s)
 
 
-def outlook_of(run: RunRecord, world: World) -> Outlook:
+def status_of(run: RunRecord, world: World) -> Status:
     """How a run stands, for people; the exception where the strategy cannot say."""
     try:
-        return run.strategy.outlook(run.job, run.value, world)
+        return run.strategy.status(run.job, run.value, world)
     except Exception as error:
-        return Outlook(run.ended or RunPhase.RUNNING, "", Raised.by(error))
+        return Status(run.ended or RunPhase.RUNNING, "", Raised.by(error))
 
 
 def why_waiting(run: RunRecord, world: World) -> str:
     """What a run without any worker waits for, as a sentence; "" for one that has some."""
-    outlook = outlook_of(run, world)
-    is_waiting = outlook.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not outlook.members
-    return outlook.reason if is_waiting else ""
+    status = status_of(run, world)
+    is_waiting = status.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not status.members
+    return status.reason if is_waiting else ""
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
@@ -89,10 +89,10 @@ def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
         return {}
 
 
-def why_unwelcome(run: RunRecord, fact: Fact) -> str | Raised:
+def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
     """Why a reported fact is stale; "" when it is welcome."""
     try:
-        return run.strategy.is_welcome(run.job, run.value, fact)
+        return run.strategy.reject_reason(run.job, run.value, fact)
     except Exception as error:
         return Raised.by(error)
 
@@ -100,7 +100,7 @@ def why_unwelcome(run: RunRecord, fact: Fact) -> str | Raised:
 def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
     """The process of a member has ended unasked: what it was working on."""
     try:
-        return tuple(run.strategy.deaths(run.value, member))
+        return run.strategy.deaths_to_charge(run.value, member)
     except Exception as error:
         return (RunFailed(reason=Raised.by(error)),)
 

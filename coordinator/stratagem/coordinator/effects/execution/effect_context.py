@@ -100,7 +100,7 @@ class Env:
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
         """What a party of a run trains: the run's job, but for what its strategies change."""
         run = self.state.runs[run_id]
-        return run.strategy.job_of(run.job, run.value, party)
+        return run.strategy.party_job(run.job, run.value, party)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
         """The same as text; a federated run asks for it once per client."""

@@ -27,5 +27,5 @@ def count_if_late(env: Env, effect: TrainClient | CollectUpdate) -> None:
     update = UpdateRejected(
         party=effect.party, round_num=effect.round_num, client=effect.client, reason=""
     )
-    if run.strategy.is_welcome(run.job, run.value, update):
+    if run.strategy.reject_reason(run.job, run.value, update):
         env.refused[Cause.LATE] += 1

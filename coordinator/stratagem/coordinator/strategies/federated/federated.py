@@ -16,8 +16,7 @@ anybody out; `late_updates.py` has what becomes of those.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import (
     AggregateRound,
@@ -45,8 +44,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
-from stratagem.coordinator.core.strategy_contract import PartyView, Standing
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
 from stratagem.coordinator.strategies.federated import late_updates
 from stratagem.coordinator.strategies.federated.client_crashes import (
     crashed,
@@ -70,7 +68,7 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     next_round,
     spec_of,
 )
-from stratagem.coordinator.strategies.federated.federated_status import outlook as outlook
+from stratagem.coordinator.strategies.federated.federated_status import status
 from stratagem.coordinator.strategies.federated.model_building import (
     build_failed,
     fit,
@@ -86,18 +84,6 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
 )
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
 from stratagem.coordinator.strategies.scheduling.placement import eligible
-
-
-def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Whatever parses can be run."""
-    del job, strategies
-    return []
-
-
-def init(job: JobSpec, party: Party, strategies: Strategies) -> FederatedRun:
-    """Nothing placed, nothing built."""
-    del job, strategies
-    return FederatedRun(party)
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
@@ -170,9 +156,8 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             return in_round(value, fact)
 
 
-def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
+def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
     """Why a reported fact is stale or late; "" when welcome."""
-    del job
     match fact:
         case ModelBuilt() | BuildFailed():
             return "" if value.committed is None else "the model is built already"
@@ -192,7 +177,7 @@ def is_welcome(job: JobSpec, value: FederatedRun, fact: Fact) -> str:
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None = None
+    run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None
 ) -> frozenset[Effect]:
     """The build, the clients still to be trained, the fold, the evaluations."""
     effects: set[Effect] = set()
@@ -234,34 +219,9 @@ def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
     )
 
 
-def next_deadline(value: FederatedRun) -> float | None:
-    """When the open round closes."""
-    return value.deadline_s
-
-
-# ---- what the rest of the coordinator, and a strategy around this one, ask of the party ----
-
-
-def parties(value: FederatedRun) -> Mapping[Party, PartyView]:
-    """Clients never exchange tensors with each other."""
-    del value
-    return {}
-
-
 def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
     """Whatever the worker had to do in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
-
-
-def reform(value: FederatedRun, party: Party, reason: str) -> None:
-    """There is no exchange that could fail."""
-    del value, party, reason
-
-
-def job_of(job: JobSpec, value: FederatedRun, party: Party) -> JobSpec:
-    """The clients' differences stand in their plans."""
-    del value, party
-    return job
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
@@ -272,10 +232,10 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     return frozenset(kept) | late_updates.blobs(value)
 
 
-def standing(value: FederatedRun) -> Standing:
+def progress(value: FederatedRun) -> NestedProgress:
     """The committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
-    return Standing(
+    return NestedProgress(
         value.committed,
         metrics,
         value.num_rows,
@@ -287,10 +247,9 @@ def standing(value: FederatedRun) -> Standing:
 
 
 def rebase(
-    job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
+    _job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
 ) -> FederatedRun:
     """The next round begins from the state that was given; a server optimizer begins anew."""
-    del job
     return replace(
         FederatedRun(value.party),
         membership=value.membership + 1,
@@ -341,3 +300,19 @@ def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> s
         )
         for client in due_clients(value)
     }
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    init=lambda _job, party, _strategies: FederatedRun(party),
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    own_deadline=lambda value: value.deadline_s,
+    own_deaths=deaths,
+    own_blobs=blobs,
+    nesting=Nesting(progress, rebase, returned),
+)
+"""Clients never exchange tensors with each other."""

@@ -3,20 +3,20 @@
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook
+from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, lacking, spec_of
 from stratagem.coordinator.strategies.federated.update_rejections import said
 from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
 
 
-def outlook(job: JobSpec, value: FederatedRun, world: World) -> Outlook:
+def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
     """How the run stands."""
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
     members = value.holders | set(value.helper)
-    return Outlook(
+    return Status(
         phase=phase,
         strategy_phase=strategy_phase,
         reason=reason,

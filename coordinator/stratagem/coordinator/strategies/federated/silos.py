@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId, child_party
+from stratagem.common.base.ids import Party, RunId, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
@@ -27,19 +27,17 @@ from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, Trai
 from stratagem.coordinator.core.facts import (
     ClientsSelected,
     Fact,
-    Member,
     ModelBuilt,
     PartyFailed,
-    ProcessDied,
     RunResumed,
     UpdateRejected,
 )
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView, Standing
+from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.federated import federated
+from stratagem.coordinator.strategies.federated import federated, federated_status
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.round_closing import WAIT
 from stratagem.coordinator.strategies.federated.update_rejections import (
@@ -47,7 +45,6 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
     reason_of,
     rejection,
 )
-from stratagem.coordinator.strategies.nested import Child
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 
 
@@ -121,11 +118,6 @@ def client_seed(seed: int, client: int, round_num: int) -> int:
     return int.from_bytes(key[:4])
 
 
-def init(job: JobSpec, party: Party, strategies: Strategies) -> SiloRun:
-    """No client yet."""
-    return SiloRun(federated.init(job, party, strategies), strategies, {})
-
-
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
     """The next step of the round; between its opening and its closing, those of the clients."""
     rounds = value.rounds
@@ -196,7 +188,7 @@ def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
     clients = dict(value.clients)
     for client in value.rounds.selected:
         known = clients.get(client)
-        if known is not None and nested.standing(known).num_rows:
+        if known is not None and nested.progress(known).num_rows:
             clients[client] = _based(job, value, client, known)
         else:
             party = child_party(value.rounds.party, f"client{client}")
@@ -211,26 +203,24 @@ def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
     assert rounds.committed is not None
     base = Base(0, 0, rounds.committed.digest)
     of_round = client_job(job, client, rounds.round_num)
-    return nested.rebased(child, of_round, base, nested.standing(child).num_rows, horizon=1)
+    return nested.rebased(child, of_round, base, nested.progress(child).num_rows, horizon=1)
 
 
 def _with_client(value: SiloRun, client: int, child: Child) -> SiloRun:
     return replace(value, clients={**value.clients, client: child})
 
 
-def is_welcome(job: JobSpec, value: SiloRun, fact: Fact) -> str:
+def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
     """As the client, or the round, says."""
     for client, child in value.clients.items():
         if nested.is_of(child, fact):
             if client not in _in_training(value):
                 return f"client {client} has ended its part of round {value.rounds.round_num}"
-            return "" if isinstance(fact, PartyFailed) else nested.is_welcome(child, fact)
-    return federated.is_welcome(job, value.rounds, fact)
+            return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
+    return federated.reject_reason(job, value.rounds, fact)
 
 
-def pending(
-    run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None = None
-) -> frozenset[Effect]:
+def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) -> frozenset[Effect]:
     """What the round needs, but that clients train as parties."""
     of_rounds = federated.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](each for each in of_rounds if not isinstance(each, TrainClient))
@@ -243,8 +233,8 @@ def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
     """The updates of the clients that have trained."""
     rounds, effects = value.rounds, set[Effect]()
     for client in _unanswered(value):
-        standing = nested.standing(value.clients[client])
-        done = standing.committed
+        progress = nested.progress(value.clients[client])
+        done = progress.committed
         if done is None or done.segment == 0 or rounds.committed is None:
             continue
         effects.add(
@@ -254,12 +244,12 @@ def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
                 round_num=rounds.round_num,
                 client=client,
                 digest=done.digest,
-                num_samples=standing.num_rows[TRAIN_SPLIT],
+                num_samples=progress.num_rows[TRAIN_SPLIT],
                 num_steps=done.step,
-                loss=standing.loss,
+                loss=progress.loss,
                 base=rounds.committed,
-                metrics=tuple(sorted(standing.metrics.items())),
-                traffic=tuple(sorted(standing.traffic.items())),
+                metrics=tuple(sorted(progress.metrics.items())),
+                traffic=tuple(sorted(progress.traffic.items())),
             )
         )
     return effects
@@ -283,14 +273,9 @@ def _in_training(value: SiloRun) -> dict[int, Child]:
     return found
 
 
-def next_deadline(value: SiloRun) -> float | None:
-    """When the open round closes."""
-    return federated.next_deadline(value.rounds)
-
-
-def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
+def status(job: JobSpec, value: SiloRun, world: World) -> Status:
     """How the rounds stand, with the workers of all silos."""
-    found = federated.outlook(job, value.rounds, world)
+    found = federated_status.status(job, value.rounds, world)
     members = nested.members(value.clients.values()) or found.members
     if not _has_begun(value.rounds):
         reason = nested.why_waiting(_sample(job, value), world)
@@ -307,37 +292,6 @@ def outlook(job: JobSpec, value: SiloRun, world: World) -> Outlook:
     return replace(found, members=members, phase=phase, reason=reason)
 
 
-def parties(value: SiloRun) -> Mapping[Party, PartyView]:
-    """Those of the silos."""
-    return nested.parties(value.clients.values())
-
-
-def deaths(value: SiloRun, member: Member) -> tuple[ProcessDied, ...]:
-    """What the worker had to do in the round, and in the silos that still train."""
-    in_silos = nested.deaths(_in_training(value).values(), member)
-    return (*federated.deaths(value.rounds, member), *in_silos)
-
-
-def reform(value: SiloRun, party: Party, reason: str) -> Fact | None:
-    """Ask the silo whose party it is."""
-    return nested.reform(value.clients.values(), party, reason)
-
-
-def job_of(job: JobSpec, value: SiloRun, party: Party) -> JobSpec:
-    """A silo trains on its own rows."""
-    return nested.job_of(value.clients.values(), party) or job
-
-
-def blobs(value: SiloRun) -> frozenset[Digest]:
-    """The global state, and what the silos have committed."""
-    return federated.blobs(value.rounds) | nested.blobs(value.clients.values())
-
-
-def standing(value: SiloRun) -> Standing:
-    """The committed round."""
-    return federated.standing(value.rounds)
-
-
 def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
     """The next round begins from the state that was given."""
     return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
@@ -346,3 +300,25 @@ def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]
 def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, float]) -> SiloRun:
     """The rounds go back."""
     return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
+
+
+def _init(_job: JobSpec, party: Party, strategies: Strategies) -> SiloRun:
+    return SiloRun(FederatedRun(party), strategies, {})
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    check=check,
+    init=_init,
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    own_deadline=lambda value: value.rounds.deadline_s,
+    own_deaths=lambda value, member: federated.deaths(value.rounds, member),
+    own_blobs=lambda value: federated.blobs(value.rounds),
+    children=lambda value: value.clients.values(),
+    working=lambda value: _in_training(value).values(),
+    nesting=Nesting(lambda value: federated.progress(value.rounds), rebase, returned),
+)

@@ -11,12 +11,11 @@ Members may outnumber the workers: they take turns. A member whose worker is los
 generation again elsewhere. One that fails has no valid score and is replaced by a better one.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import RunId
 from stratagem.common.base.wording import counted, values_text
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated, PopulationBased
@@ -24,17 +23,15 @@ from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (
     Fact,
     GenerationClosed,
-    Member,
     MemberEvolved,
     ModelBuilt,
     PartyFailed,
     PopulationFormed,
-    ProcessDied,
     RunCompleted,
     RunResumed,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
+from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated.update_rejections import in_all
@@ -78,12 +75,6 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     return nested.check_inside(lambda: member_job(job, 0, params), strategies)
 
 
-def init(job: JobSpec, party: Party, strategies: Strategies) -> PopulationRun:
-    """No member yet."""
-    del job
-    return PopulationRun(party, strategies)
-
-
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
     """The members' own decisions; then what follows from their scores."""
     if not value.members:
@@ -123,24 +114,22 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
     return value
 
 
-def is_welcome(job: JobSpec, value: PopulationRun, fact: Fact) -> str:
+def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
     """What the member says; a member that has failed wants nothing more in this generation."""
-    del job
     for member in value.members:
         if nested.is_of(member.child, fact):
             if is_scored(member):
                 return f"{member.child.party} has ended generation {member.generation}"
             if isinstance(fact, PartyFailed) and fact.party == member.child.party:
                 return ""
-            return nested.is_welcome(member.child, fact)
+            return nested.reject_reason(member.child, fact)
     return f"there is no party {getattr(fact, 'party', '')!r}"
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: PopulationRun, horizon: int | None = None
+    run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
 ) -> frozenset[Effect]:
     """What the members that still train need."""
-    del horizon
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
@@ -149,12 +138,7 @@ def pending(
     )
 
 
-def next_deadline(value: PopulationRun) -> float | None:
-    """The members' earliest."""
-    return nested.next_deadline(member.child for member in _in_training(value))
-
-
-def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
+def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
     """How the run stands."""
     done, generations = value.generation - 1, spec_of(job).generations
     training = _in_training(value)
@@ -166,12 +150,12 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
     phase, strategy_phase = RunPhase.RUNNING, "TRAINING"
     waiting = next(filter(None, (nested.why_waiting(m.child, world) for m in training)), "")
     if not members:
-        has_begun = any(nested.standing(child).committed for child in value.children())
+        has_begun = any(nested.progress(child).committed for child in value.children())
         phase = RunPhase.RECOVERING if has_begun else RunPhase.PLACING
         strategy_phase, reason = "WAITING", waiting
     elif waiting:
         phase, reason = RunPhase.RECOVERING, f"{reason}; {waiting}"
-    return Outlook(
+    return Status(
         phase=phase,
         strategy_phase=strategy_phase,
         reason=reason,
@@ -182,31 +166,6 @@ def outlook(job: JobSpec, value: PopulationRun, world: World) -> Outlook:
         members=members,
         origins=value.origins,
     )
-
-
-def parties(value: PopulationRun) -> Mapping[Party, PartyView]:
-    """Those of the members that train together."""
-    return nested.parties(value.children())
-
-
-def deaths(value: PopulationRun, member: Member) -> tuple[ProcessDied, ...]:
-    """What the worker did for members that still train."""
-    return nested.deaths([each.child for each in _in_training(value)], member)
-
-
-def reform(value: PopulationRun, party: Party, reason: str) -> Fact | None:
-    """Ask the member whose party it is."""
-    return nested.reform(value.children(), party, reason)
-
-
-def job_of(job: JobSpec, value: PopulationRun, party: Party) -> JobSpec:
-    """Every member trains with its own hyperparameters."""
-    return nested.job_of(value.children(), party) or job
-
-
-def blobs(value: PopulationRun) -> frozenset[Digest]:
-    """The members' states, which others may copy."""
-    return nested.blobs(value.children())
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
@@ -233,3 +192,17 @@ def _folded(member: MemberRun, fact: Fact, now_s: float) -> MemberRun:
     if nested.is_of(member.child, fact) or isinstance(fact, RunResumed):
         return replace(member, child=nested.transition(member.child, fact, now_s))
     return member
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    check=check,
+    init=lambda _job, party, strategies: PopulationRun(party, strategies),
+    decide=decide,
+    transition=transition,
+    reject_reason=reject_reason,
+    pending=pending,
+    status=status,
+    children=lambda value: value.children(),
+    working=lambda value: [member.child for member in _in_training(value)],
+)

@@ -26,11 +26,10 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     Setting,
 )
-from stratagem.coordinator.core.strategy_contract import Origin, RejectedClient
+from stratagem.coordinator.core.strategy_contract import Child, Origin, RejectedClient
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated.update_rejections import together
-from stratagem.coordinator.strategies.nested import Child
 from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
 from stratagem.coordinator.strategies.population.member_failures import Failures
 from stratagem.coordinator.strategies.population.structural_hyperparameters import (
@@ -149,7 +148,7 @@ def score_of(job: JobSpec, member: MemberRun) -> float | None:
     assert evaluation is not None
     if member.failure is not None:
         return None
-    metric = nested.standing(member.child).metrics.get(f"{evaluation.split}.{evaluation.best}")
+    metric = nested.progress(member.child).metrics.get(f"{evaluation.split}.{evaluation.best}")
     if metric is None or not math.isfinite(metric):
         return None
     return metric if evaluation.mode == "max" else -metric
@@ -171,17 +170,17 @@ def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | R
     evolves = not spec.options.asynchronous and number < spec.generations
     best = max(range(len(scores)), key=lambda m: (_or_least(scores[m]), -m))
     member = value.members[best]
-    standing = nested.standing(member.child)
-    assert standing.committed is not None
+    progress = nested.progress(member.child)
+    assert progress.committed is not None
     return GenerationClosed(
         party=value.party,
         generation=number,
         scores=scores,
         best=best,
-        digest=standing.committed.digest,
-        step=standing.committed.step,
-        metrics=standing.metrics,
-        params=trained_with(member, standing.committed.step)[-1].values,
+        digest=progress.committed.digest,
+        step=progress.committed.step,
+        metrics=progress.metrics,
+        params=trained_with(member, progress.committed.step)[-1].values,
         copied=_evolution(job, value, scores) if evolves else (),
         by_policy=spec.options.asynchronous,
     )
@@ -195,7 +194,7 @@ def _evolution(
     copies = donors(spec.exploit, scores, streams)
     found = []
     for member, donor in sorted(copies.items()):
-        base = nested.standing(value.members[donor].child).committed
+        base = nested.progress(value.members[donor].child).committed
         assert base is not None
         params = _explored(job, value, value.members[donor], streams[member])
         found.append(
@@ -235,7 +234,7 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
     donor = None if is_last else donors(spec.exploit, scores, streams).get(number)
     base = None
     if donor is not None:
-        base = nested.standing(value.members[donor].child).committed
+        base = nested.progress(value.members[donor].child).committed
     if donor is not None and base is not None:
         params = _explored(job, value, value.members[donor], streams[number])
         copied = Copied(
@@ -257,7 +256,7 @@ def trained_with(member: MemberRun, step: int) -> tuple[Setting, ...]:
 
 def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
     """The clients that the member's rounds have left out; one of several states, several times."""
-    return (*member.rejected, *nested.standing(member.child).rejected)
+    return (*member.rejected, *nested.progress(member.child).rejected)
 
 
 def _or_least(score: float | None) -> float:
@@ -353,7 +352,7 @@ def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> Populati
 
 def _rows(value: PopulationRun) -> Mapping[str, int]:
     """The rows of the data, as any member that has built the model knows them."""
-    found = (nested.standing(member.child).num_rows for member in value.members)
+    found = (nested.progress(member.child).num_rows for member in value.members)
     return next((rows for rows in found if rows), {})
 
 
@@ -372,8 +371,8 @@ def _next(
     if generation == spec_of(job).generations:
         return scored
     horizon = (generation + 1) * segments
-    committed = nested.standing(member.child).committed
-    num_rows = nested.standing(member.child).num_rows or rows
+    committed = nested.progress(member.child).committed
+    num_rows = nested.progress(member.child).num_rows or rows
     params, child = member.params, replace(member.child, horizon=horizon)
     if copied is not None:
         params = copied.params

@@ -31,9 +31,9 @@ from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous import model_parallel
 from stratagem.coordinator.strategies.synchronous.segments import (
     Shape,
-    Synchronous,
     one_part,
     part_per_member,
+    synchronous,
 )
 
 _EXCHANGES: Mapping[type, ExchangeMethod] = {
@@ -105,4 +105,4 @@ def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
     ]
 
 
-STRATEGY = Synchronous(_check, _shape)
+STRATEGY = synchronous(_shape, _check)

@@ -6,12 +6,10 @@ batches, so the metrics do not depend on who evaluated what. A lost member's sha
 others, which keep what they have evaluated already.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 
-from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import RunId
 from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.common.strategy import DataParallel
 from stratagem.coordinator.core.crash_loops import why
@@ -19,14 +17,11 @@ from stratagem.coordinator.core.effects import Build, Effect, EvaluateTogether
 from stratagem.coordinator.core.facts import (
     Evaluated,
     Fact,
-    Member,
-    ProcessDied,
     RunCompleted,
     RunFailed,
 )
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView
-from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
 from stratagem.coordinator.strategies.scheduling.placement import why_none
 from stratagem.coordinator.strategies.synchronous.segments import (
     PartyRun,
@@ -41,20 +36,8 @@ _EVALUATING = 1
 _DONE = 2
 
 
-def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """Every valid job of this kind can be carried out."""
-    del job, strategies
-    return []
-
-
-def init(job: JobSpec, party: Party, strategies: Strategies) -> PartyRun:
-    del job, strategies
-    return PartyRun(party)
-
-
-def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | None:
+def _decide(job: JobSpec, value: PartyRun, world: World, _now_s: float) -> Fact | None:
     """A death too many, the end, or other members."""
-    del now_s
     if value.deaths.are_too_many:
         return RunFailed(reason=why("the evaluation", value.deaths))
     if value.open_segment == _DONE:
@@ -63,24 +46,22 @@ def decide(job: JobSpec, value: PartyRun, world: World, now_s: float) -> Fact | 
     return party_decisions.members_due(job, value, _shape(job), world)
 
 
-def transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
+def _transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
     if isinstance(fact, Evaluated):
         return replace(value, metrics=fact.metrics, open_segment=_DONE, is_recovering=False)
     return synchronous_run.transition(value, fact, _shape(job), now_s)
 
 
-def is_welcome(job: JobSpec, value: PartyRun, fact: Fact) -> str:
-    del job
+def _reject_reason(_job: JobSpec, value: PartyRun, fact: Fact) -> str:
     if isinstance(fact, Evaluated):
         return "" if value.open_segment == _EVALUATING else "no evaluation is under way"
-    return synchronous_run.is_welcome(value, fact)
+    return synchronous_run.reject_reason(value, fact)
 
 
-def pending(
-    run_id: RunId, job: JobSpec, value: PartyRun, horizon: int | None = None
+def _pending(
+    run_id: RunId, job: JobSpec, value: PartyRun, _horizon: int | None
 ) -> frozenset[Effect]:
     """The state, then its evaluation."""
-    del horizon
     if not value.members or value.open_segment == _DONE:
         return frozenset()
     if value.committed is None:
@@ -97,17 +78,12 @@ def pending(
     return frozenset({effect})
 
 
-def next_deadline(value: PartyRun) -> float | None:
-    del value
-    return None
-
-
-def outlook(job: JobSpec, value: PartyRun, world: World) -> Outlook:
+def _status(job: JobSpec, value: PartyRun, world: World) -> Status:
     """How the run stands; steps are batches."""
     spec = _spec(job)
     num_batches = ceil(value.num_rows.get(spec.split, 0) / spec.batch_size)
     phase, strategy_phase, reason = _phase(job, value, world)
-    return Outlook(
+    return Status(
         phase=phase,
         strategy_phase=strategy_phase,
         reason=reason,
@@ -115,28 +91,6 @@ def outlook(job: JobSpec, value: PartyRun, world: World) -> Outlook:
         num_steps=num_batches,
         members=value.members,
     )
-
-
-def parties(value: PartyRun) -> Mapping[Party, PartyView]:
-    return party_views.parties(value)
-
-
-def deaths(value: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
-    return party_views.deaths(value, member)
-
-
-def reform(value: PartyRun, party: Party, reason: str) -> Fact | None:
-    """Nothing is exchanged that could fail."""
-    del value, party, reason
-    return None
-
-
-def job_of(job: JobSpec, value: PartyRun, party: Party) -> JobSpec:
-    return party_views.job_of(job, value, party)
-
-
-def blobs(value: PartyRun) -> frozenset[Digest]:
-    return party_views.blobs(value)
 
 
 def _spec(job: JobSpec) -> EvaluationSpec:
@@ -162,3 +116,17 @@ def _phase(job: JobSpec, value: PartyRun, world: World) -> tuple[RunPhase, str, 
         return RunPhase.RUNNING, "BUILDING", value.why
     phase = RunPhase.RECOVERING if value.is_recovering else RunPhase.RUNNING
     return phase, "EVALUATING", value.why
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    init=lambda _job, party, _strategies: PartyRun(party),
+    decide=_decide,
+    transition=_transition,
+    reject_reason=_reject_reason,
+    pending=_pending,
+    status=_status,
+    own_parties=party_views.parties,
+    own_deaths=party_views.deaths,
+    own_blobs=party_views.blobs,
+)

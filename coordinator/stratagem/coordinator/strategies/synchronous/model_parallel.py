@@ -19,7 +19,7 @@ from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
     place_replicas,
     why_missing,
 )
-from stratagem.coordinator.strategies.synchronous.segments import Shape, Synchronous
+from stratagem.coordinator.strategies.synchronous.segments import Shape, synchronous
 
 
 def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> Shape:
@@ -57,4 +57,4 @@ def _check(job: JobSpec) -> list[Violation]:
     return check_partitions(job, job.strategy)
 
 
-STRATEGY = Synchronous(_check, _shape)
+STRATEGY = synchronous(_shape, _check)

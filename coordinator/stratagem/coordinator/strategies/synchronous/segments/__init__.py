@@ -23,6 +23,6 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     one_part,
     part_per_member,
 )
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import Synchronous
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
 
-__all__ = ["Parts", "PartyRun", "Placed", "Shape", "Synchronous", "one_part", "part_per_member"]
+__all__ = ["Parts", "PartyRun", "Placed", "Shape", "one_part", "part_per_member", "synchronous"]

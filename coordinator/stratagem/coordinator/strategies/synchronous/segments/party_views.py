@@ -6,7 +6,7 @@ from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Member, ProcessDied
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Outlook, PartyView, Standing
+from stratagem.coordinator.core.strategy_contract import NestedProgress, PartyView, Status
 from stratagem.coordinator.strategies.scheduling.placement import why_none
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
@@ -28,31 +28,25 @@ def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
     return (ProcessDied(party=run.party, member=member, segment=run.open_segment),)
 
 
-def job_of(job: JobSpec, run: PartyRun, party: Party) -> JobSpec:
-    """All members train the same."""
-    del run, party
-    return job
-
-
 def blobs(run: PartyRun) -> frozenset[Digest]:
     """The state to return to."""
     return frozenset({run.committed.digest} if run.committed else ())
 
 
-def standing(run: PartyRun) -> Standing:
+def progress(run: PartyRun) -> NestedProgress:
     """The committed segment."""
     is_idle = not run.finished
-    return Standing(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
+    return NestedProgress(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
 
 
-def outlook(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Outlook:
+def status(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Status:
     """How the party stands."""
     ends: tuple[int, ...] = ()
     if run.committed is not None:
         ends = schedule_of(job, run.num_rows).ends()
     trained = run.finished[-1] if run.finished else run.committed
     phase, strategy_phase, reason = _phase(job, run, shape, world)
-    return Outlook(
+    return Status(
         phase=phase,
         strategy_phase=strategy_phase,
         reason=reason,

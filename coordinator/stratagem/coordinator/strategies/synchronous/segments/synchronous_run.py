@@ -73,15 +73,13 @@ Parts = tuple[tuple[Member, ...], ...]
 """Per part of a state, the members that hold it, any of which will do."""
 
 
-def one_part(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
+def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
     """Every member holds the whole state."""
-    del ranks
     return (members,)
 
 
-def part_per_member(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
+def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
     """Every member holds what no other one has."""
-    del ranks
     return tuple((member,) for member in members)
 
 
@@ -179,7 +177,7 @@ def _returned_to_commit(run: PartyRun) -> PartyRun:
     return replace(run, open_segment=segment, finished=())
 
 
-def is_welcome(run: PartyRun, fact: Fact) -> str:
+def reject_reason(run: PartyRun, fact: Fact) -> str:
     """Why a reported fact is stale; "" when it is the one waited for."""
     match fact:
         case ModelBuilt():
@@ -196,9 +194,8 @@ def is_welcome(run: PartyRun, fact: Fact) -> str:
             return ""
 
 
-def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
+def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
     """The members drop what they hold, meet again, and begin after the base."""
-    del job
     return replace(
         run,
         membership=run.membership + 1,
@@ -212,6 +209,12 @@ def rebase(job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int])
         deaths=Deaths(),
         is_recovering=False,
     )
+
+
+def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
+    """The party goes back to a commit of its own, whose metrics count on: such as the steps that
+    were skipped up to it."""
+    return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 
 def num_segments(job: JobSpec, run: PartyRun) -> int:
