@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
-from stratagem.common.compression.ternary import pack, quantise, unpack
+from stratagem.common.compression.ternary import Ternary, pack, quantise, unpack
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
 from stratagem.common.job import CompressionSpec
@@ -212,6 +212,22 @@ def test_trits_take_two_bits(numel: int) -> None:
 def test_the_code_that_nothing_packs_is_refused() -> None:
     with pytest.raises(ValueError, match="code 11"):
         unpack(np.array([0b1100], np.uint8), 4)
+    with pytest.raises(ValueError, match="code 11"):
+        unpack(np.array([0, 0b1100], np.uint8), 6)
+    beyond = np.array([0b01, 0b1100_0110], np.uint8)  # after the last element in its byte
+    assert unpack(beyond, 6).tolist() == [1, 0, 0, 0, -1, 1]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1.5, -3e-39, 3.4e38, np.inf, np.nan])
+@pytest.mark.parametrize("numel", [1, 4, 1003])
+def test_what_is_looked_up_by_byte_is_each_trit_times_the_scale(numel: int, scale: float) -> None:
+    trits = np.random.default_rng(numel).integers(-1, 2, numel).astype(np.int8)
+    codec = Ternary(numel, threshold_fraction=0.7, stochastic=False)
+    head = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+    with np.errstate(all="ignore"):
+        decoded = codec.decode(np.concatenate([head, pack(trits)]))
+        expected = trits.astype(np.float32) * np.float32(scale)
+    assert decoded.view(np.uint32).tolist() == expected.view(np.uint32).tolist()
 
 
 @given(st.lists(st.floats(-10, 10, width=32), max_size=30), st.sampled_from([0.0, 0.7, 1.5]))

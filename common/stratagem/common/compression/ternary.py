@@ -11,6 +11,8 @@ https://arxiv.org/abs/1705.07878).
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,11 @@ from stratagem.common.numerics.counter_random import places, uniform
 from stratagem.common.numerics.tree_sums import tree_sum
 
 Trits = NDArray[np.int8]
+
+_CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+_QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
+"""The four elements of each byte, (256, 4): looked up a whole byte at a time, with their scale."""
+_HOLDS_11: Final = (_CODES == 3).any(axis=1)
 
 
 class Ternary:
@@ -37,9 +44,8 @@ class Ternary:
         return joined([to_bytes(np.array([scale], np.float32)), pack(trits)])
 
     def decode(self, payload: ByteArray) -> FloatArray:
-        values: FloatArray = unpack(payload[4:], self._numel).astype(np.float32)
-        values *= from_bytes(payload[:4], "<f4")
-        return values
+        quads = _QUADS.astype(np.float32) * from_bytes(payload[:4], "<f4")
+        return unpack(payload[4:], self._numel, quads)
 
 
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
@@ -80,10 +86,17 @@ def pack(trits: Trits) -> ByteArray:
     return packed
 
 
-def unpack(packed: ByteArray, numel: int) -> Trits:
-    """The way back. Raises ValueError at the code 11, which nothing packs."""
-    shifts = np.array([0, 2, 4, 6], np.uint8)
-    codes = ((packed[:, None] >> shifts) & np.uint8(3)).reshape(-1)[:numel]
-    if (codes == 3).any():
+def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArray[Any]:
+    """The way back, or with the four elements of each byte given, (256, 4), to those. Raises
+    ValueError at the code 11, which nothing packs."""
+    _check(packed, numel)
+    elements: NDArray[Any] = np.take(quads, packed, axis=0).reshape(-1)[:numel]
+    return elements
+
+
+def _check(packed: ByteArray, numel: int) -> None:
+    """What follows the last element in its byte is of no account."""
+    whole, rest = divmod(numel, 4)
+    last = packed[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)
+    if _HOLDS_11[packed[:whole]].any() or _HOLDS_11[last].any():
         raise ValueError("a ternary payload holds the code 11")
-    return (codes & np.uint8(1)).astype(np.int8) - (codes >> np.uint8(1)).astype(np.int8)
