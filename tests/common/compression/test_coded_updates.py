@@ -113,9 +113,41 @@ def test_what_cannot_be_right_is_rejected_with_the_reason(place: Place) -> None:
     ):
         with pytest.raises(UpdateRejectedError, match=reason):
             place.enter(wrong, content)
+
     # A scale that makes a parameter infinite.
     spoiled = bytearray(data)
     spoiled[-25:-21] = np.array([3e38], np.float32).tobytes()
     with pytest.raises(UpdateRejectedError, match="values of 'model/weight' are not finite"):
         place.enter(manifest, bytes(spoiled))
     assert place.spool.entry(SpoolKey(SpoolRun(RUN), ROOT, 1, 0)) is None
+
+
+def test_a_parameter_that_cannot_be_decoded_leaves_nothing_of_those_before_it(
+    tmp_path: Path,
+) -> None:
+    """They are decoded one after the other, and are in the spool by then."""
+    named = [("model/a", "float32", (8,)), ("model/b", "float32", (8,))]
+    expected = build_manifest(named, Purpose.STATE)
+    blobs, spool = DirectoryBlobs(tmp_path / "blobs"), Spool(tmp_path / "spool", quota_bytes=9999)
+    header = header_bytes(expected)
+    writer = blobs.writer(len(header) + expected.total_bytes)
+    writer.write(header + bytes(64))
+    key, base = SpoolKey(SpoolRun(RUN), ROOT, 1, 0), writer.commit()
+    payload = np.frombuffer(np.float32(1.0).tobytes() + b"\x11\x11", np.uint8)
+    good = np.tile(payload, 2)
+    bad = good.copy()
+    bad[-1] = 0xFF
+    wire = build_manifest([("payload", "uint8", (good.size,))], Purpose.UPDATE, codec="ternary")
+
+    def enter(data: np.ndarray[Any, Any]) -> SpoolEntry:
+        upload = CodedUpload(spec("ternary"), key, base, expected)
+        upload.accept(wire)(0, data.tobytes())
+        return upload.enter(spool, blobs, "worker", 5)
+
+    with pytest.raises(UpdateRejectedError, match="code 11"):
+        enter(bad)
+    assert spool.used_bytes == 0
+    assert not [path for path in (tmp_path / "spool").rglob("*") if path.is_file()]
+    entry = enter(good)
+    stored = np.frombuffer(entry.path.read_bytes()[entry.data_start :], "<f4")
+    assert stored.tolist() == [1.0, 0.0, 1.0, 0.0] * 4

@@ -1,19 +1,22 @@
 """Takes in a client's coded update and puts what it says into the spool, as any other update.
 
-What came over the wire is small and is held in memory; the spool has the whole update, decoded, so
-the fold treats all alike. A coded update that cannot be right is rejected alone, with the reason.
+What came over the wire is small and is held in memory; the spool has the whole update, decoded
+tensor by tensor where the codec codes each by itself, so the fold treats all alike. A coded update
+that cannot be right is rejected alone, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
 
 from stratagem.common.base.ids import Digest
-from stratagem.common.compression import FloatArray
+from stratagem.common.compression import ByteArray, Codec, FloatArray
+from stratagem.common.compression.codec import split
 from stratagem.common.compression.coded_update import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
@@ -60,36 +63,64 @@ class CodedUpload:
             each.name: data[each.offset :][: each.size_bytes] for each in self.manifest.tensors
         }
         if self.manifest.codec:
-            decoded = self._decode(given)
+            moves = self._moves(given)
         else:
-            decoded = {}
+            moves = {}
             check_layout(self.manifest, expected)
         manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
         writer = spool.open(self.key, manifest, source=f"decoded {source}")
         try:
             with blobs.open(self.base) as base:
                 _, data_start = header_of(base, self.base)
-                for offset, piece in _pieces(expected, decoded, given, base, data_start):
+                for offset, piece in _pieces(expected, moves, given, base, data_start):
                     writer.write_at(offset, piece)
             return writer.commit(expected, num_samples)
+        except UpdateRejectedError:
+            if writer.is_open:
+                writer.discard()
+            raise
         finally:
             writer.close()
 
-    def _decode(self, given: Mapping[str, memoryview]) -> dict[str, FloatArray]:
-        """How far each coded parameter has moved."""
+    def _moves(self, given: Mapping[str, memoryview]) -> dict[str, Callable[[], FloatArray]]:
+        """How far each coded parameter has moved, decoded when it is asked for."""
         assert self.manifest is not None
         by_name = {each.name: each for each in self.manifest.tensors}
         coded = [each for each in self.expected.stored() if each.name not in by_name]
         _check_announced(by_name, coded, self.expected)
         codec, names = update_codec(self.job, coded, self.numerics)
+        payload = np.frombuffer(given[PAYLOAD], np.uint8)
+        key = update_key(self.job, self.key.round_num, self.key.client)
+        parts = [codec.part(range(place, place + 1)) for place in range(len(names))]
+        alone = [part for part in parts if part is not None]
+        if len(alone) < len(parts):  # they share a payload
+            together = _decoded(codec, payload, key)
+            return {n: partial(_itself, x) for n, x in zip(names, together, strict=True)}
         try:
-            payload = np.frombuffer(given[PAYLOAD], np.uint8)
-            key = update_key(self.job, self.key.round_num, self.key.client)
-            with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
-                moves = codec.decode(payload, key)
+            pieces = split(payload, [part.payload_bytes for part in alone])
         except ValueError as error:
             raise UpdateRejectedError(Cause.CODEC, str(error)) from error
-        return dict(zip(names, moves, strict=True))
+        return {
+            name: partial(_decoded_alone, part, piece, key)
+            for name, part, piece in zip(names, alone, pieces, strict=True)
+        }
+
+
+def _itself(move: FloatArray) -> FloatArray:
+    return move
+
+
+def _decoded_alone(part: Codec, payload: ByteArray, key: int) -> FloatArray:
+    (move,) = _decoded(part, payload, key)
+    return move
+
+
+def _decoded(codec: Codec, payload: ByteArray, key: int) -> list[FloatArray]:
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is rejected by the spool
+            return codec.decode(payload, key)
+    except ValueError as error:
+        raise UpdateRejectedError(Cause.CODEC, str(error)) from error
 
 
 def _check_announced(
@@ -114,17 +145,17 @@ def _check_announced(
 
 def _pieces(
     expected: Manifest,
-    decoded: Mapping[str, FloatArray],
+    moves: Mapping[str, Callable[[], FloatArray]],
     given: Mapping[str, memoryview],
     base: BinaryIO,
     data_start: int,
 ) -> Iterator[tuple[int, memoryview | bytes]]:
     """(offset, bytes) of the whole update, tensor by tensor."""
     for spec in expected.stored():
-        if spec.name not in decoded:
+        if spec.name not in moves:
             yield spec.offset, given[spec.name]
             continue
         base.seek(data_start + spec.offset)
         before = np.frombuffer(base.read(spec.size_bytes), "<f4")
         with np.errstate(all="ignore"):
-            yield spec.offset, (before + decoded[spec.name]).tobytes()
+            yield spec.offset, (before + moves[spec.name]()).tobytes()
