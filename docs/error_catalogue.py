@@ -99,7 +99,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("worker … is not registered (any more)", "nothing: it registers again by itself"),
     ),
     "ConflictError": (
-        ("the content of the stream changed while it was resumed", "nothing: it begins anew"),
+        ("the content of the stream changed while it was resumed", "nothing: it starts again"),
         ("another local cluster uses …", "name another folder with `--data-dir`"),
         ("the party re-forms; step … will be done again", "nothing"),
     ),

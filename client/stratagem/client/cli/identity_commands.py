@@ -85,7 +85,7 @@ def init_certs(
     """Make an authority, and certificates that it signs.
 
     The authority is valid for ten years. A coordinator, workers and clients: each gets
-    DIR/NAME.crt and DIR/NAME.key, beside DIR/ca.crt. For development: whoever reads DIR/ca.key
+    DIR/NAME.crt and DIR/NAME.key, next to DIR/ca.crt. For development: a reader of DIR/ca.key
     can make more of them. Nothing is overwritten.
     """
     from stratagem.common.identity.certificates import init
@@ -116,7 +116,7 @@ def issue_certs(
 ) -> None:
     """Sign for more workers and clients, or renew certificates.
 
-    The authority is that in DIR. With --renew and no names everybody's certificate is renewed,
+    The authority is that in DIR. With --renew and no names all certificates are renewed,
     for the names that stand in it. Processes that run take the new files in. No certificate
     outlives its authority: more days are refused.
     """
@@ -138,8 +138,8 @@ def issue_certs(
 def renew_authority_certs(folder: MadeArgument) -> None:
     """Make a new authority beside the old one.
 
-    DIR/ca.crt holds both from then on, and the new one signs. Give that file to everybody, then
-    sign anew (`certs issue DIR --renew`) and give those files to everybody: certificates of either
+    DIR/ca.crt holds both from then on, and the new one signs. Distribute that file, then renew
+    (`certs issue DIR --renew`) and distribute the new files: certificates of either
     authority count meanwhile, and nothing needs a restart. In the end `certs retire-authority DIR`.
     """
     from stratagem.common.identity.certificates import renew_authority
@@ -152,7 +152,7 @@ def renew_authority_certs(folder: MadeArgument) -> None:
 def retire_authority_certs(folder: MadeArgument) -> None:
     """Drop the authority that signs no more.
 
-    From DIR/ca.crt, which is to be given to everybody: what the old authority has signed counts no
+    From DIR/ca.crt, which is to be distributed: what the old authority has signed counts no
     more where that file is used. Refused while a certificate in DIR is one of those.
     """
     from stratagem.common.identity.certificates import retire_authority

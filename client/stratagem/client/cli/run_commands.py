@@ -159,7 +159,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
             "--from",
             metavar="SEGMENT",
             min=0,
-            help="Go on from this commit; what followed it happens anew. `status` lists them.",
+            help="Go on from this commit; later steps are trained again. `status` lists them.",
         ),
     ] = None,
 ) -> None:
