@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.v1 import peer_pb2_grpc
-from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
 from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
@@ -135,7 +135,7 @@ def make_our_step(
         exchange.begin_shard(rank)
         loss = loss_of() * weight
         loss.backward()
-        exchange.end_shard(rank, Extras([weight, loss.item(), 0.0], NO_MORE))
+        exchange.end_shard(rank, StepScalars([weight, loss.item(), 0.0], NO_MORE))
         exchange.finish()
         optimizer.step()
 
@@ -166,7 +166,7 @@ def serve_peers(certificate: TlsFiles | None) -> PeerHub:
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     async def start() -> PeerHub:
-        server = make_server(gate=Gate("" if certificate is None else "stratagem"))
+        server = make_server(gate=Authorizer("" if certificate is None else "stratagem"))
         if certificate is None:
             port = bind(server, "127.0.0.1", 0)
         else:

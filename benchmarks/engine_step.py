@@ -37,7 +37,7 @@ from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.exchange import AloneExchange
+from stratagem.worker.exchange import SingleMemberReducer
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 NUM_MICRO_BATCHES = 4
@@ -122,7 +122,7 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
         job, model, data, loss, gather, evaluator, randomness, execution, numerics=CURRENT
     )
     trainer = Trainer(setup)
-    exchange = AloneExchange(trainer.params)
+    exchange = SingleMemberReducer(trainer.params)
     return lambda: void(trainer.train_step(exchange, range(1), 1))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Trainer, build_trainer
-from stratagem.worker.exchange import AloneExchange
+from stratagem.worker.exchange import SingleMemberReducer
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 WIDTH, NUM_BLOCKS, NUM_ROWS = 512, 12, 512
@@ -104,7 +104,7 @@ def trainer_of(execution: dict[str, Any]) -> Trainer:
 
 
 def stepper(trainer: Trainer) -> Callable[[], object]:
-    exchange = AloneExchange(trainer.params)
+    exchange = SingleMemberReducer(trainer.params)
     return lambda: trainer.train_step(exchange, range(1), 1)
 
 

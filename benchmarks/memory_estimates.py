@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.simulated_step import measure_training
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from tests.tools.planning.support import SITE, job
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
@@ -42,9 +42,9 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for name, spec in CASES.items():
         started_s = time.perf_counter()
-        found: MemoryEstimate = estimate_memory(spec, SITE)
+        found: StepMemory = estimate_memory(spec, SITE)
         seconds = time.perf_counter() - started_s
-        measured = measure_training(spec, SITE, Party(0, 1, 1))
+        measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
         sizes = [text_of(getattr(found, part)) for part in PARTS]
         totals = (text_of(found.total), text_of(measured), f"{found.total / measured:.3f}")
         print(f"| {' | '.join((name, *sizes, *totals, f'{seconds:.1f}'))} |", flush=True)

@@ -37,7 +37,7 @@ from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.mesh.same_host import SharedListener, connect
 from stratagem.worker.mesh.shm_messages import SlotLink
-from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -132,8 +132,8 @@ def make_ours(member: Member) -> Callable[[], None]:
     names = [str(i) for i in range(NUM_NODES)]
     stages = (tuple(names[:CUT]), tuple(names[CUT:]))
     micro_batch_size = member.rows // NUM_MICRO_BATCHES
-    placement = Placement(stages, (0, 1), micro_batch_size, member.schedule)
-    seat = Seat(member.rank, PeerTransport(link), 60.0)
+    placement = StageAssignment(stages, (0, 1), micro_batch_size, member.schedule)
+    seat = RankEndpoint(member.rank, PeerTransport(link), 60.0)
     allowed = EntryPoints(["benchmarks.pipeline:*"])
     runner = build_stage_runner(job(member.rows), allowed, placement, seat, fresh=True)
 

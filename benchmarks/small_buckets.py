@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import Setup, form
 from stratagem.common.process.malloc import tune_malloc
-from stratagem.worker.exchange import Extras, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 
 NEVER, ALWAYS = 0, 2**60
@@ -48,7 +48,7 @@ def run_member(pipe: Connection, engine: str, rank: int, size: int, num_steps: i
                 begun = time.perf_counter()
                 exchange.begin_step(step, range(rank, rank + 1), size)
                 exchange.begin_shard(rank)
-                exchange.end_shard(rank, Extras([], torch.zeros(0, dtype=torch.float64)))
+                exchange.end_shard(rank, StepScalars([], torch.zeros(0, dtype=torch.float64)))
                 exchange.finish()
                 if step >= num_steps // 4:
                     pipe.send(time.perf_counter() - begun)

@@ -27,7 +27,7 @@ from stratagem.common.job.interval import Every
 from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import MAX_COUNT
-from stratagem.common.schema.field_rules import Rule
+from stratagem.common.schema.field_rules import FieldRule
 from stratagem.common.strategy import Strategy, choices, kinds
 from stratagem.common.strategy.json_form import REFUSE
 from stratagem.common.strategy.search_space import SearchSpace
@@ -221,7 +221,7 @@ def _object_rows(kind: Any, prefix: str = "", owner: str = "") -> Iterator[tuple
         )
         if field.name == "late_updates":
             default = value_text(REFUSE)
-        text = allowed.text if isinstance(allowed, Rule) else names
+        text = allowed.text if isinstance(allowed, FieldRule) else names
         yield (f"`{owner or kind.__name__}`", f"`{prefix}{field.name}`", sort, default, text)
 
 

@@ -7,19 +7,22 @@ from collections.abc import Iterator
 
 from stratagem.common.job.phases_section import PhasesSpec
 from stratagem.worker.phases import phase_schedule
-from stratagem.worker.phases.phase_schedule import Phase, Quality, State
+from stratagem.worker.phases.phase_schedule import Quality, State, TrainingPhase
 
 _SPEC = PhasesSpec(full_steps=2, predict_steps=3, correct_every=2)
 _GOOD, _BAD = Quality(0.0, 1.0), Quality(1.0, 0.0)
 _DEPTH = 12
 _LABELS = {
-    (Phase.FULL, Phase.FULL): "full_steps not done, or the back-test failed",
-    (Phase.FULL, Phase.PREDICT): "full_steps done, the back-test passed",
-    (Phase.PREDICT, Phase.PREDICT): "budget left",
-    (Phase.PREDICT, Phase.CORRECT): "correct_every predictions since the last exact gradient",
-    (Phase.PREDICT, Phase.FULL): "predict_steps done",
-    (Phase.CORRECT, Phase.PREDICT): "the prediction was good",
-    (Phase.CORRECT, Phase.FULL): "it was not, or the loss jumped",
+    (TrainingPhase.FULL, TrainingPhase.FULL): "full_steps not done, or the back-test failed",
+    (TrainingPhase.FULL, TrainingPhase.PREDICT): "full_steps done, the back-test passed",
+    (TrainingPhase.PREDICT, TrainingPhase.PREDICT): "budget left",
+    (
+        TrainingPhase.PREDICT,
+        TrainingPhase.CORRECT,
+    ): "correct_every predictions since the last exact gradient",
+    (TrainingPhase.PREDICT, TrainingPhase.FULL): "predict_steps done",
+    (TrainingPhase.CORRECT, TrainingPhase.PREDICT): "the prediction was good",
+    (TrainingPhase.CORRECT, TrainingPhase.FULL): "it was not, or the loss jumped",
 }
 
 
@@ -30,7 +33,7 @@ def diagram() -> str:
     return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> FULL", *lines, "```"])
 
 
-def _walk(state: State, depth: int) -> Iterator[tuple[Phase, Phase]]:
+def _walk(state: State, depth: int) -> Iterator[tuple[TrainingPhase, TrainingPhase]]:
     if depth == 0:
         return
     opened = phase_schedule.begin(state, _SPEC)

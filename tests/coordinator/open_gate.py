@@ -1,8 +1,8 @@
 """The entrance of a coordinator that a test leads by itself: nobody comes through it."""
 
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.coordinator.runtime.leader_gate import Entrance
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
 
 
-def entrance() -> Entrance:
-    return Entrance("127.0.0.1:1", HealthService())
+def entrance() -> LeaderGate:
+    return LeaderGate("127.0.0.1:1", HealthService())

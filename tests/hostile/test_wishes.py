@@ -11,7 +11,7 @@ import pytest
 from stratagem.common.base.ids import Digest, Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution import execute_plan as module
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.simulation import job
@@ -62,6 +62,6 @@ async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
     request = worker_pb2.ExecuteRequest(job_json=job(LOCAL))
     request.train.base.digest = BASE
     member = Member(worker_id=WorkerId("liar"), incarnation=Incarnation("liar"))
-    await attend(cast(Env, env), member, request)
+    await attend(cast(EffectContext, env), member, request)
     assert brought == [BASE, BASE]
     assert num_read == 1

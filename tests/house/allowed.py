@@ -32,41 +32,6 @@ UNUSED_NAMES: frozenset[str] = frozenset(
 )
 """Public names that nobody uses but a test."""
 
-CLASS_NAMES: dict[str, int] = {
-    "BlobCache": 2,
-    "Bucket": 2,
-    "Choice": 2,
-    "Client": 2,
-    "Commit": 2,
-    "DataParallel": 2,
-    "Entry": 2,
-    "Event": 3,
-    "Execution": 2,
-    "Finding": 2,
-    "Form": 2,
-    "Gate": 2,
-    "Kind": 3,
-    "Line": 2,
-    "Link": 2,
-    "Member": 2,
-    "MemoryEstimate": 2,
-    "ModelParallel": 2,
-    "Part": 3,
-    "PartyView": 2,
-    "Phase": 3,
-    "Place": 2,
-    "Program": 2,
-    "Progress": 2,
-    "Recommendation": 2,
-    "Rule": 2,
-    "Seat": 2,
-    "Security": 2,
-    "Send": 2,
-    "Shape": 2,
-    "Summary": 3,
-    "Supervisor": 2,
-    "Transport": 2,
-    "Upload": 2,
-    "Work": 3,
-}
-"""Names of several classes, and of how many at most."""
+CLASS_NAMES: dict[str, int] = {"DataParallel": 2, "ModelParallel": 2}
+"""Names of several classes, and of how many at most: these stand in the text of jobs, under
+`strategy` and under `execution.parallelism`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.common.identity.authentication import Gate, current_caller
+from stratagem.common.identity.authentication import Authorizer, current_caller
 from stratagem.common.identity.bearer_tokens import TokenBook
 from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.rpc.server import bind_tls, make_server
@@ -49,7 +49,7 @@ async def serving(
     files: TlsFiles, tokens_file: Path | None = None, port: int = 0
 ) -> AsyncIterator[Ports]:
     book = None if tokens_file is None else TokenBook(tokens_file)
-    server = make_server(gate=Gate(files.identity().trust_domain, book))
+    server = make_server(gate=Authorizer(files.identity().trust_domain, book))
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(Listing(), server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Described(), server)
     strict = bind_tls(server, "127.0.0.1", port, files)

@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.bearer_tokens import Scope, add_token, new_token
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.app.listeners import Security
+from stratagem.coordinator.app.listeners import CoordinatorSecurity
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
@@ -93,7 +93,7 @@ async def deployed(authority: Authority, folder: Path, **changes: Any) -> AsyncI
         token_listen="127.0.0.1:0",
         **changes,
     )
-    security = Security(settings)
+    security = CoordinatorSecurity(settings)
     app = await App.lead(settings, entrance())
     server = make_server(gate=security.gate)
     servicer = CoordinatorServicer(app)
@@ -153,7 +153,7 @@ async def test_the_journal_says_who_asked(authority: Authority, tmp_path: Path) 
 
 @asynccontextmanager
 async def worker(authority: Authority, name: str) -> AsyncIterator[str]:
-    server = make_server(gate=Gate("stratagem"))
+    server = make_server(gate=Authorizer("stratagem"))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Acquaintance(name), server)
     port = bind_tls(server, "127.0.0.1", 0, authority.files(f"worker-{name}"))
     await server.start()

@@ -13,7 +13,7 @@ from stratagem.common.base.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from stratagem.common.identity.authentication import NOBODY, Gate, current_caller
+from stratagem.common.identity.authentication import NOBODY, Authorizer, current_caller
 from stratagem.common.identity.authorization import TABLE, Anyone, is_open
 from stratagem.common.identity.bearer_tokens import HEADER, Scope, TokenBook, add_token, new_token
 from stratagem.common.identity.certificates import Authority
@@ -87,7 +87,7 @@ def test_each_caller_may_what_the_table_says(
     method: str, tokens: tuple[TokenBook, Mapping[str, Proof]]
 ) -> None:
     book, shown = tokens
-    gate = Gate("stratagem", book)
+    gate = Authorizer("stratagem", book)
     proofs = {role: certificate(f"spiffe://stratagem/role/{role}/x") for role in Role} | dict(shown)
     needed = TABLE[method].who
     if is_open(method):
@@ -114,13 +114,13 @@ def test_each_caller_may_what_the_table_says(
 
 def test_what_is_not_in_the_table_is_refused_to_everybody() -> None:
     alice = certificate("spiffe://stratagem/role/client/alice")
-    for gate, proof in ((Gate("stratagem"), alice), (Gate(), ({}, []))):
+    for gate, proof in ((Authorizer("stratagem"), alice), (Authorizer(), ({}, []))):
         with pytest.raises(PermissionDeniedError, match="not in the table"):
             gate.admit("/stratagem.v1.CoordinatorService/Backdoor", *proof)
 
 
 def test_proofs_that_prove_nothing(tokens: tuple[TokenBook, Mapping[str, Proof]]) -> None:
-    gate = Gate("stratagem", tokens[0])
+    gate = Authorizer("stratagem", tokens[0])
     for proof, said in (
         (certificate("spiffe://elsewhere/role/client/alice"), "is of 'elsewhere'"),
         (certificate(), "no URI at all"),
@@ -135,23 +135,23 @@ def test_proofs_that_prove_nothing(tokens: tuple[TokenBook, Mapping[str, Proof]]
             gate.admit(SUBMIT, *proof)
     # Without a book no token counts; a certificate is not looked at where there is no TLS.
     with pytest.raises(UnauthenticatedError, match="neither"):
-        Gate("stratagem").admit(SUBMIT, *tokens[1][Scope.ADMIN])
+        Authorizer("stratagem").admit(SUBMIT, *tokens[1][Scope.ADMIN])
 
 
 def test_without_tls_everybody_may_and_a_token_still_counts(
     tokens: tuple[TokenBook, Mapping[str, Proof]],
 ) -> None:
     book, shown = tokens
-    Gate().admit(SUBMIT, {}, [])
+    Authorizer().admit(SUBMIT, {}, [])
     assert current_caller() == NOBODY
     current_caller().must_own("r", "alice")
     current_caller().must_be_worker("w0")
-    Gate(tokens=book).admit(SUBMIT, *shown[Scope.SUBMIT])
+    Authorizer(tokens=book).admit(SUBMIT, *shown[Scope.SUBMIT])
     assert current_caller().name == "token t-submit"
     with pytest.raises(PermissionDeniedError):
-        Gate(tokens=book).admit(SUBMIT, *shown[Scope.READ])
+        Authorizer(tokens=book).admit(SUBMIT, *shown[Scope.READ])
     with pytest.raises(UnauthenticatedError):
-        Gate(tokens=book).admit(SUBMIT, {}, [(HEADER, "Bearer stratagem_wrong")])
+        Authorizer(tokens=book).admit(SUBMIT, {}, [(HEADER, "Bearer stratagem_wrong")])
 
 
 def test_a_revoked_certificate_is_refused_from_the_next_call_on(
@@ -159,7 +159,7 @@ def test_a_revoked_certificate_is_refused_from_the_next_call_on(
 ) -> None:
     path = tmp_path / "revoked"
     path.write_text("# nobody yet\n\n")
-    gate = Gate("stratagem", revoked=RevokedFile(path))
+    gate = Authorizer("stratagem", revoked=RevokedFile(path))
     method = "/stratagem.v1.CoordinatorService/Heartbeat"
 
     def worker(name: str) -> Proof:
@@ -191,7 +191,7 @@ def test_a_revoked_certificate_is_refused_from_the_next_call_on(
 
 
 def test_names_and_owners_are_checked(tokens: tuple[TokenBook, Mapping[str, Proof]]) -> None:
-    gate = Gate("stratagem", tokens[0])
+    gate = Authorizer("stratagem", tokens[0])
     gate.admit(
         "/stratagem.v1.CoordinatorService/Heartbeat",
         *certificate("spiffe://stratagem/role/worker/w0"),

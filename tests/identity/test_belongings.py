@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.authorization import TABLE
 from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls_files import Role
@@ -35,7 +35,7 @@ from stratagem.v1 import (
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
 from stratagem.worker.service.session_table import Sessions, key_from
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
-from stratagem.worker.session.plan_control import PartyView, Peer
+from stratagem.worker.session.plan_control import MemberView, Peer
 from stratagem.worker.session.session_states import StateStore
 from tests.coordinator.core.simulation import job
 from tests.coordinator.core.test_runs import DATA_PARALLEL
@@ -172,7 +172,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def worker_of_members(authority: Authority) -> AsyncIterator[str]:
     """The port of w0, which trains the party of r together with w1."""
     peers = tuple(Peer(name, "127.0.0.1:1", range(1)) for name in ("w0", "w1"))
-    control = SimpleNamespace(view=PartyView(term=1, membership=1, rank=0, members=peers))
+    control = SimpleNamespace(view=MemberView(term=1, membership=1, rank=0, members=peers))
     execution = SimpleNamespace(work=SimpleNamespace(control=control))
     host: Any = SimpleNamespace(worker_id="w0", incarnation="w0", blobs=None)
     sessions = Sessions(host)
@@ -182,7 +182,7 @@ async def worker_of_members(authority: Authority) -> AsyncIterator[str]:
     sessions.fences.see_term(1)
     hub = PeerHub("127.0.0.1:1")
     hub.join(Group("r", "", 1, 1, 0, 2, ("w0", "w1")))
-    server = make_server(gate=Gate("stratagem"))
+    server = make_server(gate=Authorizer("stratagem"))
     limits = WorkerLimits(idle_timeout_s=5.0, wait_s=0.01)
     servicer = WorkerServicer(host, sessions, types_pb2.Capability(), limits)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)

@@ -14,7 +14,7 @@ from stratagem.common.identity.certificates import Authority, show
 from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.rpc.server import make_server
 from stratagem.coordinator.app import listeners
-from stratagem.worker.process.worker_security import Security
+from stratagem.worker.process.worker_security import WorkerSecurity
 from tests.settings import coordinator_settings, worker_settings
 
 HASH = re.compile(r"[0-9a-f]{64}")
@@ -72,9 +72,9 @@ def test_certs_are_revoked_by_name_or_one_by_one(tmp_path: Path) -> None:
     wrong = invoke("certs", "revoke", "me", "--revoked-file", str(path), exit_code=1)
     assert "'me' is neither a file nor one of coordinator/NAME, worker/NAME" in wrong.stderr
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        listeners.Security(coordinator_settings(revoked_file=path))
+        listeners.CoordinatorSecurity(coordinator_settings(revoked_file=path))
     with pytest.raises(InvalidInputError, match="revoked_file: needs --tls-ca"):
-        Security(worker_settings(coordinator="h:1", name="w0", revoked_file=path))
+        WorkerSecurity(worker_settings(coordinator="h:1", name="w0", revoked_file=path))
 
 
 def test_certs_for_more_and_again(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_wrong_file_of_the_caller_is_named(authority: Authority, tmp_path: Pat
         )
 
 
-def coordinator(**settings: Any) -> listeners.Security:
-    return listeners.Security(coordinator_settings(**settings))
+def coordinator(**settings: Any) -> listeners.CoordinatorSecurity:
+    return listeners.CoordinatorSecurity(coordinator_settings(**settings))
 
 
 def files_of(authority: Authority, name: str) -> dict[str, Any]:
@@ -185,9 +185,9 @@ async def test_only_probes_are_in_plaintext_beside_certificates(authority: Autho
         await server.stop(None)
 
 
-def worker(name: str = "w0", **settings: Any) -> Security:
+def worker(name: str = "w0", **settings: Any) -> WorkerSecurity:
     made = worker_settings(coordinator="c:1", name=name, **settings)
-    return Security(made)
+    return WorkerSecurity(made)
 
 
 def test_a_worker_refuses_settings_that_make_no_sense(authority: Authority) -> None:

@@ -23,11 +23,11 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.data_sources import Client, DataSources, load_data
+from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.numerics.prepare_model import Execution, prepare
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
 from stratagem.worker.engine.objectives.losses import LossFunction, LossValue, make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
@@ -251,7 +251,9 @@ def _train_client(
     scale = LossScale.of(job.execution)
     strategy = job.strategy
     assert isinstance(strategy, Federated)
-    data = load_data(job, entrypoints, DataSources(), Client(client, strategy.num_clients))["train"]
+    data = load_data(job, entrypoints, DataSources(), ClientShare(client, strategy.num_clients))[
+        "train"
+    ]
     gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
     params = [param for param in model.parameters() if param.requires_grad]
     start = [param.detach().clone() for param in params]
@@ -350,12 +352,12 @@ def _mean_of(name: str, updates: list[Update], numerics: int) -> Tensor:
 
 
 Take = Callable[[Tensor], tuple[Any, Any]]
-Prepared = tuple[nn.Module, Execution, KeyedRandomness]
+Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness]
 
 
 def _setup(
     job: JobSpec, entrypoints: EntryPoints
-) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take, Execution, KeyedRandomness]:
+) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take, ModelExecution, KeyedRandomness]:
     data = load_data(job, entrypoints, DataSources())["train"]
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     gather = Gather(float_dtype(job), _CPU)

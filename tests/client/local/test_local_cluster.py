@@ -206,7 +206,7 @@ def test_a_supervisor_that_fails_ends_its_processes_and_says_so(
         def wait(*_: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(process_supervisor.Supervisor, "_wait", wait)
+        monkeypatch.setattr(process_supervisor.ProcessSupervisor, "_wait", wait)
         os.kill(processes[1].pid, signal.SIGKILL)  # wakes the thread
         _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert alive == []

@@ -15,8 +15,8 @@ from stratagem.common.pipeline.schedule_simulation import (
 from stratagem.common.pipeline.schedules import (
     SCHEDULES,
     Action,
-    Kind,
     Schedule,
+    TaskKind,
     choose,
     eager_one_f_one_b,
     forward_only,
@@ -30,7 +30,7 @@ from stratagem.common.pipeline.schedules import (
 pytestmark = pytest.mark.core
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 4), st.integers(1, 20)
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B = TaskKind.FORWARD, TaskKind.BACKWARD
 
 
 def chain(num_stages: int) -> list[tuple[int, ...]]:
@@ -67,7 +67,7 @@ def test_gpipe_eager_and_zero_bubble(num_stages: int, count: int) -> None:
     check(eager, ranks, count)
     assert peak_live(eager) == {k: min(2 * (num_stages - 1 - k) + 1, count) for k in ranks}
     split = zero_bubble(num_stages, count)
-    costs = {F: 1.0, B: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+    costs = {F: 1.0, B: 2.0, TaskKind.INPUT: 1.0, TaskKind.WEIGHT: 1.0}
     check(split, ranks, count)
     assert max(peak_live(split).values()) <= num_stages
     ours = simulate(split, chain(num_stages), costs).makespan
@@ -169,7 +169,7 @@ def test_a_deadlock_is_found_and_shown() -> None:
         ((Action(F, 1, 0),), "stage 1 does not belong to rank 0"),
         ((Action(F, 0, 0),), "stage 0 is not complete for 1 micro-batches"),
         ((Action(F, 0, 0), Action(B, 0, 0), Action(B, 0, 0)), "micro-batch 1 must be next"),
-        ((Action(F, 0, 0), Action(Kind.INPUT, 0, 0)), "is not complete"),
+        ((Action(F, 0, 0), Action(TaskKind.INPUT, 0, 0)), "is not complete"),
         ((Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0)), "there are 1 micro-batches"),
         ((Action(B, 0, 0), Action(F, 0, 0)), "deadlock"),
     ],

@@ -19,7 +19,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
 from stratagem.coordinator.core.state_machine.retention import expire_runs
-from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
@@ -130,7 +130,7 @@ async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path:
         await app.loop.submit(SubmitRun(RunId(name), job(LOCAL), 1.0))
         await app.loop.submit(CancelRun(RunId(name)))
     await app.loop.submit(SubmitRun(RunId("r-4"), job(LOCAL), 1.0))
-    app.logs.add(RunId("stranger"), Line(0.0, "", "INFO", "left behind"))
+    app.logs.add(RunId("stranger"), RunLogLine(0.0, "", "INFO", "left behind"))
     (tmp_path / "profiles" / "stranger").mkdir(parents=True)
     (tmp_path / "logs" / "obstinate.jsonl").mkdir()  # the disk refuses to delete it
     await house.expire_runs()

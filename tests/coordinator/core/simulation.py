@@ -10,7 +10,7 @@ from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.commands import (
     Command,
     Ending,
-    Entry,
+    JournalEntry,
     Refusal,
     RegisterWorker,
     Report,
@@ -116,7 +116,7 @@ class Simulation:
         self.state = CoordinatorState(self.strategies)
         self.agenda = Agenda(self.state)
 
-    def tell(self, command: Command) -> Refusal | tuple[Entry, ...]:
+    def tell(self, command: Command) -> Refusal | tuple[JournalEntry, ...]:
         """Decide, journal and apply one command, and start what it made due."""
         decision = decide(self.state, command)
         if isinstance(decision, Refusal):
@@ -124,9 +124,9 @@ class Simulation:
         for entry in decision:
             self._add(entry)
         expected = list(settle(self.state, self.now_s))
-        followed: list[Entry] = []
+        followed: list[JournalEntry] = []
 
-        def add(entry: Entry) -> CoordinatorState:
+        def add(entry: JournalEntry) -> CoordinatorState:
             followed.append(entry)
             return self._add(entry)
 
@@ -160,7 +160,7 @@ class Simulation:
         decoded = (decode(k, 1, p) for _, k, p, _ in self.journal if k == kind.__name__)
         return [fact for fact in decoded if isinstance(fact, kind)]
 
-    def _add(self, entry: Entry) -> CoordinatorState:
+    def _add(self, entry: JournalEntry) -> CoordinatorState:
         kind, payload = encode(entry.fact)
         self.journal.append((entry.run_id, kind, payload, self.now_s))
         self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)

@@ -25,7 +25,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.updates.spool import SpoolKey
 from tests.coordinator.core.simulation import RUN, Simulation, digest, job, register, start
 from tests.coordinator.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL
@@ -107,7 +107,7 @@ def test_updates_of_a_round_that_happens_anew_lie_elsewhere_in_the_spool() -> No
     party = simulation.state.runs[RUN].value.party
 
     def key() -> SpoolKey:
-        return Env.spool_key(cast(Env, simulation), RUN, party, 2, 0)
+        return EffectContext.spool_key(cast(EffectContext, simulation), RUN, party, 2, 0)
 
     before = key()
     simulation.tell(ResumeRun(RUN, from_segment=1))

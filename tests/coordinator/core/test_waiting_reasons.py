@@ -10,7 +10,7 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import next_deadline
 from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
-from stratagem.coordinator.observe.event_feed import Event, Feed
+from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
 from tests.coordinator.core.simulation import RUN, Simulation, job, member, register
 
@@ -151,7 +151,7 @@ def test_watchers_are_told_when_it_changes() -> None:
     simulation = begun(PIPELINE)
     feed = Feed(history=None)  # type: ignore[arg-type]  # nothing is read back here
     submitted = RunSubmitted(job_json="{}", wall_s=0.0)
-    feed.add_event(RUN, Event(0, 0.0, submitted, RunPhase.PLACING), is_last=False)
+    feed.add_event(RUN, FeedEvent(0, 0.0, submitted, RunPhase.PLACING), is_last=False)
     say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
     first = feed.progress(RUN)
     assert first is not None

@@ -16,7 +16,7 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.leader_channel import Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.runtime.leader_gate import LIVE, Entrance
+from stratagem.coordinator.runtime.leader_gate import LIVE, LeaderGate
 from stratagem.coordinator.store.journal import Holder, Lease
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
@@ -45,12 +45,12 @@ class Counting(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Entrance]:
+async def serving() -> AsyncIterator[LeaderGate]:
     """A coordinator's server with its entrance, shut."""
     server = make_server()
     health = add_health(server)
     port = bind(server, "127.0.0.1", 0)
-    entrance = Entrance(f"127.0.0.1:{port}", health)
+    entrance = LeaderGate(f"127.0.0.1:{port}", health)
     server.add_generic_rpc_handlers((entrance,))
     await entrance.shut("waits for the lead")
     await server.start()
@@ -60,14 +60,14 @@ async def serving() -> AsyncIterator[Entrance]:
         await server.stop(0)
 
 
-async def health_of(entrance: Entrance, service: str = "") -> int:
+async def health_of(entrance: LeaderGate, service: str = "") -> int:
     async with open_channel(entrance.address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         answer = await health_pb2_grpc.HealthStub(channel).Check(request)
         return int(answer.status)
 
 
-async def until_health_is(wanted: int, entrance: Entrance) -> None:
+async def until_health_is(wanted: int, entrance: LeaderGate) -> None:
     async with asyncio.timeout(PATIENCE_S), open_channel(entrance.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for answer in watching:

@@ -21,11 +21,11 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
 from stratagem.coordinator.core.gang_scheduler import Request, grant
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.observe.event_feed import MAX_EVENTS, Event, Feed, Progress
-from stratagem.coordinator.observe.run_logs import Line, RunLogs
+from stratagem.coordinator.observe.event_feed import MAX_EVENTS, Feed, FeedEvent, SegmentProgress
+from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails
 from stratagem.coordinator.runtime import effect_supervisor as supervisor_module
-from stratagem.coordinator.runtime.effect_supervisor import TROUBLE, Supervisor
+from stratagem.coordinator.runtime.effect_supervisor import TROUBLE, RunSupervisor
 from stratagem.coordinator.runtime.heartbeat_leases import Leases
 from stratagem.coordinator.runtime.leader_clock import STEP_S, LeaderClock
 from stratagem.coordinator.runtime.rendezvous import Arrival, Barriers
@@ -105,7 +105,7 @@ class Performed:
 
 async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
     performed = Performed()
-    supervisor = Supervisor(performed)
+    supervisor = RunSupervisor(performed)
     first, second = segment("x", "a", "b"), segment("y", "b", "c")
     supervisor.reconcile(frozenset({first}))
     supervisor.reconcile(frozenset({first, second}))
@@ -119,7 +119,7 @@ async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
 
 async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
     performed = Performed()
-    supervisor = Supervisor(performed)
+    supervisor = RunSupervisor(performed)
     before, rival = segment("x", "a", "b"), segment("y", "a")
     supervisor.reconcile(frozenset({before}))
     supervisor.reconcile(frozenset({before, rival}))
@@ -131,7 +131,7 @@ async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
 
 async def test_effect_that_yields_its_slots_lets_the_next_one_start() -> None:
     performed = Performed()
-    supervisor = Supervisor(performed)
+    supervisor = RunSupervisor(performed)
     first, second = segment("x", "a"), segment("y", "a")
     supervisor.reconcile(frozenset({first, second}))
     await performed.until({first})
@@ -150,7 +150,7 @@ async def test_failing_effect_is_tried_again() -> None:
             raise StaleError("not yet")
         done.set()
 
-    supervisor = Supervisor(fail_twice)
+    supervisor = RunSupervisor(fail_twice)
     effect = CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))
     supervisor.reconcile(frozenset({effect}))
     async with asyncio.timeout(PATIENCE_S):
@@ -160,11 +160,11 @@ async def test_failing_effect_is_tried_again() -> None:
 
 
 async def test_watchers_are_told_what_keeps_failing() -> None:
-    async def no_history(run_id: RunId, index: int) -> list[Event]:
+    async def no_history(run_id: RunId, index: int) -> list[FeedEvent]:
         return []
 
     feed, told = Feed(no_history), asyncio.Event()
-    feed.add_event(RUN, Event(0, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+    feed.add_event(RUN, FeedEvent(0, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
 
     async def fail(effect: Effect) -> None:
         raise ZeroDivisionError("a defect")
@@ -173,7 +173,7 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
         say_what_fails(feed, effect, reason)
         told.set()
 
-    supervisor = Supervisor(fail, on_trouble)
+    supervisor = RunSupervisor(fail, on_trouble)
     build = Build(RUN, ROOT, 1, member("a"))
     supervisor.reconcile(frozenset({build}))
     async with asyncio.timeout(PATIENCE_S):
@@ -186,9 +186,9 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
         "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
         "(the log of a says more)"
     )
-    feed.set_progress(RUN, Progress(5, 0.1, 1.0, "solo"))  # it trains on meanwhile
+    feed.set_progress(RUN, SegmentProgress(5, 0.1, 1.0, "solo"))  # it trains on meanwhile
     assert feed.trouble(RUN) == shown.reason
-    feed.add_event(RUN, Event(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+    feed.add_event(RUN, FeedEvent(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
     assert feed.trouble(RUN) == ""
 
 
@@ -206,7 +206,7 @@ async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> N
         except asyncio.CancelledError:
             raise StaleError("what a TaskGroup makes of both") from None
 
-    supervisor = Supervisor(fail_at_the_end)
+    supervisor = RunSupervisor(fail_at_the_end)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await begun.wait()
     supervisor.reconcile(frozenset())
@@ -234,7 +234,7 @@ class Lingering:
 @pytest.mark.parametrize("is_due", [True, False])
 async def test_a_closed_supervisor_has_nothing_running(is_due: bool) -> None:
     lingering = Lingering()
-    supervisor = Supervisor(lingering)
+    supervisor = RunSupervisor(lingering)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await lingering.has_begun.wait()
     if not is_due:
@@ -252,7 +252,7 @@ async def test_an_effect_that_does_not_end_is_named_and_left(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 0.01)
     lingering = Lingering()
-    supervisor = Supervisor(lingering)
+    supervisor = RunSupervisor(lingering)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await lingering.has_begun.wait()
     with capture_logs() as said:
@@ -396,17 +396,17 @@ async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
 
 async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -> None:
     fact = RunReleased()
-    last = Event(3, 3.0, fact, RunPhase.COMPLETED)
+    last = FeedEvent(3, 3.0, fact, RunPhase.COMPLETED)
 
-    async def history(run_id: RunId, from_index: int) -> list[Event]:
+    async def history(run_id: RunId, from_index: int) -> list[FeedEvent]:
         assert from_index == 3, "only what is no longer in memory"
         return [last]
 
     feed = Feed(history)
     for index in range(3):
-        event = Event(index, float(index), fact, RunPhase.RUNNING)
+        event = FeedEvent(index, float(index), fact, RunPhase.RUNNING)
         feed.add_event(RUN, event, is_last=False)
-    seen: list[Event | Progress] = []
+    seen: list[FeedEvent | SegmentProgress] = []
 
     async def watch() -> None:
         async for item in feed.watch(RUN, 1, 3):
@@ -414,7 +414,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
 
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
-    progress = Progress(5, 0.5, 100.0, "solo")
+    progress = SegmentProgress(5, 0.5, 100.0, "solo")
     feed.set_progress(RUN, progress)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -423,7 +423,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     feed.add_event(RUN, last, is_last=True)
     async with asyncio.timeout(PATIENCE_S):
         await watching
-    indices = [item.index for item in seen if isinstance(item, Event)]
+    indices = [item.index for item in seen if isinstance(item, FeedEvent)]
     assert indices == [1, 2, 3]
     assert progress in seen
     assert feed.last_wall_s(RUN) == 3.0
@@ -432,10 +432,10 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
 async def test_a_watcher_reads_what_memory_no_longer_holds_from_the_journal() -> None:
     """More events than are kept, an ended run, and one that is deleted under its watcher."""
     total = 2 * MAX_EVENTS + 1  # as many more as it takes to have them cut
-    events = [Event(n, 0.0, RunReleased(), RunPhase.RUNNING) for n in range(total)]
+    events = [FeedEvent(n, 0.0, RunReleased(), RunPhase.RUNNING) for n in range(total)]
     asked: list[int] = []
 
-    async def history(run_id: RunId, from_index: int) -> list[Event]:
+    async def history(run_id: RunId, from_index: int) -> list[FeedEvent]:
         asked.append(from_index)
         return [] if run_id == "gone" else events[from_index : from_index + 5]
 
@@ -447,7 +447,7 @@ async def test_a_watcher_reads_what_memory_no_longer_holds_from_the_journal() ->
     seen = [await anext(watcher) for _ in range(total)]
     assert seen == events
     assert asked == list(range(0, total - MAX_EVENTS, 5)), "the newest ones are in memory"
-    feed.add_event(RUN, Event(total, 0.0, RunReleased(), RunPhase.COMPLETED), is_last=True)
+    feed.add_event(RUN, FeedEvent(total, 0.0, RunReleased(), RunPhase.COMPLETED), is_last=True)
     asked.clear()
     assert [item async for item in feed.watch(RUN, total - 3, total + 1)] == events[-3:]
     assert asked == [total - 3, total], "nothing of an ended run is kept"
@@ -458,7 +458,7 @@ async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
     logs = RunLogs(tmp_path)
     texts = [f"{n} " + "x" * 8000 for n in range(100)]
     for text in texts:
-        logs.add(RUN, Line(1.0, "", "INFO", text))
+        logs.add(RUN, RunLogLine(1.0, "", "INFO", text))
     lines = logs.tail(RUN, follow=False, is_over=lambda _: True)
     assert [line.text async for line in lines] == texts
     logs.close()
@@ -467,7 +467,7 @@ async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
 async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:
     logs = RunLogs(tmp_path)
     over = [False]
-    logs.add(RUN, Line(1.0, "", "INFO", "first"))
+    logs.add(RUN, RunLogLine(1.0, "", "INFO", "first"))
     texts: list[str] = []
 
     async def follow() -> None:
@@ -476,7 +476,7 @@ async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:
 
     following = asyncio.create_task(follow())
     await asyncio.sleep(0)
-    logs.add(RUN, Line(2.0, "w", "PRINT", "second"))
+    logs.add(RUN, RunLogLine(2.0, "w", "PRINT", "second"))
     over[0] = True
     logs.close_run(RUN)
     async with asyncio.timeout(PATIENCE_S):

@@ -15,7 +15,7 @@ from stratagem.coordinator.store.journal import (
     FencedError,
     Holder,
     Journal,
-    Summary,
+    RunSummary,
     journal,
 )
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
@@ -157,8 +157,8 @@ def test_the_clock_goes_on_where_the_last_event_was_also_when_it_is_deleted(log:
     assert log.take_lead(US, ttl_s=10).last_time_s == 9.0
 
 
-def summary(run_id: RunId, version: str = "1") -> Summary:
-    return Summary(run_id, version, brief=f"brief {run_id}", shown=f"shown {run_id}")
+def summary(run_id: RunId, version: str = "1") -> RunSummary:
+    return RunSummary(run_id, version, brief=f"brief {run_id}", shown=f"shown {run_id}")
 
 
 def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:

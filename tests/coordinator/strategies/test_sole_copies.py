@@ -20,7 +20,7 @@ from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
 from stratagem.coordinator.strategies.synchronous.segments import (
     PartyRun,
-    Shape,
+    SegmentRules,
     one_part,
     part_per_member,
     synchronous,
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.core
 
 ROOT = Party("")
 JOB = JobSpec.from_json(job({"type": "Local"}, checkpoint={"every": "5 steps"}))
-SOLE = Shape(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
-PAIRS = Shape(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
+SOLE = SegmentRules(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
+PAIRS = SegmentRules(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
 """Two parts; two members hold each of them."""
 A, B, C, D = (member(name) for name in "abcd")
 
 
-def under(shape: Shape) -> Strategy:
+def under(shape: SegmentRules) -> Strategy:
     return synchronous(lambda _: shape)
 
 
@@ -80,14 +80,14 @@ BUILT = ModelBuilt(
 )
 
 
-def play(shape: Shape, run: PartyRun, *facts: Fact) -> PartyRun:
+def play(shape: SegmentRules, run: PartyRun, *facts: Fact) -> PartyRun:
     for fact in facts:
         assert under(shape).reject_reason(JOB, run, fact) == ""
         run = under(shape).transition(JOB, run, fact, 0.0)
     return run
 
 
-def training(shape: Shape, *members: Member) -> PartyRun:
+def training(shape: SegmentRules, *members: Member) -> PartyRun:
     """Segment 1 is committed, 2 is finished, 3 is open."""
     run = play(shape, PartyRun(ROOT), formed(1, *members), BUILT)
     run = play(shape, run, finished(run, 5))
@@ -95,7 +95,7 @@ def training(shape: Shape, *members: Member) -> PartyRun:
     return play(shape, run, finished(run, 10))
 
 
-def due(shape: Shape, run: PartyRun) -> tuple[CommitSegment | None, RunSegment | None]:
+def due(shape: SegmentRules, run: PartyRun) -> tuple[CommitSegment | None, RunSegment | None]:
     effects = under(shape).pending(RUN, JOB, run, None)
     commit = [each for each in effects if isinstance(each, CommitSegment)]
     segment = [each for each in effects if isinstance(each, RunSegment)]

@@ -17,7 +17,7 @@ from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
 from stratagem.coordinator.updates.merge_parts import (
     ContradictionError,
     MergeStoppedError,
-    Part,
+    StatePart,
     joined_rows,
     merged_manifest,
     write_merged,
@@ -33,15 +33,15 @@ STATE = {
 }
 
 
-def part_of(store: DirectoryBlobs, tensors: Mapping[str, Tensor], **metadata: str) -> Part:
+def part_of(store: DirectoryBlobs, tensors: Mapping[str, Tensor], **metadata: str) -> StatePart:
     manifest, buffers = manifest_of(tensors, Purpose.STATE, metadata=metadata)
     scratch = store.scratch()
     for buffer in buffers:
         scratch.write(buffer)
-    return Part(manifest, scratch)
+    return StatePart(manifest, scratch)
 
 
-def merge(store: DirectoryBlobs, *parts: Part, limits: Limits = DEFAULT_LIMITS) -> Path:
+def merge(store: DirectoryBlobs, *parts: StatePart, limits: Limits = DEFAULT_LIMITS) -> Path:
     manifest = merged_manifest([part.manifest for part in parts], limits)
     writer = store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
     try:

@@ -11,11 +11,11 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
-from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory
+from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory
 from stratagem.tools.planning.simulated_step import measure_training
 from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
 from tests.tools.planning.support import SITE, job, replicas
 from tests.worker.engine.test_gossip_trainer import gossip_job
@@ -33,14 +33,14 @@ SGD = {"name": "sgd", "lr": 0.1}
 WIDE = {"entrypoint": "tests.worker.engine.userland:mlp", "kwargs": {"hidden": 20_000}}
 
 
-def estimate(spec: Any, **asked: Any) -> MemoryEstimate:
+def estimate(spec: Any, **asked: Any) -> StepMemory:
     return estimate_memory(spec, SITE, **asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None:
     spec = job(kind)
-    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert estimate(spec).total == pytest.approx(measured, rel=0.15)
 
 
@@ -59,14 +59,14 @@ def test_optimizer_precision_and_checkpointing_are_in_it(
     kind: str, changes: dict[str, Any], tolerance: float
 ) -> None:
     spec = job(kind, **changes)
-    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert estimate(spec).total == pytest.approx(measured, rel=tolerance)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_member_of_three_replicas_is_measured_the_same(num_workers: int) -> None:
     spec = job("mlp", strategy=replicas(3), batch_size=7)
-    measured = measure_training(spec, SITE, Party(0, num_workers, 3))
+    measured = measure_training(spec, SITE, ShardOwners(0, num_workers, 3))
     assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
 
 
@@ -106,7 +106,7 @@ def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
     found, whole = estimate(spec), estimate(job("mlp", batch_size=64))
     assert (found.rows, found.gradients) == (13, whole.gradients)
     assert found.activations < whole.activations / 4
-    measured = measure_training(spec, SITE, Party(0, 1, 1))
+    measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert found.total == pytest.approx(measured, rel=0.02)
     assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
 

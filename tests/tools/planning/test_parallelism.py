@@ -17,7 +17,7 @@ from stratagem.common.strategy import (
 )
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
-from stratagem.tools.planning.resolve_parallelism import Fleet, Member, balanced, resolve
+from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, balanced, resolve
 from tests.tools.planning.support import SITE, job
 
 GB = 10**9
@@ -27,7 +27,10 @@ SHALLOW = {"depth": 1}
 def fleet(number: int, *, memory_bytes: int = 64 * GB, one_host: bool = False) -> Fleet:
     hosts = ["here" if one_host else f"host-{n}" for n in range(number)]
     return Fleet(
-        tuple(Member(f"worker-{n}", host, "cpu", memory_bytes, 4) for n, host in enumerate(hosts))
+        tuple(
+            CandidateWorker(f"worker-{n}", host, "cpu", memory_bytes, 4)
+            for n, host in enumerate(hosts)
+        )
     )
 
 
@@ -195,7 +198,9 @@ def test_nothing_is_recommended_for_nothing(
 
 def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> None:
     spec = job("mlp", kwargs=SHALLOW, execution={"parallelism": {"ModelParallel": 2}})
-    members = [Member(name, "one-host", memory_bytes=2 * GB) for name in ("alice", "bob", "carol")]
+    members = [
+        CandidateWorker(name, "one-host", memory_bytes=2 * GB) for name in ("alice", "bob", "carol")
+    ]
     found = recommend(spec, SITE, None, members=members)
     assert isinstance(found.job.strategy, ModelParallel)
     targets = names_of(found.job.strategy)
@@ -209,7 +214,7 @@ def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> Non
 def test_who_is_there_is_known_or_asked_for() -> None:
     with pytest.raises(InvalidInputError, match="memory: missing"):
         recommend(job("mlp"), SITE, None)
-    member = Member("alice", "here")
+    member = CandidateWorker("alice", "here")
     with pytest.raises(InvalidInputError, match="memory: the workers do not say"):
         recommend(job("mlp"), SITE, None, members=[member])
     with pytest.raises(InvalidInputError, match="workers: 2 asked for, and the coordinator has 1"):

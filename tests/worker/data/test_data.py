@@ -14,8 +14,8 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.worker.data import data_sources as sources
 from stratagem.worker.data.client_partition import by_label, contiguous, dirichlet
 from stratagem.worker.data.data_sources import (
-    Client,
     ClientData,
+    ClientShare,
     DataSources,
     from_tensors,
     load_data,
@@ -90,7 +90,9 @@ def test_clients_of_one_data_set_see_their_rows_only(method: str) -> None:
     spec = data_job(
         {"entrypoint": "tests.worker.engine.userland:classes"}, partition={"method": method}
     )
-    clients = [load_data(spec, ALLOWED, DataSources(), Client(c, 4))["train"] for c in range(4)]
+    clients = [
+        load_data(spec, ALLOWED, DataSources(), ClientShare(c, 4))["train"] for c in range(4)
+    ]
     rows = torch.cat([each.take(torch.arange(len(each)))[0] for each in clients])
     whole = load_data(spec, ALLOWED, DataSources())["train"].take(torch.arange(50))[0]
     assert sorted(rows[:, 0].tolist()) == sorted(whole[:, 0].tolist())
@@ -104,13 +106,13 @@ def test_data_that_clients_share_are_loaded_and_divided_once(
         {"entrypoint": "tests.worker.engine.userland:classes"}, partition={"method": method}
     )
     data = ClientData(spec, ALLOWED, DataSources())
-    data.of(Client(0, 7))
+    data.of(ClientShare(0, 7))
     monkeypatch.setattr(sources, "load_data", None)
     monkeypatch.setattr(sources, "client_rows", None)
-    found = [data.of(Client(number, 7)) for number in range(7)]
+    found = [data.of(ClientShare(number, 7)) for number in range(7)]
     monkeypatch.undo()
     for number, splits in enumerate(found):
-        alone = load_data(spec, ALLOWED, DataSources(), Client(number, 7))
+        alone = load_data(spec, ALLOWED, DataSources(), ClientShare(number, 7))
         assert splits.keys() == alone.keys()
         rows = torch.arange(len(alone["train"]))
         assert len(splits["train"]) == len(rows)
@@ -123,16 +125,16 @@ def test_data_made_per_client_are_kept_for_the_last_ones(monkeypatch: pytest.Mon
     data = ClientData(
         data_job({"entrypoint": "tests.worker.engine.userland:per_client"}), ALLOWED, DataSources()
     )
-    first, second = data.of(Client(0, 4)), data.of(Client(1, 4))
-    assert data.of(Client(0, 4)) is first
-    data.of(Client(2, 4))
-    assert data.of(Client(0, 4)) is first
-    assert data.of(Client(1, 4)) is not second
+    first, second = data.of(ClientShare(0, 4)), data.of(ClientShare(1, 4))
+    assert data.of(ClientShare(0, 4)) is first
+    data.of(ClientShare(2, 4))
+    assert data.of(ClientShare(0, 4)) is first
+    assert data.of(ClientShare(1, 4)) is not second
 
 
 def test_factory_that_knows_clients_is_asked_per_client() -> None:
     spec = data_job({"entrypoint": "tests.worker.engine.userland:per_client"})
-    assert len(load_data(spec, ALLOWED, DataSources(), Client(1, 4))["train"]) == 10
+    assert len(load_data(spec, ALLOWED, DataSources(), ClientShare(1, 4))["train"]) == 10
     assert len(load_data(spec, ALLOWED, DataSources())["train"]) == 40
 
 
@@ -156,7 +158,7 @@ def test_files_inline_and_local_data(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=digest):
         load_data(data_job({"inline": digest}), ALLOWED, DataSources())
     local = DataSources(worker_local={"scans": path})
-    own = load_data(data_job({"worker_local": "scans"}), ALLOWED, local, Client(2, 4))
+    own = load_data(data_job({"worker_local": "scans"}), ALLOWED, local, ClientShare(2, 4))
     assert len(own["train"]) == 6
     with pytest.raises(NotFoundError, match="it has: scans"):
         load_data(data_job({"worker_local": "notes"}), ALLOWED, local)

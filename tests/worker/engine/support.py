@@ -15,8 +15,8 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.engine import Trainer, build_trainer
 from stratagem.worker.engine.numerics.layer_support import ALL_NUMBERS, obstacle
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.reducer import Exchange, solo_exchange
-from stratagem.worker.exchange.single_member import AloneExchange
+from stratagem.worker.exchange.reducer import GradientReducer, solo_exchange
+from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 CPU = torch.device("cpu")
@@ -58,14 +58,14 @@ def is_refused_here(spec: JobSpec) -> bool:
     return True
 
 
-def solo(trainer: Trainer, num_shards: int) -> Exchange | AloneExchange:
+def solo(trainer: Trainer, num_shards: int) -> GradientReducer | SingleMemberReducer:
     """What a worker uses that owns all shards."""
-    if num_shards == 1 and AloneExchange.fits(trainer.params):
-        return AloneExchange(trainer.params, trainer.setup.numerics)
+    if num_shards == 1 and SingleMemberReducer.fits(trainer.params):
+        return SingleMemberReducer(trainer.params, trainer.setup.numerics)
     return in_buckets(trainer, num_shards)
 
 
-def in_buckets(trainer: Trainer, num_shards: int) -> Exchange:
+def in_buckets(trainer: Trainer, num_shards: int) -> GradientReducer:
     """The same in flat buckets, as several members have it."""
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     return solo_exchange(buckets, num_shards)

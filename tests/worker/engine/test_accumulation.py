@@ -16,9 +16,9 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.worker.engine import ClientRunner, Trainer
-from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.worker.engine import test_federated_client as rounds
@@ -206,7 +206,7 @@ def test_nothing_is_handed_over_before_the_last_backward() -> None:
     trainer = trainer_of(spec)
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     recorder = Recorder()
-    exchange = Exchange(buckets, Party(0, 1, 2), recorder)
+    exchange = GradientReducer(buckets, ShardOwners(0, 1, 2), recorder)
     seen: list[list[int]] = []
     last = trainer.params[-1][1]  # backward finishes it first
     last.register_post_accumulate_grad_hook(lambda _: seen.append(list(recorder.launched)))
@@ -219,7 +219,9 @@ def test_buckets_leave_during_the_last_backward_of_several() -> None:
     kinds = [torch.float32, torch.float64] * 2  # so that each parameter has its own bucket
     params = [(f"p{i}", nn.Parameter(torch.ones(4, dtype=kind))) for i, kind in enumerate(kinds)]
     recorder = Recorder()
-    exchange = Exchange(GradientBuckets(params, num_extras=1), Party(0, 1, 1), recorder)
+    exchange = GradientReducer(
+        GradientBuckets(params, num_extras=1), ShardOwners(0, 1, 1), recorder
+    )
     notes: list[tuple[int, list[int]]] = []
     for index, (_, param) in enumerate(params):
         param.register_post_accumulate_grad_hook(
@@ -239,7 +241,7 @@ def test_buckets_leave_during_the_last_backward_of_several() -> None:
     assert recorder.launched == [0, 1]
     with pytest.raises(RuntimeError, match="no further micro-batch"):
         exchange.next_micro_batch()
-    exchange.end_shard(0, Extras([], torch.zeros(1, dtype=torch.float64)))
+    exchange.end_shard(0, StepScalars([], torch.zeros(1, dtype=torch.float64)))
     assert recorder.launched == list(range(5))
     exchange.finish()
     assert [param.grad is not None for _, param in params] == [True] * 4
@@ -253,7 +255,7 @@ def test_a_shard_with_micro_batches_to_come_cannot_end() -> None:
     exchange.begin_step(1, range(1), 1)
     exchange.begin_shard(0, num_micro_batches=2)
     with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
-        exchange.end_shard(0, Extras([], torch.zeros(trainer.num_extras, dtype=torch.float64)))
+        exchange.end_shard(0, StepScalars([], torch.zeros(trainer.num_extras, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -267,7 +269,7 @@ def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
         if number:
             exchange.next_micro_batch()
         (param * torch.tensor(grad, dtype=dtype)).sum().backward()
-    exchange.end_shard(0, Extras([], torch.zeros(0, dtype=torch.float64)))
+    exchange.end_shard(0, StepScalars([], torch.zeros(0, dtype=torch.float64)))
     exchange.finish()
     assert exchange.buckets.tensors(0)[0][:5].tolist() == [sum(grads)] * 5
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
-from stratagem.worker.exchange import AloneExchange, single_member
+from stratagem.worker.exchange import SingleMemberReducer, single_member
 from stratagem.worker.exchange.buckets.gradient_norm import (
     BLOCK,
     FewGradients,
@@ -121,7 +121,7 @@ def test_a_clipped_step_has_the_bits_of_the_loop(
     monkeypatch.setattr(single_member, "SMALL_BYTES", small_bytes)
     spec = job(model=WIDE, optimizer={"name": "sgd", "lr": 0.1, "clip_norm": 0.01}, steps=3)
     one, two = trainer_of(spec, numerics=numerics), trainer_of(spec, numerics=numerics)
-    lonely, buckets = AloneExchange(one.params, numerics), in_buckets(two, 1)
+    lonely, buckets = SingleMemberReducer(one.params, numerics), in_buckets(two, 1)
     for _ in range(3):
         assert one.train_step(lonely, range(1), 1) == two.train_step(buckets, range(1), 1)
     expected = sharded_loop(spec, ALLOWED, 1, numerics=numerics).state

@@ -18,7 +18,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.layer_support import (
     ALL_NUMBERS,
     KINDS,
-    Kind,
+    LayerKind,
     Numbers,
     obstacle,
 )
@@ -40,7 +40,7 @@ def rare(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         trials.append("Rare")
         return Rare()
 
-    monkeypatch.setitem(KINDS, "Rare", Kind(Rare, make, ((2, 12),)))
+    monkeypatch.setitem(KINDS, "Rare", LayerKind(Rare, make, ((2, 12),)))
     obstacle.cache_clear()
     yield trials
     obstacle.cache_clear()

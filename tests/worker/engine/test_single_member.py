@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.worker.exchange import AloneExchange, ExchangeError, Extras, single_member
+from stratagem.worker.exchange import ExchangeError, SingleMemberReducer, StepScalars, single_member
 from tests.worker.engine.support import assert_same_bits, in_buckets, job, trainer_of
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
@@ -44,8 +44,8 @@ def _mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_has_the_bits_of_the_buckets(case: str) -> None:
     spec = job(**CASES[case], optimizer=ADAM)
     left, right = trainer_of(spec), trainer_of(spec)
-    assert AloneExchange.fits(left.params)
-    first, second = AloneExchange(left.params), in_buckets(right, 1)
+    assert SingleMemberReducer.fits(left.params)
+    first, second = SingleMemberReducer(left.params), in_buckets(right, 1)
     for _ in range(6):
         one = left.train_step(first, range(1), 1)
         assert one == right.train_step(second, range(1), 1)
@@ -56,7 +56,7 @@ def test_has_the_bits_of_the_buckets(case: str) -> None:
 def test_a_closed_one_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_member, "SMALL_BYTES", -1)
     param = nn.Parameter(torch.ones(3))
-    exchange = AloneExchange([("p", param)])
+    exchange = SingleMemberReducer([("p", param)])
     exchange.begin_step(1, range(1), 1, divisor=2.0)
     exchange.begin_shard(0)
     exchange.close()
@@ -67,14 +67,14 @@ def test_a_closed_one_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_and_transposed_parameters_go_through_buckets(dtype: torch.dtype) -> None:
-    assert not AloneExchange.fits([("p", nn.Parameter(torch.ones(3, dtype=dtype)))])
-    assert not AloneExchange.fits([("p", nn.Parameter(torch.ones(3, 2).t()))])
+    assert not SingleMemberReducer.fits([("p", nn.Parameter(torch.ones(3, dtype=dtype)))])
+    assert not SingleMemberReducer.fits([("p", nn.Parameter(torch.ones(3, 2).t()))])
 
 
 def test_misuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_member, "SMALL_BYTES", -1)
     param = nn.Parameter(torch.ones(3))
-    exchange = AloneExchange([("p", param)])
+    exchange = SingleMemberReducer([("p", param)])
     with pytest.raises(ValueError, match="one shard is owned here"):
         exchange.begin_step(1, range(2), 2)
     exchange.begin_step(1, range(1), 1, divisor=2.0)
@@ -82,14 +82,14 @@ def test_misuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange.finish()
     exchange.begin_shard(0, num_micro_batches=2)
     with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
-        exchange.end_shard(0, Extras([], torch.zeros(3)))
+        exchange.end_shard(0, StepScalars([], torch.zeros(3)))
     exchange.next_micro_batch()
     with pytest.raises(RuntimeError, match="no further micro-batch"):
         exchange.next_micro_batch()
     param.sum().backward()
     with pytest.raises(RuntimeError, match="p got a gradient again after it was divided"):
         param.sum().backward()
-    exchange.end_shard(0, Extras([], torch.zeros(3)))
+    exchange.end_shard(0, StepScalars([], torch.zeros(3)))
     exchange.cut()
     with pytest.raises(ExchangeError, match="cut"):
         exchange.finish()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.worker.exchange import Extras
+from stratagem.worker.exchange import StepScalars
 from tests.reference.loops import plain_loop, sharded_loop
 from tests.worker.engine.support import (
     ALLOWED,
@@ -195,7 +195,7 @@ def test_failed_step_leaves_no_trace() -> None:
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
 
-    def fail(num_head: int) -> Extras:
+    def fail(num_head: int) -> StepScalars:
         raise LostPeerError
 
     exchange.finish = fail  # type: ignore[method-assign, assignment]

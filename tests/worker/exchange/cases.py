@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.numerics.batch_shards import Node, tree_sum
-from stratagem.worker.exchange import Exchange, Extras, GradientBuckets
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 
 torch.set_num_threads(1)  # in the processes of a party, too
@@ -80,7 +80,7 @@ def raw(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> None:
+def compute(exchange: GradientReducer, params: list[nn.Parameter], case: Case, step: int) -> None:
     """All of a step but its end."""
     exchange.begin_step(step, exchange.party.owned, case.num_live, divisor=case.divisor)
     for shard in exchange.party.owned:
@@ -89,10 +89,12 @@ def compute(exchange: Exchange, params: list[nn.Parameter], case: Case, step: in
             grads = [case.gradient(shard, i, step).to(case.device) for i in range(len(params))]
             terms = [(p * grad).sum() for p, grad in zip(params, grads, strict=True)]
             torch.stack(terms).sum().backward()
-            exchange.end_shard(shard, Extras([], case.extras(shard, step)))
+            exchange.end_shard(shard, StepScalars([], case.extras(shard, step)))
 
 
-def one_step(exchange: Exchange, params: list[nn.Parameter], case: Case, step: int) -> list[bytes]:
+def one_step(
+    exchange: GradientReducer, params: list[nn.Parameter], case: Case, step: int
+) -> list[bytes]:
     compute(exchange, params, case, step)
     extras = exchange.finish().rest
     grads = []

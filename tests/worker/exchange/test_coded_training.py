@@ -13,10 +13,10 @@ from stratagem.common.job import CompressionSpec, JobSpec, with_fields
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.numerics import mixed_precision
-from stratagem.worker.exchange import Exchange, GradientBuckets, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from tests.common.compression.support import CODECS
 from tests.reference.compressed_loop import compressed_loop
@@ -110,7 +110,7 @@ def test_coded_buckets_are_handed_over_during_backward(name: str, before: list[s
     )
     num_extras = trainer.num_extras
     buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=1)
-    exchange = Exchange(buckets, Party(0, 1, 3), recorder, trainer.compressor)
+    exchange = GradientReducer(buckets, ShardOwners(0, 1, 3), recorder, trainer.compressor)
     trainer.train_step(exchange, range(3), 3)
     ends = [place for place, note in enumerate(recorder.notes) if note == "end of backward"]
     assert len(ends) == 3

@@ -12,9 +12,9 @@ import torch
 
 from stratagem.common.base.errors import StaleError
 from stratagem.worker.exchange import (
-    Exchange,
     ExchangeError,
     GradientBuckets,
+    GradientReducer,
     mesh_exchange,
 )
 from stratagem.worker.mesh import form_gloo
@@ -39,7 +39,7 @@ class Place:
 
 def form(
     former: Former, place: Place, buckets: GradientBuckets, case: Case, deadline_s: float
-) -> Exchange:
+) -> GradientReducer:
     case.configure()
     link = former.form(place.engine, place.rank, place.size)
     return mesh_exchange(buckets, link, case.num_shards, deadline_s=deadline_s)
@@ -167,7 +167,7 @@ def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case) -> None:
 
 
 def follow(
-    pipe: Connection, exchange: Exchange, params: Any, case: Case, step: int, deed: str
+    pipe: Connection, exchange: GradientReducer, params: Any, case: Case, step: int, deed: str
 ) -> bool | str:
     """Whether the sum was right, or why there is none; a cut must be seen at once."""
     cut_at_s: list[float] = []

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.worker.exchange import Exchange, Extras, GradientBuckets, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, solo_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     plan_layout,
 )
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step, plan_step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, plan_step
 from tests.worker.exchange.cases import ODD, Case, one_step
 
 
@@ -76,7 +76,7 @@ def solo_step(buckets: GradientBuckets) -> None:
     exchange = solo_exchange(buckets, 1)
     exchange.begin_step(0, range(1), 1)
     exchange.begin_shard(0)
-    exchange.end_shard(0, Extras([], torch.zeros(buckets.num_extras, dtype=torch.float64)))
+    exchange.end_shard(0, StepScalars([], torch.zeros(buckets.num_extras, dtype=torch.float64)))
     exchange.finish()
 
 
@@ -100,7 +100,7 @@ def test_parameters_without_gradient_count_as_zero() -> None:
             exchange.begin_shard(shard)
             if shard == step:
                 (params[0][1].sum() * 2).backward()
-            exchange.end_shard(shard, Extras([], torch.zeros(0, dtype=torch.float64)))
+            exchange.end_shard(shard, StepScalars([], torch.zeros(0, dtype=torch.float64)))
         exchange.finish()
         assert params[0][1].grad is not None
         assert params[1][1].grad is not None
@@ -134,7 +134,7 @@ def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
     params = [(f"p{i}", nn.Parameter(torch.ones(4, dtype=kind))) for i, kind in enumerate(kinds)]
     buckets = GradientBuckets(params, num_extras=1)
     recorder = Recorder()
-    exchange = Exchange(buckets, Party(0, 2, 4), recorder)
+    exchange = GradientReducer(buckets, ShardOwners(0, 2, 4), recorder)
     extras = torch.zeros(1, dtype=torch.float64)
 
     def forward() -> Tensor:
@@ -154,7 +154,7 @@ def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
         forward().backward()
         if shard == 0:
             assert recorder.notes == []
-        exchange.end_shard(shard, Extras([], extras))
+        exchange.end_shard(shard, StepScalars([], extras))
     launches = [note for note in recorder.notes if note.startswith("launch")]
     assert launches == [f"launch {bucket}" for bucket in range(5)]
     # Bucket 1 (p2) and bucket 2 (p1): p1 is done first but waits for p2.
@@ -164,7 +164,9 @@ def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
 
 def test_a_second_backward_after_the_launch_is_refused() -> None:
     params = named([4])
-    exchange = Exchange(GradientBuckets(params, num_extras=0), Party(0, 2, 2), Recorder())
+    exchange = GradientReducer(
+        GradientBuckets(params, num_extras=0), ShardOwners(0, 2, 2), Recorder()
+    )
     exchange.begin_step(0, range(1), 2)
     exchange.begin_shard(0)
     params[0][1].sum().backward()
@@ -174,7 +176,9 @@ def test_a_second_backward_after_the_launch_is_refused() -> None:
 
 def test_a_member_without_live_shards_launches_at_once() -> None:
     recorder = Recorder()
-    exchange = Exchange(GradientBuckets(named([4]), num_extras=0), Party(1, 2, 2), recorder)
+    exchange = GradientReducer(
+        GradientBuckets(named([4]), num_extras=0), ShardOwners(1, 2, 2), recorder
+    )
     exchange.begin_step(0, range(1, 2), 1)
     assert recorder.notes == ["launch 0", "launch 1"]
     with pytest.raises(ValueError, match="shard 1 is not the next"):
@@ -198,8 +202,8 @@ def test_misuse_is_refused() -> None:
 def test_plans_of_all_members_cover_the_live_shards(num_shards: int) -> None:
     for size in range(1, num_shards + 1):
         for num_live in range(1, num_shards + 1):
-            steps: list[Step] = [
-                plan_step(Party(rank, size, num_shards), num_live) for rank in range(size)
+            steps: list[StepPlan] = [
+                plan_step(ShardOwners(rank, size, num_shards), num_live) for rank in range(size)
             ]
             shards = [shard for step in steps for shard in step.live]
             assert shards == list(range(num_live))

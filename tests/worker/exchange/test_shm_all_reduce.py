@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
-from stratagem.worker.exchange.buckets.shard_owners import Party, num_sets, plan_step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.same_host import SharedListener, host_identity
 from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
@@ -221,7 +221,7 @@ def test_host_identity_is_that_of_the_kernel_and_the_network() -> None:
 def test_no_step_needs_more_sets_than_are_shared(num_shards: int) -> None:
     for size in range(1, num_shards + 1):
         for rank in range(size):
-            member = Party(rank, size, num_shards)
+            member = ShardOwners(rank, size, num_shards)
             steps = [plan_step(member, num_live) for num_live in range(1, num_shards + 1)]
             needed = [max([0, *step.sets]) + 1 for step in steps]
             assert all(few <= many for few, many in pairwise(needed))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree, plan_tree
-from stratagem.worker.exchange.buckets.shard_owners import Party, plan_step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, plan_step
 
 
 def trees(size: int, num_shards: int, num_live: int) -> list[Tree]:
     """By rank."""
     found = []
     for rank in range(size):
-        party = Party(rank, size, num_shards)
+        party = ShardOwners(rank, size, num_shards)
         step = plan_step(party, num_live)
         flats = [torch.zeros(1) for _ in range(max(1, len(step.nodes[rank])))]
         found.append(plan_tree(party, step, flats, 100, torch.zeros(1)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
 from stratagem.worker.mesh import Link, form_gloo
-from stratagem.worker.mesh.link import Work
+from stratagem.worker.mesh.link import PendingTransfer
 from tests.patience import PATIENCE_S
 from tests.worker.exchange.cases import Case, one_step
 from tests.worker.exchange.test_shm_all_reduce import form_all
@@ -27,7 +27,7 @@ class CountingLink:
         self.recv, self.cut, self.close = link.recv, link.cut, link.close
         self.num_sent = 0
 
-    def send(self, peer: int, tag: int, tensor: Tensor) -> Work:
+    def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
         self.num_sent += tensor.numel()
         return self.link.send(peer, tag, tensor)
 

@@ -3,16 +3,20 @@
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.mesh.backend_choice import Offer, Seat, choose, decode, encode
+from stratagem.worker.mesh.backend_choice import EngineOffer, Offer, choose, decode, encode
 from stratagem.worker.mesh.link import ExchangeError
 
 
 def cpu(host: str = "boot/1") -> Offer:
-    return {"shm": Seat(host, b"a"), "gloo": Seat("", b"b"), "grpc": Seat("", b"c")}
+    return {
+        "shm": EngineOffer(host, b"a"),
+        "gloo": EngineOffer("", b"b"),
+        "grpc": EngineOffer("", b"c"),
+    }
 
 
 def cuda(device: str) -> Offer:
-    return {"nccl": Seat(device, b""), "grpc": Seat("", b"d")}
+    return {"nccl": EngineOffer(device, b""), "grpc": EngineOffer("", b"d")}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +24,7 @@ def cuda(device: str) -> Offer:
     [
         ([cpu(), cpu(), cpu()], "shm", ""),
         ([cpu(), cpu("boot/2")], "gloo", "not shm: member 1 shares no memory with member 0"),
-        ([cpu(), {"gloo": Seat("", b"")}], "gloo", "not shm: member 1 does not offer it"),
+        ([cpu(), {"gloo": EngineOffer("", b"")}], "gloo", "not shm: member 1 does not offer it"),
         ([cuda("x"), cuda("y")], "nccl", ""),
         (
             [cuda("x"), cuda("y"), cuda("x")],
@@ -28,7 +32,7 @@ def cuda(device: str) -> Offer:
             "not nccl: members 0 and 2 have the same device",
         ),
         ([cpu(), cuda("x")], "grpc", "not gloo: member 1 does not offer it"),
-        ([cpu(), {"grpc": Seat("", b"")}], "grpc", "not gloo: member 1 does not offer it"),
+        ([cpu(), {"grpc": EngineOffer("", b"")}], "grpc", "not gloo: member 1 does not offer it"),
     ],
 )
 def test_the_best_engine_that_all_can_take(offers: list[Offer], engine: str, reason: str) -> None:
@@ -39,7 +43,7 @@ def test_the_best_engine_that_all_can_take(offers: list[Offer], engine: str, rea
 
 
 def test_members_without_a_common_engine_are_told_what_each_offers() -> None:
-    offers = [cpu(), {"nccl": Seat("x", b"")}]
+    offers = [cpu(), {"nccl": EngineOffer("x", b"")}]
     # Not an ExchangeError: the same members would meet again, and again.
     with pytest.raises(InvalidInputError, match=r"0 offers gloo or grpc or shm, member 1 .* nccl"):
         choose(offers)
@@ -48,7 +52,7 @@ def test_members_without_a_common_engine_are_told_what_each_offers() -> None:
 
 
 def test_an_offer_survives_the_wire() -> None:
-    offer = {"gloo": Seat("", bytes(range(256))), "shm": Seat("boot/1", b"")}
+    offer = {"gloo": EngineOffer("", bytes(range(256))), "shm": EngineOffer("boot/1", b"")}
     assert decode(encode(offer), 0) == offer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.worker.exchange.buckets.shard_owners import Party, plan_step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, plan_step
 from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Turn
 from stratagem.worker.mesh.device_staging import HostCopy, SideStream, host_room, to_host
 
@@ -96,7 +96,7 @@ class Recorder:
 def test_an_exchange_follows_each_bucket_and_is_joined_at_the_end() -> None:
     recorder: Any = Recorder()
     transport = MeshTransport(recorder, recorder, recorder, deadline_s=20.0)
-    transport.begin(1, plan_step(Party(0, 1, 1), 1), [], None)
+    transport.begin(1, plan_step(ShardOwners(0, 1, 1), 1), [], None)
     for bucket in range(3):
         transport.launch(bucket)
     transport.finish()

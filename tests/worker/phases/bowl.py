@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job.phases_section import PhasesSpec
-from stratagem.worker.phases import Phase, PhaseTraining
+from stratagem.worker.phases import PhaseTraining, TrainingPhase
 
 TOLERANCE = 1e-6
 
@@ -36,7 +36,7 @@ def steps_to_converge(spec: PhasesSpec, qs: list[float], most: int) -> Descent:
         for step in range(most + 1):
             if param.norm().item() <= target:
                 return Descent(step, num_exact)
-            if phases.phase is Phase.PREDICT:
+            if phases.phase is TrainingPhase.PREDICT:
                 gradient = phases.predict()[0]
                 assert gradient is not None
                 phases.end_predicted()

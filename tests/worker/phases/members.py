@@ -9,7 +9,12 @@ from typing import TypeVar
 
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.worker.engine import StepReport, Trainer
-from stratagem.worker.exchange import AloneExchange, Exchange, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import (
+    GradientBuckets,
+    GradientReducer,
+    SingleMemberReducer,
+    mesh_exchange,
+)
 from stratagem.worker.mesh.same_host import SharedListener
 from stratagem.worker.mesh.shm_buffers import form_shared
 from tests.patience import PATIENCE_S
@@ -19,7 +24,9 @@ Value = TypeVar("Value")
 
 
 @contextmanager
-def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchange | AloneExchange]]:
+def exchanges(
+    trainers: list[Trainer], num_shards: int
+) -> Iterator[list[GradientReducer | SingleMemberReducer]]:
     """One exchange for each member, connected."""
     size = len(trainers)
     if size == 1:
@@ -28,7 +35,7 @@ def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchang
     addresses: dict[int, bytes] = {}
     barrier = threading.Barrier(size)
 
-    def form(rank: int) -> Exchange:
+    def form(rank: int) -> GradientReducer:
         listener = SharedListener()
         addresses[rank] = listener.address
         barrier.wait(PATIENCE_S)
@@ -40,7 +47,9 @@ def exchanges(trainers: list[Trainer], num_shards: int) -> Iterator[list[Exchang
             buckets, group, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
         )
 
-    made: list[Exchange | AloneExchange] = together([partial(form, rank) for rank in range(size)])
+    made: list[GradientReducer | SingleMemberReducer] = together(
+        [partial(form, rank) for rank in range(size)]
+    )
     try:
         yield made
     finally:

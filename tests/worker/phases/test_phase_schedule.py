@@ -14,10 +14,10 @@ from stratagem.worker.phases import phase_schedule
 from stratagem.worker.phases.loss_history import LossHistory
 from stratagem.worker.phases.phase_adaptation import Lengths, adapted, after_failed_check
 from stratagem.worker.phases.phase_schedule import (
-    Phase,
     PhaseError,
     Quality,
     State,
+    TrainingPhase,
     begin,
     end,
     initial,
@@ -28,7 +28,7 @@ from stratagem.worker.phases.phase_statistics import Seconds, news_of, statistic
 pytestmark = pytest.mark.core
 
 GOOD, BAD = Quality(0.0, 1.0), Quality(5.0, -1.0)
-F, P, C = Phase.FULL, Phase.PREDICT, Phase.CORRECT
+F, P, C = TrainingPhase.FULL, TrainingPhase.PREDICT, TrainingPhase.CORRECT
 FIXED = {"enabled": False}
 
 
@@ -258,7 +258,9 @@ def test_a_loss_that_rises_slowly_shortens_prediction() -> None:
 
 
 @pytest.mark.parametrize(("numerics", "phase"), [(FIRST, P), (CURRENT, F)])
-def test_no_gradient_is_predicted_while_the_loss_rises_slowly(numerics: int, phase: Phase) -> None:
+def test_no_gradient_is_predicted_while_the_loss_rises_slowly(
+    numerics: int, phase: TrainingPhase
+) -> None:
     """Checks pass all the time; the loss of each step lies 1 % of the first above the last one."""
     spec, state = PhasesSpec(), initial(PhasesSpec())
     good = (Quality(0.0, 1.0),)

@@ -9,7 +9,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import StepReport, Trainer, build_trainer
-from stratagem.worker.exchange import Extras
+from stratagem.worker.exchange import StepScalars
 from stratagem.worker.phases import PhaseError
 from tests.cluster.jobs import data_parallel
 from tests.reference.loops import sharded_loop
@@ -194,7 +194,7 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
 
-    def fail(num_head: int) -> Extras:
+    def fail(num_head: int) -> StepScalars:
         raise LostPeerError
 
     exchange.finish = fail  # type: ignore[method-assign, assignment]
@@ -226,7 +226,7 @@ def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
     exchange = solo(trainer, 2)
     finish = exchange.finish
 
-    def broken(num_head: int = 0) -> Extras:
+    def broken(num_head: int = 0) -> StepScalars:
         totals = finish(num_head)
         totals.head[1] = torch.inf  # the sum of the loss
         return totals

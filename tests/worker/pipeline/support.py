@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
 from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.stage_message import Address, Message
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, Transport
+from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, StageTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.patience import PATIENCE_S
 
@@ -107,7 +107,7 @@ class TakingTurns:
     """Any transport, for ranks that are threads of one process: they share torch's generators, so
     only the one that holds `turn` computes, and it gives `turn` away while it waits."""
 
-    def __init__(self, inner: Transport, turn: threading.Lock) -> None:
+    def __init__(self, inner: StageTransport, turn: threading.Lock) -> None:
         self._inner, self._turn = inner, turn
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
@@ -138,8 +138,9 @@ class Party:
     """Ranks as threads of this process, which take turns."""
 
     def __init__(
-        self, spec: JobSpec, placement: Placement, transports: Sequence[Transport] | None = None,
-        *, fresh: bool = True, timeout_s: float = PATIENCE_S,
+        self, spec: JobSpec, placement: StageAssignment,
+        transports: Sequence[StageTransport] | None = None, *,
+        fresh: bool = True, timeout_s: float = PATIENCE_S,
     ) -> None:  # fmt: skip
         size = max(placement.ranks) + 1
         if transports is None:
@@ -152,7 +153,7 @@ class Party:
                 spec,
                 ALLOWED,
                 placement,
-                Seat(rank, TakingTurns(transport, self._turn), timeout_s),
+                RankEndpoint(rank, TakingTurns(transport, self._turn), timeout_s),
                 fresh=fresh,
             )
             for rank, transport in enumerate(transports)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.pipeline.schedules import SCHEDULES
-from stratagem.worker.pipeline.build_stages import Placement
+from stratagem.worker.pipeline.build_stages import StageAssignment
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
@@ -31,7 +31,7 @@ DEEP = [str(i) for i in range(8)]
 
 
 def assert_exact(
-    spec: Any, placement: Placement, num_steps: int = 5, timeout_s: float = PATIENCE_S
+    spec: Any, placement: StageAssignment, num_steps: int = 5, timeout_s: float = PATIENCE_S
 ) -> None:
     party = Party(spec, placement, timeout_s=timeout_s)
     losses = party.train(num_steps)
@@ -47,14 +47,14 @@ def assert_exact(
 def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any]) -> None:
     """Dropout, batch norm, in-place nodes; batches of 8, 8 and 5 rows in micro-batches of 3."""
     spec = job(optimizer=optimizer, execution={"precision": precision})
-    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3)
+    placement = StageAssignment(cut(DEEP, *sizes), tuple(range(len(sizes))), 3)
     assert_exact(spec, placement)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager", "zero_bubble"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 4])
 def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
-    placement = Placement(cut(DEEP, 2, 3, 3), (0, 1, 2), micro_batch_size, schedule)
+    placement = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), micro_batch_size, schedule)
     assert_exact(job(optimizer=ADAM), placement)
 
 
@@ -62,15 +62,15 @@ def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
 @pytest.mark.parametrize("ranks", [(0, 1, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (0, 1, 2, 0)], ids=str)
 def test_several_stages_per_rank(ranks: tuple[int, ...], schedule: str) -> None:
     """Interleaved where the number of micro-batches allows it (8 rows), else a list schedule."""
-    placement = Placement(cut(DEEP, 2, 2, 2, 2), ranks, 2, schedule)
+    placement = StageAssignment(cut(DEEP, 2, 2, 2, 2), ranks, 2, schedule)
     assert_exact(job(optimizer=ADAM), placement)
 
 
 def test_seven_rows_in_micro_batches_of_two() -> None:
     data = {"entrypoint": "tests.worker.pipeline.userland:classes", "kwargs": {"num_rows": 14}}
     spec = job("InARow", batch_size=7, data=data)
-    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 2))
-    assert_exact(spec, Placement((("drop", "head"), ("body",)), (0, 1), 1))
+    assert_exact(spec, StageAssignment((("drop", "head"), ("body",)), (0, 1), 2))
+    assert_exact(spec, StageAssignment((("drop", "head"), ("body",)), (0, 1), 1))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
@@ -89,7 +89,7 @@ def test_tied_parameters(
         loss="token_cross_entropy",
         optimizer=optimizer,
     )
-    assert_exact(spec, Placement(cut(names, *sizes), ranks, 3))
+    assert_exact(spec, StageAssignment(cut(names, *sizes), ranks, 3))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_tied_parameters(
 def test_skips_that_are_used_by_several_stages(
     partitions: tuple[tuple[str, ...], ...], schedule: str
 ) -> None:
-    placement = Placement(partitions, tuple(range(len(partitions))), 3, schedule)
+    placement = StageAssignment(partitions, tuple(range(len(partitions))), 3, schedule)
     assert_exact(job({"graph": SKIPS}, optimizer=ADAM), placement)
 
 
@@ -122,7 +122,7 @@ def test_skips_that_are_used_by_several_stages(
 )
 def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> None:
     spec = job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads")
-    assert_exact(spec, Placement(partitions, tuple(range(len(partitions))), 4))
+    assert_exact(spec, StageAssignment(partitions, tuple(range(len(partitions))), 4))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> N
     ],
 )
 def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> None:
-    assert_exact(job({"graph": NESTED}), Placement(partitions, tuple(range(len(partitions))), 3))
+    assert_exact(
+        job({"graph": NESTED}), StageAssignment(partitions, tuple(range(len(partitions))), 3)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
@@ -148,13 +150,15 @@ def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> No
 )
 def test_values_of_all_kinds_cross(model: str, sizes: tuple[int, ...], schedule: str) -> None:
     names = [str(i) for i in range(sum(sizes))]
-    assert_exact(job(model), Placement(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule))
+    assert_exact(
+        job(model), StageAssignment(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "eager", "1f1b"])
 def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
     """Several micro-batches are under way when the first of them is computed again."""
-    assert_exact(job("checkpointed"), Placement((("0",), ("1", "2")), (0, 1), 2, schedule))
+    assert_exact(job("checkpointed"), StageAssignment((("0",), ("1", "2")), (0, 1), 2, schedule))
 
 
 @pytest.mark.parametrize(
@@ -172,10 +176,10 @@ def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
 def test_execution_settings(
     execution: dict[str, Any], sizes: tuple[int, ...], schedule: str
 ) -> None:
-    placement = Placement(cut(DEEP, *sizes), tuple(range(len(sizes))), 3, schedule)
+    placement = StageAssignment(cut(DEEP, *sizes), tuple(range(len(sizes))), 3, schedule)
     assert_exact(job(execution=execution), placement)
     parts = (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head"))
-    skips = Placement(parts, (0, 1, 2), 2, schedule)
+    skips = StageAssignment(parts, (0, 1, 2), 2, schedule)
     assert_exact(job({"graph": SKIPS}, execution=execution), skips)
 
 
@@ -192,12 +196,12 @@ def test_compiled_nodes(mode: str) -> None:
         "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
     }
     spec = job(strategy=strategy, execution={"mode": mode, "precision": "Mixed"})
-    placement = Placement(cut(DEEP, 3, 5), (0, 1), 3, "1f1b")
+    placement = StageAssignment(cut(DEEP, 3, 5), (0, 1), 3, "1f1b")
     assert_exact(spec, placement, timeout_s=300.0)  # a compiler on a busy machine
 
 
 @st.composite
-def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], Placement]:
+def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], StageAssignment]:
     """Any graph of sums and linear nodes, cut anywhere, on any ranks, in any portions."""
     nodes, pairs = [linear("n0", 12, 4)], []
     for i in range(1, draw(st.integers(2, 7))):
@@ -215,24 +219,24 @@ def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], Placement]:
     ranks = tuple(sorted(set(drawn)).index(rank) for rank in drawn)
     micro_batch_size = draw(st.sampled_from([None, 1, 2, 3]))
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    return graph, Placement(partitions, ranks, micro_batch_size, schedule)
+    return graph, StageAssignment(partitions, ranks, micro_batch_size, schedule)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(cut_graphs())
-def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], Placement]) -> None:
+def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], StageAssignment]) -> None:
     graph, placement = case
     assert_exact(job({"graph": graph}, optimizer=ADAM), placement, 3)
 
 
 def test_augmentation_in_the_data_is_drawn_alike_by_first_and_last_stage() -> None:
     spec = job(data={"entrypoint": "tests.worker.pipeline.userland:noisy"})
-    assert_exact(spec, Placement(cut(DEEP, 4, 4), (0, 1), 3))
+    assert_exact(spec, StageAssignment(cut(DEEP, 4, 4), (0, 1), 3))
 
 
 def test_one_micro_batch_is_the_loop_without_micro_batches() -> None:
     spec = job(optimizer=ADAM)
-    party = Party(spec, Placement(cut(DEEP, 3, 5), (0, 1)))
+    party = Party(spec, StageAssignment(cut(DEEP, 3, 5), (0, 1)))
     losses = party.train(5)
     expected = sharded_loop(spec, ALLOWED, 1, 5)
     assert losses == expected.losses

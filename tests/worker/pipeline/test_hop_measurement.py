@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from stratagem.common.pipeline.schedules import EAGER_FROM, Kind, has_eager, suited
-from stratagem.worker.pipeline.build_stages import Placement
+from stratagem.common.pipeline.schedules import EAGER_FROM, TaskKind, has_eager, suited
+from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.hop_measurement import Hops, Meter, measure_hops
 from stratagem.worker.pipeline.stage_message import Address, Message
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
@@ -15,7 +15,7 @@ from tests.reference.loops import sharded_loop
 from tests.worker.pipeline.support import ALLOWED, BRANCHES, SKIPS, Party, cut, job
 
 DEEP = [str(i) for i in range(8)]
-THREE = Placement(cut(DEEP, 2, 3, 3), (0, 1, 2), 2)
+THREE = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), 2)
 HOP_S = 0.003
 
 
@@ -43,14 +43,14 @@ class Slow:
         self._inner.cut()
 
 
-def slow_party(placement: Placement = THREE) -> Party:
+def slow_party(placement: StageAssignment = THREE) -> Party:
     size = max(placement.ranks) + 1
     post = LocalPost(size)
     return Party(job(), placement, [Slow(LocalTransport(post, rank)) for rank in range(size)])
 
 
 def meter(seconds: float) -> Meter:
-    spent = {kind: [seconds] for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    spent = {kind: [seconds] for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)}
     return Meter(torch.device("cpu"), spent, {})
 
 
@@ -100,7 +100,7 @@ def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_schedule_that_was_asked_for_is_kept(schedule: str) -> None:
-    party = slow_party(Placement(THREE.partitions, THREE.ranks, 2, schedule))
+    party = slow_party(StageAssignment(THREE.partitions, THREE.ranks, 2, schedule))
     party.train(2)
     assert {runner.schedule_text for runner in party.runners} == {schedule}
 
@@ -117,7 +117,7 @@ def test_neighbours_by_skips_and_branches_are_measured_too(
 ) -> None:
     loss = "tests.worker.pipeline.userland:two_heads" if graph is BRANCHES else "cross_entropy"
     spec = job({"graph": graph}, loss=loss)
-    party = Party(spec, Placement(partitions, (0, 1, 2), 2))
+    party = Party(spec, StageAssignment(partitions, (0, 1, 2), 2))
     expected = sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=2)
     assert party.train(3) == expected.losses
     assert len({runner.schedule_text for runner in party.runners}) == 1

@@ -11,7 +11,7 @@ from stratagem.common.numerics.batch_shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
-from stratagem.worker.pipeline.build_stages import Placement
+from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
 from tests.patience import PATIENCE_S
@@ -21,7 +21,7 @@ from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, c
 
 CPU = torch.device("cpu")
 DEEP = [str(i) for i in range(8)]
-TWO = Placement(cut(DEEP, 3, 5), (0, 1), 3)
+TWO = StageAssignment(cut(DEEP, 3, 5), (0, 1), 3)
 TIED = job(
     {"entrypoint": "tests.worker.pipeline.userland:tied"},
     data={"entrypoint": "tests.worker.pipeline.userland:tokens"},
@@ -35,13 +35,13 @@ TIED = job(
 )
 def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any) -> None:
     names = [str(i) for i in range(sum(sizes))]
-    straight = Party(spec, Placement(cut(names, *sizes), (0, 1), 3))
+    straight = Party(spec, StageAssignment(cut(names, *sizes), (0, 1), 3))
     straight.train(5)
-    first = Party(spec, Placement(cut(names, *sizes), (0, 1), 3))
+    first = Party(spec, StageAssignment(cut(names, *sizes), (0, 1), 3))
     first.train(2)
     tensors, metadata = first.state()
     again = Party(
-        spec, Placement(cut(names, 1, *sizes[1:], sizes[0] - 1), (0, 1, 2), 3), fresh=False
+        spec, StageAssignment(cut(names, 1, *sizes[1:], sizes[0] - 1), (0, 1, 2), 3), fresh=False
     )
     for runner in again.runners:
         runner.load_state(tensors, metadata)
@@ -63,7 +63,7 @@ def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:
     assert not first.wants("model/7.weight")
     assert not first.wants("optimizer/7.weight/momentum_buffer")
     assert sum(p.numel() for p in last.model.parameters()) == 16 * 16 + 16 + 32 + 16 * 5 + 5
-    tied = Party(TIED, Placement(cut(["0", "1", "2", "3"], 2, 2), (0, 1)))
+    tied = Party(TIED, StageAssignment(cut(["0", "1", "2", "3"], 2, 2), (0, 1)))
     assert tied.runners[1].wants("optimizer/0.weight/exp_avg")
     assert [name for name, _ in tied.runners[1].params] == ["0.weight"]
 
@@ -72,7 +72,7 @@ def test_evaluation_and_prediction_are_those_of_a_single_process() -> None:
     evaluation = {"split": "train", "batch_size": 2, "metrics": ["accuracy"], "every": "1 epoch"}
     for ranks in ((0, 1, 2), (0, 1, 0)):
         spec = job(evaluation=evaluation)
-        party = Party(spec, Placement(cut(DEEP, 3, 2, 3), ranks, 3))
+        party = Party(spec, StageAssignment(cut(DEEP, 3, 2, 3), ranks, 3))
         party.train(2)
         alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
         alone.load_state(*party.state())
@@ -131,7 +131,7 @@ def test_data_parallel_over_pipelines_equals_the_sharded_loop(
 ) -> None:
     """Three replicas of two stages; no dropout, for these replicas compute at the same time."""
     names = [str(i) for i in range(sum(sizes))]
-    placement = Placement(cut(names, *sizes), (0, 1), micro_batch_size)
+    placement = StageAssignment(cut(names, *sizes), (0, 1), micro_batch_size)
     parties = [Party(spec, placement) for _ in range(3)]
     sums = [Replicas(3), Replicas(3)]
     losses: dict[int, list[list[float]]] = {}
@@ -176,7 +176,7 @@ def test_one_pipeline_may_compute_all_shards(
 ) -> None:
     """The last of three batches has 6 rows, fewer than shards in one case."""
     names = [str(i) for i in range(sum(sizes))]
-    party = Party(spec, Placement(cut(names, *sizes), (0, 1), micro_batch_size))
+    party = Party(spec, StageAssignment(cut(names, *sizes), (0, 1), micro_batch_size))
     sums = [
         SumOverReplicas(
             runner,
@@ -238,7 +238,7 @@ def test_what_is_not_finite_is_refused_by_all_ranks_alike(loss: str, what: str) 
 def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
     """The third batch of an epoch has 6 rows, for which the loss is infinite."""
     loss, skip = "tests.worker.pipeline.userland:infinite_if_short", {"non_finite": "skip_step"}
-    two = Placement(cut(DEEP, 3, 5), (0, 1))
+    two = StageAssignment(cut(DEEP, 3, 5), (0, 1))
     party = Party(job(loss=loss, accumulation=skip), two)
     party.train(2)
     before = party.model()
@@ -268,20 +268,20 @@ def test_a_wish_to_stop_reaches_all() -> None:
 def test_models_that_cannot_be_cut_so(model: str, partitions: list[str], reason: str) -> None:
     split = tuple(tuple(each) if each.isdigit() else (each,) for each in partitions)
     with pytest.raises(InvalidInputError, match=reason):
-        Party(job(model), Placement(split, (0, 1)))
+        Party(job(model), StageAssignment(split, (0, 1)))
 
 
 def test_placements_are_checked() -> None:
     with pytest.raises(InvalidInputError, match=r"ranks: .* one of 0, 1, … per partition"):
-        Placement((("a",), ("b",)), (0, 2))
+        StageAssignment((("a",), ("b",)), (0, 2))
     with pytest.raises(InvalidInputError, match="schedule: 'dual' is not one of auto, 1f1b"):
-        Placement((("a",),), (0,), schedule="dual")
+        StageAssignment((("a",),), (0,), schedule="dual")
 
 
 def test_momentum_of_a_branch_that_nothing_reaches() -> None:
     """The loss uses one head only: the other keeps its parameters, weight decay and all."""
     spec = job({"graph": BRANCHES | {"outputs": ["left"]}}, optimizer=SGD)
-    party = Party(spec, Placement((("a", "norm"), ("right",), ("left",)), (0, 1, 2), 4))
+    party = Party(spec, StageAssignment((("a", "norm"), ("right",), ("left",)), (0, 1, 2), 4))
     before = {name: tensor.clone() for name, tensor in party.model().items()}
     assert party.train(3) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=4).losses
     assert torch.equal(party.model()["right.weight"], before["right.weight"])
@@ -289,7 +289,7 @@ def test_momentum_of_a_branch_that_nothing_reaches() -> None:
 
 
 def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
-    party = Party(job(), Placement(cut(DEEP, 3, 5), (0, 1), 3))
+    party = Party(job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3))
     reports = party.each(lambda runner: runner.train_step())
     assert [len(each.micro_batch_losses) for each in reports] == [3, 3]
     assert reports[0].micro_batch_losses == reports[1].micro_batch_losses
@@ -299,7 +299,7 @@ def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
 
 def test_a_message_that_does_not_come_is_named() -> None:
     """By stages, micro-batch and direction; the first rank never begins."""
-    party = Party(job(), Placement(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)
+    party = Party(job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)
     with pytest.raises(
         ExchangeError,
         match="stage 1 got no activation of micro-batch 0 from stage 0: receive of boundary 0",

@@ -23,7 +23,7 @@ from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.pipeline.activation_store import ActivationStore
-from stratagem.worker.pipeline.build_stages import Placement
+from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.pipeline.stage_message import (
     Address,
@@ -33,7 +33,7 @@ from stratagem.worker.pipeline.stage_message import (
     take_apart,
     unpack,
 )
-from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, Transport
+from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, StageTransport
 from stratagem.worker.pipeline.store_transport import StoreTransport, open_store
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
@@ -119,7 +119,7 @@ def test_values_of_any_nesting() -> None:
 
 # ---- all transports ----
 
-Pair = tuple[Transport, Transport]
+Pair = tuple[StageTransport, StageTransport]
 
 
 @contextmanager
@@ -296,19 +296,21 @@ def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:
 def test_pipelines_through_shared_memory() -> None:
     with ExitStack() as stack:
 
-        def make(size: int) -> list[Transport]:
+        def make(size: int) -> list[StageTransport]:
             return [PeerTransport(link) for link in stack.enter_context(slot_links(size))]
 
         assert_trains_exactly(make)
 
 
-def assert_trains_exactly(make: Callable[[int], list[Transport]]) -> None:
+def assert_trains_exactly(make: Callable[[int], list[StageTransport]]) -> None:
     deep = job(optimizer=ADAM)
-    placement = Placement(cut([str(i) for i in range(8)], 3, 2, 3), (0, 1, 2), 3)
+    placement = StageAssignment(cut([str(i) for i in range(8)], 3, 2, 3), (0, 1, 2), 3)
     party = Party(deep, placement, make(3))
     assert party.train(4) == sharded_loop(deep, ALLOWED, 1, 4, micro_batch_size=3).losses
     skips = job({"graph": SKIPS})
-    placement = Placement((("a", "t", "b"), ("c", "d", "sum"), ("e", "all", "head")), (0, 1, 2))
+    placement = StageAssignment(
+        (("a", "t", "b"), ("c", "d", "sum"), ("e", "all", "head")), (0, 1, 2)
+    )
     party = Party(skips, placement, make(3))
     losses = party.train(3)
     expected = sharded_loop(skips, ALLOWED, 1, 3)
@@ -320,7 +322,7 @@ def assert_trains_exactly(make: Callable[[int], list[Transport]]) -> None:
 def test_pipelines_through_a_directory(tmp_path: Path) -> None:
     parties = iter(range(9))
 
-    def make(size: int) -> list[Transport]:
+    def make(size: int) -> list[StageTransport]:
         prefix = f"run/{next(parties)}"
         return [StoreTransport(f"file://{tmp_path}", prefix) for _ in range(size)]
 
@@ -335,7 +337,7 @@ def test_pipelines_through_s3() -> None:
         s3 = s3_settings(endpoint)
         stores: list[StoreTransport] = []
 
-        def make(size: int) -> list[Transport]:
+        def make(size: int) -> list[StageTransport]:
             prefix = f"run/{len(stores)}"
             made = [StoreTransport("s3://activations/folder", prefix, s3) for _ in range(size)]
             stores.extend(made)

@@ -10,7 +10,7 @@ import torch
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.same_host import SharedListener, connect
 from stratagem.worker.mesh.shm_messages import SlotLink
-from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
@@ -21,11 +21,11 @@ from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
 
 DEEP = [str(i) for i in range(8)]
 CASES = {
-    "deep": (job(optimizer=ADAM), Placement(cut(DEEP, 3, 5), (0, 1), 2)),
-    "interleaved": (job(optimizer=ADAM), Placement(cut(DEEP, 2, 2, 2, 2), (0, 1, 0, 1), 2)),
+    "deep": (job(optimizer=ADAM), StageAssignment(cut(DEEP, 3, 5), (0, 1), 2)),
+    "interleaved": (job(optimizer=ADAM), StageAssignment(cut(DEEP, 2, 2, 2, 2), (0, 1, 0, 1), 2)),
     "branches": (
         job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads"),
-        Placement((("a", "norm"), ("left",), ("right",)), (0, 1, 2), 4, "eager"),
+        StageAssignment((("a", "norm"), ("left",), ("right",)), (0, 1, 2), 4, "eager"),
     ),
 }
 
@@ -47,7 +47,7 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) 
     torch.set_num_threads(1)
     spec, placement = CASES[case]
     with transport_over(engine, pipe, rank, size) as transport:
-        seat = Seat(rank, transport, PATIENCE_S)
+        seat = RankEndpoint(rank, transport, PATIENCE_S)
         runner = build_stage_runner(spec, ALLOWED, placement, seat, fresh=True)
         losses = [runner.train_step().loss for _ in range(5)]
         pipe.send((losses, runner.evaluate("test"), runner.fingerprint()))
@@ -78,7 +78,7 @@ def train_until_lost(pipe: Connection, rank: int, size: int, engine: str) -> Non
     spec, placement = CASES["deep"]
     with transport_over(engine, pipe, rank, size) as transport:
         runner = build_stage_runner(
-            spec, ALLOWED, placement, Seat(rank, transport, PATIENCE_S), fresh=True
+            spec, ALLOWED, placement, RankEndpoint(rank, transport, PATIENCE_S), fresh=True
         )
         pipe.send(runner.train_step().step)
         if rank == 1:

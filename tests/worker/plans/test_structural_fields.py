@@ -10,7 +10,7 @@ from stratagem.common.job import JobSpec, OptimizerSpec, with_fields
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.plans.structural_fields import go_on, layout_of, structural
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.worker.engine.support import CPU
 from tests.worker.engine.support import job as make_job
@@ -97,7 +97,7 @@ def test_what_is_structural_is_named_once_and_what_cannot_be_built_is_passed_ove
     ]
     spec = with_fields(spec, {"optimizer": {"name": "adam", "lr": 0.1}})
     work.job = spec
-    found = structural(cast(Work, work), trainer.model, asked)
+    found = structural(cast(ExecutionContext, work), trainer.model, asked)
     assert found == ["model.kwargs.width", "model.kwargs.depth", "optimizer.amsgrad"]
     assert len(checks) == len(asked)
-    assert structural(cast(Work, work), trainer.model, []) == []
+    assert structural(cast(ExecutionContext, work), trainer.model, []) == []

@@ -25,18 +25,18 @@ from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import BlobCache
+from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
 from stratagem.worker.process.worker_settings import from_command_line
 from stratagem.worker.service.fence import FenceGuard
 from stratagem.worker.session.outbox import MAX_LOG_LINES, Outbox
 from stratagem.worker.session.plan_control import (
     ABORTED,
     DRAINED,
+    AwaitView,
     Control,
-    Interrupt,
-    Moved,
-    Parked,
-    PartyView,
+    MemberView,
+    PlanStopped,
+    ViewChanged,
 )
 from stratagem.worker.session.session_states import StateStore, freeze
 
@@ -88,7 +88,7 @@ async def test_what_only_asks_does_not_move_the_fence() -> None:
     await guard.check(types_pb2.Fence(term=1, membership=1), "run", "")
 
 
-def upload(cache: BlobCache, value: float, *, purpose: Purpose = Purpose.STATE) -> str:
+def upload(cache: ReceivedBlobs, value: float, *, purpose: Purpose = Purpose.STATE) -> str:
     manifest, buffers = manifest_of({"x": torch.full((600_000,), value)}, purpose)
     digest = blob_digest(manifest, buffers)
     for part in (buffers[0][:1_000_000], None):
@@ -107,7 +107,7 @@ def upload(cache: BlobCache, value: float, *, purpose: Purpose = Purpose.STATE) 
 def test_the_upload_of_a_frozen_coordinator_gives_way_to_its_successor(
     tmp_path: Path, limit: int
 ) -> None:
-    cache = BlobCache(tmp_path, limit)
+    cache = ReceivedBlobs(tmp_path, limit)
     manifest, buffers = manifest_of({"x": torch.ones(600_000)}, Purpose.STATE)
     digest = blob_digest(manifest, buffers)
     first, *rest = iter_chunks(buffers, 0)
@@ -132,8 +132,8 @@ def files_in(directory: Path) -> list[Path]:
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
-    cache = BlobCache(tmp_path, limit)
-    waiting = asyncio.create_task(cache.get("run", upload(BlobCache(None, 1), 3.0)))
+    cache = ReceivedBlobs(tmp_path, limit)
+    waiting = asyncio.create_task(cache.get("run", upload(ReceivedBlobs(None, 1), 3.0)))
     data = upload(cache, 0.5, purpose=Purpose.DATA)
     digests = [upload(cache, value) for value in (1.0, 2.0, 3.0)]
     assert [cache.find("run", digest) is not None for digest in digests] == [False, True, True]
@@ -150,7 +150,7 @@ async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
 async def test_what_came_in_several_streams_must_have_the_digest(
     tmp_path: Path, limit: int
 ) -> None:
-    cache = BlobCache(tmp_path, limit, max_uploads=2)
+    cache = ReceivedBlobs(tmp_path, limit, max_uploads=2)
     manifest, buffers = manifest_of({"x": torch.full((600_000,), 1.0)}, Purpose.STATE)
     _, others = manifest_of({"x": torch.full((600_000,), 2.0)}, Purpose.STATE)
     digest = blob_digest(manifest, buffers)
@@ -176,7 +176,7 @@ async def test_what_came_in_several_streams_must_have_the_digest(
 
 
 async def test_uploads_that_nobody_goes_on_with_do_not_pile_up(tmp_path: Path) -> None:
-    cache = BlobCache(tmp_path, 0, max_uploads=2)
+    cache = ReceivedBlobs(tmp_path, 0, max_uploads=2)
     manifest, _ = manifest_of({"x": torch.ones(600)}, Purpose.STATE)
     for number in range(5):
         cache.open_upload("run", f"{number:064}", manifest, 1).is_open = False
@@ -196,8 +196,8 @@ class Cut:
         self.event.set()
 
 
-def view(membership: int) -> PartyView:
-    return PartyView(1, membership, 0, ())
+def view(membership: int) -> MemberView:
+    return MemberView(1, membership, 0, ())
 
 
 async def test_control_cuts_what_is_held_under_an_older_view() -> None:
@@ -228,19 +228,19 @@ async def test_waits_end_when_the_ground_moves() -> None:
 
     assert await asyncio.to_thread(control.wait, soon(), 1) == 7
     moved = asyncio.create_task(asyncio.to_thread(control.wait, forever(), 1))
-    with pytest.raises(Parked):
+    with pytest.raises(AwaitView):
         control.view_after(1)
     control.set_view(view(2))
-    with pytest.raises(Moved):
+    with pytest.raises(ViewChanged):
         await moved
     assert control.view_after(1).membership == 2
     drained = asyncio.create_task(asyncio.to_thread(control.wait, forever()))
     control.drain()
-    with pytest.raises(Interrupt) as end:
+    with pytest.raises(PlanStopped) as end:
         await drained
     assert end.value.reason == DRAINED
     control.interrupt(ABORTED)
-    with pytest.raises(Interrupt) as end:
+    with pytest.raises(PlanStopped) as end:
         await asyncio.to_thread(control.wait, forever(), 2)
     assert end.value.reason == ABORTED
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stratagem.worker.engine.numerics.layer_support import KINDS, Kind
+from stratagem.worker.engine.numerics.layer_support import KINDS, LayerKind
 from tests.worker.service.rows import Numbers
 
 
@@ -31,7 +31,7 @@ class Rare(nn.Module):
 
 
 def rare() -> nn.Module:
-    KINDS["Rare"] = Kind(Rare, Rare, ((2, 12),))
+    KINDS["Rare"] = LayerKind(Rare, Rare, ((2, 12),))
     return nn.Sequential(Rare(), nn.Linear(12, 5))
 
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from stratagem.client.local.child_process import Command, ProcessView, read_address
-from stratagem.client.local.process_supervisor import Supervisor
+from stratagem.client.local.process_supervisor import ProcessSupervisor
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
@@ -74,7 +74,7 @@ class LocalCluster:
             "worker": [sys.executable, "-m", "stratagem.worker"],
         }
     )
-    _supervisor: Supervisor | None = field(init=False, default=None)
+    _supervisor: ProcessSupervisor | None = field(init=False, default=None)
     _folder: Path = field(init=False, default_factory=Path)
     _lock: int = field(init=False, default=-1)
     _owner: int = field(init=False, default=0)
@@ -95,7 +95,9 @@ class LocalCluster:
         if self._supervisor is not None:
             return self
         self._folder, self._owner = self._make_folder(), os.getpid()
-        self._supervisor = Supervisor([self._coordinator(), *map(self._worker, self.worker_names)])
+        self._supervisor = ProcessSupervisor(
+            [self._coordinator(), *map(self._worker, self.worker_names)]
+        )
         self._supervisor.start()
         try:
             self.wait_ready()
@@ -176,7 +178,7 @@ class LocalCluster:
 
     # ---- how the processes are run ----
 
-    def _running(self) -> Supervisor:
+    def _running(self) -> ProcessSupervisor:
         if self._supervisor is None:
             raise NotFoundError("this local cluster is not running; call start()")
         if self._owner != os.getpid():

@@ -72,7 +72,7 @@ class _Child:
 
 
 @dataclass(slots=True)
-class Supervisor:
+class ProcessSupervisor:
     """All state is guarded by one condition, which is notified at every change."""
 
     commands: Sequence[Command]

@@ -39,7 +39,7 @@ _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ForkProgram:
     """What a fork becomes."""
 
     argv: list[str]
@@ -58,7 +58,7 @@ def main() -> None:
     end(0 if program is None else _become(program))
 
 
-def _serve(requests: socket.socket) -> Program | None:
+def _serve(requests: socket.socket) -> ForkProgram | None:
     """Answer requests until their socket is closed. Returns in every fork with its program."""
     waiting: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, where to answer
     poller = select.poll()
@@ -77,7 +77,7 @@ def _serve(requests: socket.socket) -> Program | None:
             pid = os.fork()
             if pid == 0:
                 _detach(requests, waiting, descriptors)
-                return Program(**json.loads(message))
+                return ForkProgram(**json.loads(message))
             answer = _answer(pid, descriptors)
             waiting[answer[0]] = (pid, answer[1])
             poller.register(answer[0], select.POLLIN)
@@ -130,7 +130,7 @@ def _detach(
         channel.close()
 
 
-def _become(program: Program) -> int:
+def _become(program: ForkProgram) -> int:
     """Go on as `python argv...` in the folder and environment asked for; the exit status."""
     os.environ.clear()
     os.environ.update(program.environment)

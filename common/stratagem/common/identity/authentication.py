@@ -103,7 +103,7 @@ def current_caller() -> Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Authorizer:
     """How a server tells who calls; made once per server."""
 
     trust_domain: str = ""

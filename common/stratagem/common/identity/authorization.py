@@ -45,7 +45,7 @@ UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DAT
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AccessRule:
     """Who may make a call, any of these, and what about."""
 
     who: tuple[Who, ...]
@@ -54,15 +54,15 @@ class Rule:
 
 _COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
 _WORKER: Final = "/stratagem.v1.WorkerService/"
-_READ: Final = Rule((Scope.READ,), Names.SHARED_RUN)
-_CHANGE: Final = Rule((Scope.SUBMIT,), Names.OWN_RUN)
-_ORDER: Final = Rule((Role.COORDINATOR,), Names.ORDERED)
-_PROBE: Final = Rule((Anyone.ANYONE,), Names.NOTHING)
+_READ: Final = AccessRule((Scope.READ,), Names.SHARED_RUN)
+_CHANGE: Final = AccessRule((Scope.SUBMIT,), Names.OWN_RUN)
+_ORDER: Final = AccessRule((Role.COORDINATOR,), Names.ORDERED)
+_PROBE: Final = AccessRule((Anyone.ANYONE,), Names.NOTHING)
 
-TABLE: Final[Mapping[str, Rule]] = {
+TABLE: Final[Mapping[str, AccessRule]] = {
     # People: the certificate of a client has every scope.
-    f"{_COORDINATOR}SubmitRun": Rule((Scope.SUBMIT,), Names.OWN_DATA),
-    f"{_COORDINATOR}UploadData": Rule((Scope.SUBMIT,), Names.BROUGHT_DATA),
+    f"{_COORDINATOR}SubmitRun": AccessRule((Scope.SUBMIT,), Names.OWN_DATA),
+    f"{_COORDINATOR}UploadData": AccessRule((Scope.SUBMIT,), Names.BROUGHT_DATA),
     f"{_COORDINATOR}CancelRun": _CHANGE,
     f"{_COORDINATOR}ResumeRun": _CHANGE,
     f"{_COORDINATOR}DeleteRun": _CHANGE,
@@ -72,14 +72,14 @@ TABLE: Final[Mapping[str, Rule]] = {
     f"{_COORDINATOR}DownloadState": _READ,
     f"{_COORDINATOR}DownloadProfile": _READ,
     f"{_COORDINATOR}TailLogs": _READ,
-    f"{_COORDINATOR}ListWorkers": Rule((Scope.READ,), Names.NOTHING),
-    f"{_COORDINATOR}Diagnose": Rule((Scope.READ, Role.WORKER), Names.COORDINATOR),
+    f"{_COORDINATOR}ListWorkers": AccessRule((Scope.READ,), Names.NOTHING),
+    f"{_COORDINATOR}Diagnose": AccessRule((Scope.READ, Role.WORKER), Names.COORDINATOR),
     # Workers, each for itself.
-    f"{_COORDINATOR}RegisterWorker": Rule((Role.WORKER,), Names.ITSELF),
-    f"{_COORDINATOR}Heartbeat": Rule((Role.WORKER,), Names.ITSELF),
-    f"{_COORDINATOR}Leave": Rule((Role.WORKER,), Names.ITSELF),
-    f"{_COORDINATOR}Rendezvous": Rule((Role.WORKER,), Names.OWN_RANK),
-    f"{_COORDINATOR}Suspect": Rule((Role.WORKER,), Names.OWN_PARTY),
+    f"{_COORDINATOR}RegisterWorker": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Heartbeat": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Leave": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Rendezvous": AccessRule((Role.WORKER,), Names.OWN_RANK),
+    f"{_COORDINATOR}Suspect": AccessRule((Role.WORKER,), Names.OWN_PARTY),
     # What a worker does for the coordinator; a live state is also for the members of its party.
     f"{_WORKER}Execute": _ORDER,
     f"{_WORKER}SetState": _ORDER,
@@ -88,14 +88,14 @@ TABLE: Final[Mapping[str, Rule]] = {
     f"{_WORKER}Abort": _ORDER,
     f"{_WORKER}CloseSession": _ORDER,
     f"{_WORKER}Describe": _ORDER,
-    f"{_WORKER}GetState": Rule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
-    "/stratagem.v1.PeerService/Send": Rule((Role.WORKER,), Names.OWN_RANK),
+    f"{_WORKER}GetState": AccessRule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
+    "/stratagem.v1.PeerService/Send": AccessRule((Role.WORKER,), Names.OWN_RANK),
     # Says SERVING or not, to probes, on a port of its own.
     "/grpc.health.v1.Health/Check": _PROBE,
     "/grpc.health.v1.Health/Watch": _PROBE,
     "/grpc.health.v1.Health/List": _PROBE,
     # Off unless switched on.
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rule(
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AccessRule(
         (Scope.READ,), Names.NOTHING
     ),
 }

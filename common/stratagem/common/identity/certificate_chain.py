@@ -21,7 +21,7 @@ AUTHORITY: Final = "authority"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainCertificate:
     """One certificate of a chain."""
 
     file: str
@@ -41,7 +41,7 @@ class Link:
         return f"the certificate {self.file}"
 
 
-Chain = tuple[Link, ...]
+Chain = tuple[ChainCertificate, ...]
 """From the holder's own certificate up, as far as it is known."""
 
 
@@ -66,7 +66,7 @@ def chain_of(
     return tuple(links)
 
 
-def ended(chain: Chain) -> Link | None:
+def ended(chain: Chain) -> ChainCertificate | None:
     """The certificate that keeps the chain from counting; None while all of it counts.
 
     The highest: what is signed anew below it would not count either.
@@ -74,12 +74,12 @@ def ended(chain: Chain) -> Link | None:
     return next((link for link in reversed(chain) if link.has_ended), None)
 
 
-def first_to_end(chain: Chain) -> Link | None:
+def first_to_end(chain: Chain) -> ChainCertificate | None:
     """That with which the chain ends; the highest of several."""
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
-def said(link: Link, signed: str) -> str:
+def said(link: ChainCertificate, signed: str) -> str:
     """That it has ended, and the remedy; `signed` names what it stands for."""
     when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
     if not link.is_authority:
@@ -90,8 +90,8 @@ def said(link: Link, signed: str) -> str:
     )
 
 
-def _link(file: str, certificate: x509.Certificate, *, is_authority: bool) -> Link:
-    return Link(
+def _link(file: str, certificate: x509.Certificate, *, is_authority: bool) -> ChainCertificate:
+    return ChainCertificate(
         file,
         certificate.subject.rfc4514_string(),
         is_authority,

@@ -30,7 +30,7 @@ class FromNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodeInput:
     """What input `index` of `count` gets: a member if the value is a tuple, or the value."""
 
     of: Source
@@ -45,7 +45,7 @@ class Bundle:
     parts: tuple[Source, ...]
 
 
-Source: TypeAlias = ModelInput | FromNode | Part | Bundle
+Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ModelProgram:
     """All calls in an order in which they can be done, and the output of the model."""
 
     calls: tuple[Call, ...]
@@ -66,7 +66,7 @@ class Program:
     """By node; the model's output counts as a use, the last one."""
 
 
-def make_program(calls: Sequence[Call], output: Source) -> Program:
+def make_program(calls: Sequence[Call], output: Source) -> ModelProgram:
     """Numbers the uses of every node."""
     num_uses = {call.node: 0 for call in calls}
 
@@ -75,25 +75,25 @@ def make_program(calls: Sequence[Call], output: Source) -> Program:
             case FromNode(node):
                 num_uses[node] += 1
                 return FromNode(node, num_uses[node] - 1)
-            case Part(of, index, count):
-                return Part(number(of), index, count)
+            case NodeInput(of, index, count):
+                return NodeInput(number(of), index, count)
             case Bundle(parts):
                 return Bundle(tuple(number(part) for part in parts))
             case ModelInput():
                 return source
 
     numbered = tuple(Call(call.node, tuple(number(arg) for arg in call.args)) for call in calls)
-    return Program(numbered, number(output), num_uses)
+    return ModelProgram(numbered, number(output), num_uses)
 
 
-def chain(nodes: Sequence[str]) -> Program:
+def chain(nodes: Sequence[str]) -> ModelProgram:
     """Nodes in a row, each fed by the one before it."""
     sources: list[Source] = [ModelInput(), *(FromNode(node) for node in nodes)]
     calls = [Call(node, (source,)) for node, source in zip(nodes, sources, strict=False)]
     return make_program(calls, sources[-1])
 
 
-def flatten(graph: GraphSpec) -> Program:
+def flatten(graph: GraphSpec) -> ModelProgram:
     """The calls of a graph and of all graphs inside it. Raises InvalidInputError."""
     calls: list[Call] = []
     output = _inline(graph, "", (ModelInput(),), calls)
@@ -105,7 +105,7 @@ def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
     match source:
         case FromNode() | ModelInput():
             yield source
-        case Part(of=of):
+        case NodeInput(of=of):
             yield from leaves(of)
         case Bundle(parts):
             for part in parts:
@@ -135,7 +135,7 @@ def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, 
     if len(given) == 1 and isinstance(given[0], Bundle):
         given = given[0].parts
     if len(given) == 1:
-        return tuple(Part(given[0], index, count) for index in range(count))
+        return tuple(NodeInput(given[0], index, count) for index in range(count))
     if len(given) != count:
         where = prefix.rstrip("/") or "the graph"
         raise InvalidInputError.at(

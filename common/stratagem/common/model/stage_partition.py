@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.model.program import FromNode, ModelInput, Program, Source, leaves
+from stratagem.common.model.program import FromNode, ModelInput, ModelProgram, Source, leaves
 from stratagem.common.schema.json_text import suggest
 
 
@@ -47,7 +47,7 @@ class Boundary:
 class StagePlan:
     """Stages in the order in which a micro-batch passes them; boundaries that carry something."""
 
-    program: Program
+    program: ModelProgram
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     num_boundaries: int
@@ -71,7 +71,7 @@ class StagePlan:
         return tuple(tuple(sorted({b.source for b in self.before(i)})) for i in count)
 
 
-def plan_stages(program: Program, partitions: Sequence[Sequence[str]]) -> StagePlan:
+def plan_stages(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> StagePlan:
     """partitions: node ids, or ids and paths of subgraphs, which stand for all nodes inside them.
 
     Raises InvalidInputError that names every id that is unknown, claimed twice or unclaimed, or
@@ -87,7 +87,7 @@ def plan_stages(program: Program, partitions: Sequence[Sequence[str]]) -> StageP
     return StagePlan(program, stages, boundaries, num_boundaries)
 
 
-def _owners(program: Program, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
+def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[str, int]:
     """node → number of its partition."""
     if not partitions:
         raise InvalidInputError.at("partitions", "must not be empty")
@@ -124,7 +124,7 @@ def _known(names: Sequence[str], wrong: str) -> str:
     return f"known are: {', '.join(known)}{suggest(wrong, known)}"
 
 
-def _needs(program: Program, owner: Mapping[str, int], count: int) -> list[set[int]]:
+def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
     """For each partition those whose outputs it needs."""
     needs: list[set[int]] = [set() for _ in range(count)]
     for call in program.calls:
@@ -135,7 +135,9 @@ def _needs(program: Program, owner: Mapping[str, int], count: int) -> list[set[i
     return needs
 
 
-def _ordered(needs: Sequence[set[int]], owner: Mapping[str, int], program: Program) -> list[int]:
+def _ordered(
+    needs: Sequence[set[int]], owner: Mapping[str, int], program: ModelProgram
+) -> list[int]:
     """Partitions so that needs point backwards; ties in the order of the program."""
     first: dict[int, int] = {}
     for position, call in enumerate(program.calls):
@@ -162,7 +164,7 @@ def _ring(needs: Sequence[set[int]], left: set[int]) -> str:
     )
 
 
-def _stage(program: Program, owner: Mapping[str, int], partition: int) -> Stage:
+def _stage(program: ModelProgram, owner: Mapping[str, int], partition: int) -> Stage:
     calls = [call for call in program.calls if owner[call.node] == partition]
     reads_input = any(
         isinstance(leaf, ModelInput) for call in calls for arg in call.args for leaf in leaves(arg)
@@ -171,7 +173,7 @@ def _stage(program: Program, owner: Mapping[str, int], partition: int) -> Stage:
 
 
 def _boundaries(
-    program: Program, placed: Mapping[str, int], num_stages: int
+    program: ModelProgram, placed: Mapping[str, int], num_stages: int
 ) -> tuple[tuple[Boundary, ...], int]:
     uses: dict[tuple[int, int], dict[str, list[int]]] = {}
     readers: list[tuple[int, Source]] = [

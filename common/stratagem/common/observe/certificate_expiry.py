@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.identity.certificate_chain import AUTHORITY, Link, first_to_end
+from stratagem.common.identity.certificate_chain import AUTHORITY, ChainCertificate, first_to_end
 from stratagem.common.identity.tls_files import Material, TlsFiles, links_of
 from stratagem.common.observe.metric_definition import Metric, Values
 from stratagem.common.observe.scrape_guard import MetricsSettings
@@ -40,7 +40,7 @@ def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
     yield START, {(role,): link.starts.timestamp() for role, link in found.items()}
 
 
-def _found(settings: MetricsSettings) -> dict[str, Link]:
+def _found(settings: MetricsSettings) -> dict[str, ChainCertificate]:
     found = {}
     material = _material(settings)
     if material is not None and material.cert_id is not None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.pipeline.schedules import Action, Kind, Schedule
+from stratagem.common.pipeline.schedules import Action, Schedule, TaskKind
 
-EQUAL_COSTS: Final[Mapping[Kind, float]] = {
-    Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0
+EQUAL_COSTS: Final[Mapping[TaskKind, float]] = {
+    TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 1.0, TaskKind.INPUT: 1.0, TaskKind.WEIGHT: 1.0
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def check(
 def simulate(
     schedule: Schedule,
     needs: Sequence[Sequence[int]],
-    costs: Mapping[Kind, float] = EQUAL_COSTS,
+    costs: Mapping[TaskKind, float] = EQUAL_COSTS,
     hop: float = 0.0,
 ) -> Timeline:
     """When what would happen if actions took `costs` and a transfer `hop`."""
@@ -95,7 +95,7 @@ def peak_live(schedule: Schedule) -> dict[int, int]:
     peak: dict[int, int] = {}
     for actions in schedule:
         for action in actions:
-            change = {Kind.FORWARD: 1, Kind.INPUT: 0}.get(action.kind, -1)
+            change = {TaskKind.FORWARD: 1, TaskKind.INPUT: 0}.get(action.kind, -1)
             live[action.stage] = live.get(action.stage, 0) + change
             peak[action.stage] = max(peak.get(action.stage, 0), live[action.stage])
     return peak
@@ -154,20 +154,20 @@ def _ready_at(
     """When all that an action needs is there; None while it is not known."""
     stage, micro_batch = action.stage, action.micro_batch
     found: list[float] = []
-    if action.kind is Kind.FORWARD:
-        remote = [(Kind.FORWARD, source) for source in needs[stage]]
-    elif action.kind is Kind.WEIGHT:
+    if action.kind is TaskKind.FORWARD:
+        remote = [(TaskKind.FORWARD, source) for source in needs[stage]]
+    elif action.kind is TaskKind.WEIGHT:
         remote = []
     else:
-        remote = [(Kind.BACKWARD, target) for target in needed_by[stage]]
+        remote = [(TaskKind.BACKWARD, target) for target in needed_by[stage]]
     for kind, other in remote:
-        options = (kind, Kind.INPUT) if kind is Kind.BACKWARD else (kind,)
+        options = (kind, TaskKind.INPUT) if kind is TaskKind.BACKWARD else (kind,)
         ends = [spans[a][1] for k in options if (a := Action(k, other, micro_batch)) in spans]
         if not ends:
             return None
         found.append(ends[0] + hop)
-    if action.kind is not Kind.FORWARD:
-        own = Kind.INPUT if action.kind is Kind.WEIGHT else Kind.FORWARD
+    if action.kind is not TaskKind.FORWARD:
+        own = TaskKind.INPUT if action.kind is TaskKind.WEIGHT else TaskKind.FORWARD
         before = Action(own, stage, micro_batch)
         if before not in spans:
             return None
@@ -184,13 +184,15 @@ def _awaited(
 ) -> str:
     """What an action that cannot begin needs and nobody has done: in words."""
     stage, micro_batch = action.stage, action.micro_batch
-    wanted: list[tuple[tuple[Kind, ...], int]] = []
-    if action.kind is Kind.FORWARD:
-        wanted += [((Kind.FORWARD,), source) for source in needs[stage]]
-    elif action.kind is not Kind.WEIGHT:
-        wanted += [((Kind.BACKWARD, Kind.INPUT), target) for target in needed_by[stage]]
-    if action.kind is not Kind.FORWARD:
-        wanted.append(((Kind.INPUT if action.kind is Kind.WEIGHT else Kind.FORWARD,), stage))
+    wanted: list[tuple[tuple[TaskKind, ...], int]] = []
+    if action.kind is TaskKind.FORWARD:
+        wanted += [((TaskKind.FORWARD,), source) for source in needs[stage]]
+    elif action.kind is not TaskKind.WEIGHT:
+        wanted += [((TaskKind.BACKWARD, TaskKind.INPUT), target) for target in needed_by[stage]]
+    if action.kind is not TaskKind.FORWARD:
+        wanted.append(
+            ((TaskKind.INPUT if action.kind is TaskKind.WEIGHT else TaskKind.FORWARD,), stage)
+        )
     words = []
     for kinds, other in wanted:
         if not any(Action(kind, other, micro_batch) in spans for kind in kinds):
@@ -203,7 +205,7 @@ def _check_complete(
     schedule: Schedule, rank_of: Sequence[int], num_micro_batches: int, backward: bool
 ) -> None:
     for rank, actions in enumerate(schedule):
-        done: dict[tuple[int, Kind], int] = {}
+        done: dict[tuple[int, TaskKind], int] = {}
         for index, action in enumerate(actions):
             key = (action.stage, action.kind)
             wrong = ""
@@ -218,12 +220,17 @@ def _check_complete(
                 raise InvalidInputError.at("schedule", f"{action} on rank {rank}: {wrong}\n{grid}")
             done[key] = action.micro_batch + 1
         for stage in [s for s, owner in enumerate(rank_of) if owner == rank]:
-            counts = {kind: done.get((stage, kind), 0) for kind in Kind}
-            whole = counts[Kind.BACKWARD] or counts[Kind.INPUT]
-            halves = counts[Kind.INPUT] == counts[Kind.WEIGHT]
-            both = bool(counts[Kind.BACKWARD] and counts[Kind.INPUT])
+            counts = {kind: done.get((stage, kind), 0) for kind in TaskKind}
+            whole = counts[TaskKind.BACKWARD] or counts[TaskKind.INPUT]
+            halves = counts[TaskKind.INPUT] == counts[TaskKind.WEIGHT]
+            both = bool(counts[TaskKind.BACKWARD] and counts[TaskKind.INPUT])
             expected = num_micro_batches if backward else 0
-            if counts[Kind.FORWARD] != num_micro_batches or whole != expected or both or not halves:
+            if (
+                counts[TaskKind.FORWARD] != num_micro_batches
+                or whole != expected
+                or both
+                or not halves
+            ):
                 grid = format_lists(schedule)
                 text = f"stage {stage} is not complete for {num_micro_batches} micro-batches"
                 raise InvalidInputError.at("schedule", f"{text}\n{grid}")

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from stratagem.common.base.errors import InvalidInputError
 
 
-class Kind(StrEnum):
+class TaskKind(StrEnum):
     """What is computed for one micro-batch on one stage."""
 
     FORWARD = "F"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    kind: Kind
+    kind: TaskKind
     stage: int
     micro_batch: int
 
@@ -94,17 +94,17 @@ def _interleaved_rank(
 ) -> tuple[Action, ...]:
     total = num_micro_batches * chunks
 
-    def action(kind: Kind, step: int) -> Action:
+    def action(kind: TaskKind, step: int) -> Action:
         micro_batch = step // (size * chunks) * size + step % size
         chunk = step % (size * chunks) // size
-        chunk = chunk if kind is Kind.FORWARD else chunks - 1 - chunk
+        chunk = chunk if kind is TaskKind.FORWARD else chunks - 1 - chunk
         return Action(kind, rank + chunk * size, micro_batch)
 
     warmup = min(2 * (size - rank - 1) + (chunks - 1) * size, total)
-    actions = [action(Kind.FORWARD, step) for step in range(warmup)]
+    actions = [action(TaskKind.FORWARD, step) for step in range(warmup)]
     for step in range(total - warmup):
-        actions += [action(Kind.FORWARD, warmup + step), action(Kind.BACKWARD, step)]
-    actions += [action(Kind.BACKWARD, step) for step in range(total - warmup, total)]
+        actions += [action(TaskKind.FORWARD, warmup + step), action(TaskKind.BACKWARD, step)]
+    actions += [action(TaskKind.BACKWARD, step) for step in range(total - warmup, total)]
     return tuple(actions)
 
 
@@ -145,9 +145,9 @@ class _Board:
     ) -> None:
         self._rank_of, self._count, self._is_split = rank_of, num_micro_batches, split
         num_stages, num_ranks = len(rank_of), max(rank_of) + 1
-        self._done = {kind: [0] * num_stages for kind in Kind}
-        self._back = Kind.INPUT if split else Kind.BACKWARD
-        self._release = Kind.WEIGHT if split else Kind.BACKWARD
+        self._done = {kind: [0] * num_stages for kind in TaskKind}
+        self._back = TaskKind.INPUT if split else TaskKind.BACKWARD
+        self._release = TaskKind.WEIGHT if split else TaskKind.BACKWARD
         self._limit = [
             max_live if max_live is not None else num_stages - stage for stage in range(num_stages)
         ]
@@ -164,25 +164,25 @@ class _Board:
 
     def _choose(self, rank: int) -> Action | None:
         stages = [stage for stage, owner in enumerate(self._rank_of) if owner == rank]
-        for kind in (self._back, Kind.FORWARD, Kind.WEIGHT):
+        for kind in (self._back, TaskKind.FORWARD, TaskKind.WEIGHT):
             ready = [(self._done[kind][s], -s) for s in stages if self._is_ready(kind, s)]
             if ready:
                 micro_batch, stage = min(ready)
                 return Action(kind, -stage, micro_batch)
         return None
 
-    def _is_ready(self, kind: Kind, stage: int) -> bool:
+    def _is_ready(self, kind: TaskKind, stage: int) -> bool:
         done = self._done
         number = done[kind][stage]
         if number == self._count:
             return False
-        if kind is Kind.FORWARD:
+        if kind is TaskKind.FORWARD:
             live = number - done[self._release][stage]
             return live < self._limit[stage] and (stage == 0 or done[kind][stage - 1] > number)
-        if kind is Kind.WEIGHT:
-            return self._is_split and done[Kind.INPUT][stage] > number
+        if kind is TaskKind.WEIGHT:
+            return self._is_split and done[TaskKind.INPUT][stage] > number
         last = stage == len(self._rank_of) - 1
-        return done[Kind.FORWARD][stage] > number and (last or done[kind][stage + 1] > number)
+        return done[TaskKind.FORWARD][stage] > number and (last or done[kind][stage + 1] > number)
 
 
 def choose(name: str, rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
@@ -248,7 +248,7 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
     num_ranks = max(rank_of) + 1
     return tuple(
         tuple(
-            Action(Kind.FORWARD, stage, micro_batch)
+            Action(TaskKind.FORWARD, stage, micro_batch)
             for micro_batch in range(num_micro_batches)
             for stage, owner in enumerate(rank_of)
             if owner == rank
@@ -260,10 +260,13 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Schedule:
 def _pairs(stage: int, count: int, warmup: int) -> tuple[Action, ...]:
     """`warmup` forwards, then pairs of forward and backward, then what is left of the backwards."""
     warmup = min(warmup, count)
-    actions = [Action(Kind.FORWARD, stage, m) for m in range(warmup)]
+    actions = [Action(TaskKind.FORWARD, stage, m) for m in range(warmup)]
     for m in range(count - warmup):
-        actions += [Action(Kind.FORWARD, stage, warmup + m), Action(Kind.BACKWARD, stage, m)]
-    actions += [Action(Kind.BACKWARD, stage, m) for m in range(count - warmup, count)]
+        actions += [
+            Action(TaskKind.FORWARD, stage, warmup + m),
+            Action(TaskKind.BACKWARD, stage, m),
+        ]
+    actions += [Action(TaskKind.BACKWARD, stage, m) for m in range(count - warmup, count)]
     return tuple(actions)
 
 

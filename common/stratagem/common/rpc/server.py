@@ -27,7 +27,7 @@ from stratagem.common.base.errors import InvalidInputError, UnavailableError, Wr
 from stratagem.common.base.exception_text import sole
 from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.authorization import is_open
 from stratagem.common.identity.grpc_credentials import server_credentials
 from stratagem.common.identity.tls_files import TlsFiles
@@ -64,14 +64,14 @@ _FOREIGN: Final = ("/grpc.health.", "/grpc.reflection.")
 def make_server(
     limits: CallLimits = DEFAULT_LIMITS,
     *,
-    gate: Gate | None = None,
+    gate: Authorizer | None = None,
     calls: CallStats | None = None,
 ) -> grpc.aio.Server:
     """A server with our options and rules; add services, `bind`, start.
 
     gate: who is let in; everybody unless given, which is for servers without TLS. calls: counts.
     """
-    rules = _Rules(gate or Gate(), calls or CallStats(), Admission(limits))
+    rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits))
     return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)
 
 
@@ -130,7 +130,7 @@ def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
 
 
 class _Rules(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Gate, calls: CallStats, admission: Admission) -> None:
+    def __init__(self, gate: Authorizer, calls: CallStats, admission: Admission) -> None:
         self._gate, self._calls, self._admission = gate, calls, admission
 
     async def intercept_service(
@@ -179,7 +179,7 @@ class _Call:
 
     details: grpc.HandlerCallDetails
     takes_stream: bool
-    gate: Gate
+    gate: Authorizer
     calls: CallStats
     admission: Admission
 

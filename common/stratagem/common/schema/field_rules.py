@@ -21,7 +21,7 @@ _KEY: Final = "rule"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """`holds` decides, `text` completes "<value> is not allowed; …"."""
 
     holds: Callable[[Any], bool]
@@ -36,27 +36,27 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= MAX_UNSIGNED
 
 
-AT_LEAST_1: Final = Rule(_is_count, "must be >= 1")
+AT_LEAST_1: Final = FieldRule(_is_count, "must be >= 1")
 
 
-def count_up_to(most: int) -> Rule:
+def count_up_to(most: int) -> FieldRule:
     """A count of things that are kept one by one: without an end it would be an attack."""
 
     def holds(value: object) -> bool:
         return AT_LEAST_1.holds(value) and (not limits.are_checked() or value <= most)  # type: ignore[operator]
 
-    return Rule(holds, f"must be >= 1 and <= {most}")
+    return FieldRule(holds, f"must be >= 1 and <= {most}")
 
 
-POSITIVE: Final = Rule(lambda v: _is_number(v) and v > 0, "must be > 0")
-NOT_NEGATIVE: Final = Rule(lambda v: _is_number(v) and v >= 0, "must be >= 0")
-FRACTION: Final = Rule(lambda v: _is_number(v) and 0 < v <= 1, "must be in (0, 1]")
-ZERO_TO_ONE: Final = Rule(lambda v: _is_number(v) and 0 <= v <= 1, "must be in [0, 1]")
-ZERO_TO_BELOW_1: Final = Rule(lambda v: _is_number(v) and 0 <= v < 1, "must be in [0, 1)")
-NOT_EMPTY: Final = Rule(lambda v: len(v) > 0, "must not be empty")
+POSITIVE: Final = FieldRule(lambda v: _is_number(v) and v > 0, "must be > 0")
+NOT_NEGATIVE: Final = FieldRule(lambda v: _is_number(v) and v >= 0, "must be >= 0")
+FRACTION: Final = FieldRule(lambda v: _is_number(v) and 0 < v <= 1, "must be in (0, 1]")
+ZERO_TO_ONE: Final = FieldRule(lambda v: _is_number(v) and 0 <= v <= 1, "must be in [0, 1]")
+ZERO_TO_BELOW_1: Final = FieldRule(lambda v: _is_number(v) and 0 <= v < 1, "must be in [0, 1)")
+NOT_EMPTY: Final = FieldRule(lambda v: len(v) > 0, "must not be empty")
 
 
-def must(allowed: Rule) -> Mapping[str, Rule]:
+def must(allowed: FieldRule) -> Mapping[str, FieldRule]:
     """Metadata of a dataclass field whose values obey the rule."""
     return {_KEY: allowed}
 

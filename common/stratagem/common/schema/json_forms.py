@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class JsonForm:
     """How a value is read (value, path) and written; an optional field may be missing."""
 
     read: Callable[[object, str], Any]
@@ -42,7 +42,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ObjectForm:
     """The fields of an object, in the order in which they are written, and the class it stands for.
 
     Unknown keys are ignored and logged, as the other readers of the shared form do. An object of
@@ -50,8 +50,8 @@ class Shape:
     """
 
     cls: type
-    fields: Mapping[str, Form] = field(default_factory=dict)
-    extras: Shape | None = None
+    fields: Mapping[str, JsonForm] = field(default_factory=dict)
+    extras: ObjectForm | None = None
     is_extras: bool = False
 
 
@@ -60,7 +60,7 @@ class _NoExtras:
     """The extras of a class that has none."""
 
 
-_NO_EXTRAS: Final = Shape(_NoExtras, is_extras=True)
+_NO_EXTRAS: Final = ObjectForm(_NoExtras, is_extras=True)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def read_text(value: object, path: str) -> str:
     return check_text(value, path)
 
 
-def list_of(form: Form) -> Form:
+def list_of(form: JsonForm) -> JsonForm:
     def read(value: object, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             raise InvalidInputError.at(path, f"{value!r} is not a list")
@@ -123,7 +123,7 @@ def list_of(form: Form) -> Form:
             raise InvalidInputError(violations=violations)
         return tuple(items)
 
-    return Form(read, lambda items: [form.write(each) for each in items])
+    return JsonForm(read, lambda items: [form.write(each) for each in items])
 
 
 def read_object(value: object, path: str) -> Mapping[str, object]:
@@ -132,17 +132,17 @@ def read_object(value: object, path: str) -> Mapping[str, object]:
     return value
 
 
-UNSIGNED: Final = Form(read_unsigned, lambda value: value)
-REAL: Final = Form(read_real, write_real)
-FLAG: Final = Form(read_flag, bool)
-TEXT: Final = Form(read_text, str)
+UNSIGNED: Final = JsonForm(read_unsigned, lambda value: value)
+REAL: Final = JsonForm(read_real, write_real)
+FLAG: Final = JsonForm(read_flag, bool)
+TEXT: Final = JsonForm(read_text, str)
 TEXTS: Final = list_of(TEXT)
-ANY_JSON: Final = Form(check_json, lambda value: sort_keys(check_json(value)))
+ANY_JSON: Final = JsonForm(check_json, lambda value: sort_keys(check_json(value)))
 
 
 def tagged(
-    tag: str, *shapes: Shape, extras_key: str = "", spelling: Callable[[str], str] = str
-) -> Form:
+    tag: str, *shapes: ObjectForm, extras_key: str = "", spelling: Callable[[str], str] = str
+) -> JsonForm:
     """One of the shapes, as an object that carries the name of the class under the tag.
 
     spelling: of the names of classes in the document.
@@ -163,19 +163,19 @@ def tagged(
         shape = by_class[type(value)]
         return {tag: spelling(shape.cls.__name__), **_write_fields(shape, value, extras_key)}
 
-    return Form(read, write)
+    return JsonForm(read, write)
 
 
-def plain(shape: Shape) -> Form:
+def plain(shape: ObjectForm) -> JsonForm:
     """The shape as an object without a tag."""
-    return Form(
+    return JsonForm(
         lambda value, path: _read_fields(shape, read_object(value, path), path),
         lambda value: _write_fields(shape, value),
     )
 
 
 def _read_fields(
-    shape: Shape, entries: Mapping[str, object], path: str, tag: str = "", extras_key: str = ""
+    shape: ObjectForm, entries: Mapping[str, object], path: str, tag: str = "", extras_key: str = ""
 ) -> Any:
     """An instance of the class; what is wrong with any of its entries is raised at once."""
     unknown = [str(key) for key in entries if key not in (tag, extras_key, *shape.fields)]
@@ -214,7 +214,7 @@ def _make(cls: type, values: dict[str, object], violations: list[Violation], pat
         raise InvalidInputError(violations=under(path, error.violations)) from None
 
 
-def _write_fields(shape: Shape, value: Any, extras_key: str = "") -> dict[str, JSON]:
+def _write_fields(shape: ObjectForm, value: Any, extras_key: str = "") -> dict[str, JSON]:
     kept = list(shape.fields)
     if shape.is_extras:
         default = shape.cls()

@@ -19,7 +19,7 @@ from stratagem.common.schema.field_rules import (
     POSITIVE,
     ZERO_TO_BELOW_1,
     ZERO_TO_ONE,
-    Rule,
+    FieldRule,
     check_fields,
     must,
 )
@@ -28,7 +28,7 @@ _TOPOLOGY: Final = re.compile(
     r"ring|complete|star|torus(:[1-9]\d{0,5}x[1-9]\d{0,5})?|hypercube|exponential|random:[1-9]\d{0,5}"
 )
 KNOWN_TOPOLOGIES: Final = "ring, complete, star, torus, torus:RxC, hypercube, exponential, random:K"
-_IS_TOPOLOGY: Final = Rule(
+_IS_TOPOLOGY: Final = FieldRule(
     lambda value: isinstance(value, str) and _TOPOLOGY.fullmatch(value) is not None,
     f"known topologies: {KNOWN_TOPOLOGIES}",
 )

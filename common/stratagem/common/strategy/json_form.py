@@ -19,8 +19,8 @@ from stratagem.common.schema.json_forms import (
     TEXT,
     TEXTS,
     UNSIGNED,
-    Form,
-    Shape,
+    JsonForm,
+    ObjectForm,
     list_of,
     plain,
     read_object,
@@ -77,9 +77,9 @@ def _write_late_updates(value: choices.Discount | None) -> JSON:
     return REFUSE if value is None else {"discount": value.discount}
 
 
-def _optional(form: Form) -> Form:
+def _optional(form: JsonForm) -> JsonForm:
     """The form, or null."""
-    return Form(
+    return JsonForm(
         lambda value, path: None if value is None else form.read(value, path),
         lambda value: None if value is None else form.write(value),
     )
@@ -110,46 +110,46 @@ _TARGETS: Final[Mapping[str, Callable[[Any], choices.RemoteTarget]]] = {
     "Tag": choices.Tag,
     "WorkerId": choices.WorkerIdTarget,
 }
-TARGET: Final = Form(_read_target, _write_target)
+TARGET: Final = JsonForm(_read_target, _write_target)
 # A strategy may hold another one: the form refers to itself.
-_INNER: Final = Form(
+_INNER: Final = JsonForm(
     lambda value, path: None if value is None else _STRATEGY.read(value, path),
     lambda value: None if value is None else _STRATEGY.write(value),
 )
 _GRADIENT_AGGREGATION: Final = tagged(
     "method",
-    Shape(choices.AllReduce),
-    Shape(choices.ParameterServer),
-    Shape(choices.Decentralized, {"topology": TEXT}),
+    ObjectForm(choices.AllReduce),
+    ObjectForm(choices.ParameterServer),
+    ObjectForm(choices.Decentralized, {"topology": TEXT}),
 )
-_PARTITION: Final = plain(Shape(choices.Partition, {"node_ids": TEXTS, "target": TARGET}))
+_PARTITION: Final = plain(ObjectForm(choices.Partition, {"node_ids": TEXTS, "target": TARGET}))
 _PROTOCOL: Final = tagged(
     "protocol",
-    Shape(choices.DataStore),
-    Shape(choices.Direct),
-    Shape(choices.Pipeline, {"micro_batch_size": UNSIGNED}),
+    ObjectForm(choices.DataStore),
+    ObjectForm(choices.Direct),
+    ObjectForm(choices.Pipeline, {"micro_batch_size": UNSIGNED}),
 )
 _FEDERATED_AGGREGATION: Final = tagged(
     "method",
-    Shape(choices.FedAvg),
-    Shape(choices.FedProx, {"mu": REAL}),
-    Shape(choices.FedYogi, {"beta1": REAL, "beta2": REAL, "tau": REAL}),
+    ObjectForm(choices.FedAvg),
+    ObjectForm(choices.FedProx, {"mu": REAL}),
+    ObjectForm(choices.FedYogi, {"beta1": REAL, "beta2": REAL, "tau": REAL}),
 )
 _SELECTION: Final = tagged(
     "method",
-    Shape(choices.All),
-    Shape(choices.Random, {"fraction": REAL}),
-    Shape(choices.ByCapability, {"required_tags": TEXTS}),
+    ObjectForm(choices.All),
+    ObjectForm(choices.Random, {"fraction": REAL}),
+    ObjectForm(choices.ByCapability, {"required_tags": TEXTS}),
 )
 _EXPLOIT: Final = tagged(
     "method",
-    Shape(choices.Truncation, {"fraction": REAL}),
-    Shape(choices.Binary, {"threshold": REAL}),
+    ObjectForm(choices.Truncation, {"fraction": REAL}),
+    ObjectForm(choices.Binary, {"threshold": REAL}),
 )
 _EXPLORE: Final = tagged(
-    "method", Shape(choices.Perturbation, {"factor": REAL}), Shape(choices.Resample)
+    "method", ObjectForm(choices.Perturbation, {"factor": REAL}), ObjectForm(choices.Resample)
 )
-_DATA_PARALLEL_OPTIONS: Final = Shape(
+_DATA_PARALLEL_OPTIONS: Final = ObjectForm(
     kinds.DataParallelOptions,
     {
         "min_replicas": UNSIGNED,
@@ -159,30 +159,30 @@ _DATA_PARALLEL_OPTIONS: Final = Shape(
     },
     is_extras=True,
 )
-_MODEL_PARALLEL_OPTIONS: Final = Shape(
+_MODEL_PARALLEL_OPTIONS: Final = ObjectForm(
     kinds.ModelParallelOptions, {"schedule": TEXT}, is_extras=True
 )
 _SERVER_OPTIMIZER: Final = tagged(
     "name",
-    Shape(
+    ObjectForm(
         choices.FedAdam,
         {"learning_rate": REAL, "beta1": REAL, "beta2": REAL, "tau": REAL},
         is_extras=True,
     ),
-    Shape(choices.FedAdagrad, {"learning_rate": REAL, "tau": REAL}, is_extras=True),
-    Shape(choices.FedAvgM, {"learning_rate": REAL, "momentum": REAL}, is_extras=True),
+    ObjectForm(choices.FedAdagrad, {"learning_rate": REAL, "tau": REAL}, is_extras=True),
+    ObjectForm(choices.FedAvgM, {"learning_rate": REAL, "momentum": REAL}, is_extras=True),
     spelling=str.lower,
 )
-_FEDERATED_OPTIONS: Final = Shape(
+_FEDERATED_OPTIONS: Final = ObjectForm(
     kinds.FederatedOptions,
     {
         "local_epochs": UNSIGNED,
-        "quorum": Form(_quorum, lambda value: value),
+        "quorum": JsonForm(_quorum, lambda value: value),
         "round_deadline_s": _optional(REAL),
         "server_learning_rate": REAL,
         "server_optimizer": _optional(_SERVER_OPTIMIZER),
         "over_select": UNSIGNED,
-        "late_updates": Form(_read_late_updates, _write_late_updates),
+        "late_updates": JsonForm(_read_late_updates, _write_late_updates),
         "max_staleness": UNSIGNED,
         "inner": _INNER,
         "on_client_error": TEXT,
@@ -190,23 +190,23 @@ _FEDERATED_OPTIONS: Final = Shape(
     },
     is_extras=True,
 )
-_POPULATION_OPTIONS: Final = Shape(
+_POPULATION_OPTIONS: Final = ObjectForm(
     kinds.PopulationOptions, {"inner": _INNER, "asynchronous": FLAG}, is_extras=True
 )
-_STRATEGY: Final[Form] = tagged(
+_STRATEGY: Final[JsonForm] = tagged(
     "type",
-    Shape(kinds.Local),
-    Shape(
+    ObjectForm(kinds.Local),
+    ObjectForm(
         kinds.DataParallel,
         {"num_replicas": UNSIGNED, "aggregation": _GRADIENT_AGGREGATION},
         extras=_DATA_PARALLEL_OPTIONS,
     ),
-    Shape(
+    ObjectForm(
         kinds.ModelParallel,
         {"partitions": list_of(_PARTITION), "communication": _PROTOCOL},
         extras=_MODEL_PARALLEL_OPTIONS,
     ),
-    Shape(
+    ObjectForm(
         kinds.Federated,
         {
             "num_clients": UNSIGNED,
@@ -216,7 +216,7 @@ _STRATEGY: Final[Form] = tagged(
         },
         extras=_FEDERATED_OPTIONS,
     ),
-    Shape(
+    ObjectForm(
         kinds.PopulationBased,
         {
             "population_size": UNSIGNED,
@@ -226,6 +226,6 @@ _STRATEGY: Final[Form] = tagged(
         },
         extras=_POPULATION_OPTIONS,
     ),
-    Shape(kinds.Custom, {"coordinator": TEXT, "config": ANY_JSON}),
+    ObjectForm(kinds.Custom, {"coordinator": TEXT, "config": ANY_JSON}),
     extras_key="options",
 )

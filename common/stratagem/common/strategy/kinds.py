@@ -16,7 +16,7 @@ from stratagem.common.schema.field_rules import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
-    Rule,
+    FieldRule,
     check_fields,
     count_up_to,
     must,
@@ -41,21 +41,21 @@ from stratagem.common.strategy.choices import (
 )
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 
-_IS_QUORUM: Final = Rule(
+_IS_QUORUM: Final = FieldRule(
     lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),
     "must be a count >= 1 or a share in (0, 1]",
 )
-_COUNT_IF_SET: Final = Rule(lambda v: v is None or AT_LEAST_1.holds(v), AT_LEAST_1.text)
-_IS_SCHEDULE: Final = Rule(
+_COUNT_IF_SET: Final = FieldRule(lambda v: v is None or AT_LEAST_1.holds(v), AT_LEAST_1.text)
+_IS_SCHEDULE: Final = FieldRule(
     lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
 )
 CLIENT_ERROR_POLICIES: Final = ("reject", "fail")
 QUORUM_POLICIES: Final = ("fail", "wait")
-_IS_CLIENT_ERROR_POLICY: Final = Rule(
+_IS_CLIENT_ERROR_POLICY: Final = FieldRule(
     lambda value: value in CLIENT_ERROR_POLICIES, "must be reject or fail"
 )
-_IS_QUORUM_POLICY: Final = Rule(lambda value: value in QUORUM_POLICIES, "must be fail or wait")
-_POSITIVE_IF_SET: Final = Rule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
+_IS_QUORUM_POLICY: Final = FieldRule(lambda value: value in QUORUM_POLICIES, "must be fail or wait")
+_POSITIVE_IF_SET: Final = FieldRule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
 
 MAX_REPLICAS: Final = 16_384
 MAX_CLIENTS: Final = 1_000_000
@@ -64,7 +64,7 @@ MAX_POPULATION: Final = 10_000
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
 DEFAULT_MAX_STALENESS: Final = 4
 DIRECT_ALL_REDUCE: Final = "direct"
-_IS_ALL_REDUCE: Final = Rule(
+_IS_ALL_REDUCE: Final = FieldRule(
     lambda value: value in (DIRECT_ALL_REDUCE, "ring", "native"), "must be direct, ring or native"
 )
 

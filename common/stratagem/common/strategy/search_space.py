@@ -19,8 +19,8 @@ from stratagem.common.schema.json_forms import (
     FLAG,
     REAL,
     TEXT,
-    Form,
-    Shape,
+    JsonForm,
+    ObjectForm,
     list_of,
     plain,
     read_object,
@@ -217,36 +217,36 @@ def _read_frozen(value: object, path: str) -> Mapping[str, JSON]:
     return read
 
 
-_INT: Final = Form(_read_int, lambda value: value)
-_SCALE: Final = Form(_read_scale, str)
-_DEFAULT: Final = Form(_read_default, lambda value: value, is_optional=True)
+_INT: Final = JsonForm(_read_int, lambda value: value)
+_SCALE: Final = JsonForm(_read_scale, str)
+_DEFAULT: Final = JsonForm(_read_default, lambda value: value, is_optional=True)
 # a conditional dimension holds another dimension: the form refers to itself
-_INNER: Final = Form(
+_INNER: Final = JsonForm(
     lambda value, path: _DIMENSION.read(value, path), lambda value: _DIMENSION.write(value)
 )
-_OPTIONS: Final = Shape(DimensionOptions, {"structural": FLAG}, is_extras=True)
-_DIMENSION: Final[Form] = tagged(
+_OPTIONS: Final = ObjectForm(DimensionOptions, {"structural": FLAG}, is_extras=True)
+_DIMENSION: Final[JsonForm] = tagged(
     "dim_type",
-    Shape(
+    ObjectForm(
         Float,
         {"name": TEXT, "low": REAL, "high": REAL, "scale": _SCALE, "default": _DEFAULT},
         _OPTIONS,
     ),
-    Shape(Int, {"name": TEXT, "low": _INT, "high": _INT, "scale": _SCALE}, _OPTIONS),
-    Shape(Categorical, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
-    Shape(Ordinal, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
-    Shape(
+    ObjectForm(Int, {"name": TEXT, "low": _INT, "high": _INT, "scale": _SCALE}, _OPTIONS),
+    ObjectForm(Categorical, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
+    ObjectForm(Ordinal, {"name": TEXT, "choices": list_of(ANY_JSON)}, _OPTIONS),
+    ObjectForm(
         Conditional,
         {"name": TEXT, "parent": TEXT, "parent_values": list_of(ANY_JSON), "dimension": _INNER},
     ),
     extras_key="options",
 )
 _SPACE: Final = plain(
-    Shape(
+    ObjectForm(
         SearchSpace,
         {
             "dimensions": list_of(_DIMENSION),
-            "frozen": Form(_read_frozen, lambda value: sort_keys(check_json(dict(value)))),
+            "frozen": JsonForm(_read_frozen, lambda value: sort_keys(check_json(dict(value)))),
         },
     )
 )

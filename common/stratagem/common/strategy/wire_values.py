@@ -18,8 +18,8 @@ from stratagem.common.schema.json_forms import (
     REAL,
     TEXT,
     UNSIGNED,
-    Form,
-    Shape,
+    JsonForm,
+    ObjectForm,
     list_of,
     plain,
     read_object,
@@ -151,11 +151,11 @@ def _read_bytes(value: object, path: str) -> bytes:
         raise InvalidInputError.at(path, "holds a number that is no byte, 0 to 255") from None
 
 
-_TENSOR: Final = plain(Shape(Tensor, {"values": list_of(REAL), "shape": list_of(UNSIGNED)}))
-_VALUES: Final[Mapping[str, tuple[Callable[[Any], Value], Form]]] = {
+_TENSOR: Final = plain(ObjectForm(Tensor, {"values": list_of(REAL), "shape": list_of(UNSIGNED)}))
+_VALUES: Final[Mapping[str, tuple[Callable[[Any], Value], JsonForm]]] = {
     "Tensor": (lambda tensor: tensor, _TENSOR),
     "Text": (Text, TEXT),
     "Json": (Json, ANY_JSON),
-    "Bytes": (Bytes, Form(_read_bytes, list)),
+    "Bytes": (Bytes, JsonForm(_read_bytes, list)),
     "Object": (Object, list_of(ANY_JSON)),
 }

@@ -47,16 +47,16 @@ from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending, pending_of
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.perform import perform
-from stratagem.coordinator.observe.event_feed import Event, Feed
+from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.profiles import Profiles
-from stratagem.coordinator.observe.run_logs import Line, RunLogs
+from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
 from stratagem.coordinator.runtime.chores import Chores
-from stratagem.coordinator.runtime.effect_supervisor import Supervisor
+from stratagem.coordinator.runtime.effect_supervisor import RunSupervisor
 from stratagem.coordinator.runtime.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leader_gate import Entrance
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.malloc_trim import rest
 from stratagem.coordinator.runtime.plugins import installed
@@ -82,7 +82,7 @@ log = structlog.get_logger()
 
 class App:
     def __init__(
-        self, settings: Settings, loop: Loop, storage: Storage, entrance: Entrance
+        self, settings: Settings, loop: Loop, storage: Storage, entrance: LeaderGate
     ) -> None:
         data = settings.data_dir
         self.entrance = entrance
@@ -96,12 +96,12 @@ class App:
         self.links = Links(loop.term, Proof(tls_of(settings)))
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
-        self.supervisor = Supervisor(
+        self.supervisor = RunSupervisor(
             lambda effect: perform(self.env, effect),
             lambda effect, reason: say_what_fails(self.feed, effect, reason),
         )
         self._chores = Chores()
-        self.env = Env(
+        self.env = EffectContext(
             loop=loop,
             links=self.links,
             blobs=self.blobs,
@@ -119,7 +119,7 @@ class App:
         self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
 
     @classmethod
-    async def lead(cls, settings: Settings, entrance: Entrance) -> "App":
+    async def lead(cls, settings: Settings, entrance: LeaderGate) -> "App":
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
         await asyncio.to_thread(_private_folder, settings.data_dir)
         storage = await asyncio.to_thread(Storage.open, settings)
@@ -202,7 +202,7 @@ class App:
             is_newest = item.index == run.num_facts - 1
             fact = item.entry.fact
             phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
-            event = Event(item.index, item.wall_s, fact, phase)
+            event = FeedEvent(item.index, item.wall_s, fact, phase)
             self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
 
     def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
@@ -210,7 +210,7 @@ class App:
         for run_id in run_ids:
             self.feed.forget(run_id)
 
-    async def _history(self, run_id: RunId, from_index: int) -> list[Event]:
+    async def _history(self, run_id: RunId, from_index: int) -> list[FeedEvent]:
         """Events that are no longer in memory."""
         facts = await self.loop.recorded.read(run_id, from_index)
         run = self.loop.state.find(run_id)
@@ -218,7 +218,7 @@ class App:
             return []
         now = phase_of(self.loop.world, run)
         return [
-            Event(
+            FeedEvent(
                 item.index,
                 item.wall_s,
                 item.entry.fact,
@@ -232,7 +232,7 @@ class App:
         if isinstance(fact, RunSubmitted):
             self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
         if run_id != CLUSTER and not isinstance(fact, RunDeleted):
-            self.logs.add(run_id, Line(time.time(), "", "INFO", sentence(fact)))
+            self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", sentence(fact)))
         self._named += _written_for(fact)
         match fact:
             case WorkerRegistered():
@@ -371,7 +371,7 @@ def _private_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
-def _take_lead(settings: Settings, entrance: Entrance) -> tuple[Journal, Lead]:
+def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]:
     place = settings.journal or settings.data_dir / "journal.sqlite"
     journal = Journal.open(place, password_file=settings.journal_password_file)
     holder = Holder.of_this_process(settings.name, entrance.address)

@@ -12,7 +12,7 @@ import structlog
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import is_loopback, split_address
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.bearer_tokens import TokenBook
 from stratagem.common.identity.revocation import RevokedFile
 from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
@@ -22,7 +22,7 @@ from stratagem.coordinator.runtime.settings import Settings
 log = structlog.get_logger()
 
 
-class Security:
+class CoordinatorSecurity:
     """What the settings say about identity; InvalidInputError when that makes no sense."""
 
     def __init__(self, settings: Settings) -> None:
@@ -33,7 +33,7 @@ class Security:
         if settings.revoked_file is not None and self.tls is None:
             raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
         revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
-        self.gate = Gate(_trust_domain(self.tls), tokens, revoked)
+        self.gate = Authorizer(_trust_domain(self.tls), tokens, revoked)
 
     def listen(self, server: grpc.aio.Server) -> str:
         """Bind the service; the host:port to tell others."""

@@ -168,7 +168,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """A fact on its way into the journal; run_id "" is the cluster."""
 
     run_id: RunId

@@ -50,7 +50,7 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommittedState:
     segment: int
     step: int
     digest: Digest
@@ -69,7 +69,7 @@ class RunRecord:
     """COMPLETED, FAILED or CANCELLED once the run has ended."""
     reason: str = ""
     error: ErrorRecord | None = None
-    commits: tuple[Commit, ...] = ()
+    commits: tuple[CommittedState, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     predictions: Digest | None = None
     """The outputs of a model that was only evaluated."""
@@ -171,14 +171,14 @@ class World:
         return record is not None and record.member == member and record.is_usable
 
 
-def retained(record: RunRecord) -> tuple[Commit, ...]:
+def retained(record: RunRecord) -> tuple[CommittedState, ...]:
     """The commits that are kept: the newest ones, the best one, and so the final one."""
     newest = record.commits[-record.job.retention :]
     best = best_commit(record)
     return newest if best is None or best in newest else (best, *newest)
 
 
-def best_commit(record: RunRecord) -> Commit | None:
+def best_commit(record: RunRecord) -> CommittedState | None:
     """The commit with the best value of evaluation.best; the earliest of equals."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:

@@ -20,7 +20,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
 from stratagem.coordinator.effects.federated.evaluate_state import evaluate_state
@@ -34,7 +34,7 @@ from stratagem.coordinator.observe.log_ids import ids_of
 from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
-async def perform(env: Env, effect: Effect) -> None:
+async def perform(env: EffectContext, effect: Effect) -> None:
     """Do what is due; ends by reporting a fact."""
     run = env.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
@@ -46,7 +46,7 @@ async def perform(env: Env, effect: Effect) -> None:
             await _fail(env, effect, leaves(group)[0])
 
 
-async def _fail(env: Env, effect: Effect, error: BaseException) -> None:
+async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
     """The run ends, rather than trying for ever what only a sound copy can mend."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
     run = env.state.runs.get(effect.run_id)
@@ -70,7 +70,7 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
     return f"{what}; {advice}"
 
 
-async def _perform(env: Env, effect: Effect) -> None:
+async def _perform(env: EffectContext, effect: Effect) -> None:
     match effect:
         case Build():
             await build(env, effect)

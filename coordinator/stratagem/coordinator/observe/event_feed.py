@@ -17,7 +17,7 @@ from stratagem.coordinator.core.state import RunPhase
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class FeedEvent:
     index: int
     wall_s: float
     fact: Fact
@@ -25,7 +25,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SegmentProgress:
     """step and loss of the segment in flight; loss is NaN until the first step."""
 
     step: int
@@ -48,17 +48,17 @@ class Progress:
 MAX_EVENTS: Final = 1024
 """Of a run, in memory; up to twice as many until they are cut."""
 
-History = Callable[[RunId, int], Awaitable[Sequence[Event]]]
+History = Callable[[RunId, int], Awaitable[Sequence[FeedEvent]]]
 """Some events of a run from an index on, as many as are good at once; none when it is gone."""
 
 
 @dataclass(slots=True)
 class _Run:
-    events: list[Event] = field(default_factory=list)
+    events: list[FeedEvent] = field(default_factory=list)
     """The newest ones; none once the run has ended."""
     num_events: int = 0
     last_wall_s: float = 0.0
-    progress: Progress | None = None
+    progress: SegmentProgress | None = None
     trouble: str = ""
     """What keeps failing since the newest event, and why."""
     is_closed: bool = False
@@ -71,7 +71,7 @@ class Feed:
         self._history = history
         self._runs: dict[RunId, _Run] = {}
 
-    def add_event(self, run_id: RunId, event: Event, *, is_last: bool) -> None:
+    def add_event(self, run_id: RunId, event: FeedEvent, *, is_last: bool) -> None:
         """Append an event; indices are consecutive. is_last: the run has ended with it."""
         if run_id not in self._runs:  # it is new, or resumed
             self._runs[run_id] = _Run(num_events=event.index)
@@ -87,7 +87,7 @@ class Feed:
             del run.events[:-MAX_EVENTS]
         self._wake(run)
 
-    def set_progress(self, run_id: RunId, progress: Progress | None) -> None:
+    def set_progress(self, run_id: RunId, progress: SegmentProgress | None) -> None:
         """Replace the latest progress."""
         run = self._runs.get(run_id)
         if run is not None and not run.is_closed:
@@ -98,7 +98,7 @@ class Feed:
         """What keeps failing, until the next event; watchers see it until there is progress."""
         if run_id in self._runs:
             self._runs[run_id].trouble = reason
-            waiting = Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
+            waiting = SegmentProgress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
             self.set_progress(run_id, waiting)
 
     def trouble(self, run_id: RunId) -> str:
@@ -106,7 +106,7 @@ class Feed:
         run = self._runs.get(run_id)
         return run.trouble if run else ""
 
-    def progress(self, run_id: RunId) -> Progress | None:
+    def progress(self, run_id: RunId) -> SegmentProgress | None:
         """The latest progress."""
         run = self._runs.get(run_id)
         return run.progress if run else None
@@ -131,12 +131,12 @@ class Feed:
 
     async def watch(
         self, run_id: RunId, from_index: int, num_events: int
-    ) -> AsyncIterator[Event | Progress]:
+    ) -> AsyncIterator[FeedEvent | SegmentProgress]:
         """Events from an index on and progress between them, until the run has ended; num_events:
         how many there are by now."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = from_index
-        shown: Progress | None = None
+        shown: SegmentProgress | None = None
         while True:
             while index < run.num_events:
                 events = await self._from(run_id, run, index)
@@ -154,7 +154,7 @@ class Feed:
                 run.changed = run.changed or asyncio.Event()
                 await run.changed.wait()
 
-    async def _from(self, run_id: RunId, run: _Run, index: int) -> Sequence[Event]:
+    async def _from(self, run_id: RunId, run: _Run, index: int) -> Sequence[FeedEvent]:
         first = run.num_events - len(run.events)
         if index >= first:
             return run.events[index - first :]

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RunLogLine:
     """worker_id is "" for the coordinator's own lines; time_s counts from 1970."""
 
     time_s: float
@@ -43,7 +43,7 @@ class RunLogs:
         self._full: set[RunId] = set()
         self._changed: dict[RunId, asyncio.Event] = {}
 
-    def add(self, run_id: RunId, line: Line) -> None:
+    def add(self, run_id: RunId, line: RunLogLine) -> None:
         """Append a line and wake who follows. Lines that the disk does not take are lost."""
         if run_id in self._full:
             return
@@ -54,14 +54,16 @@ class RunLogs:
             log.warning("line of a run's log is lost", run_id=run_id, reason=error.strerror)
         self._wake(run_id)
 
-    def _add(self, run_id: RunId, line: Line) -> None:
+    def _add(self, run_id: RunId, line: RunLogLine) -> None:
         file = self._files.get(run_id)
         if file is None:
             file = self._files[run_id] = self._path(run_id).open("a", encoding="utf-8")
         if file.tell() > MAX_FILE_BYTES:
             self._full.add(run_id)
-            line = Line(line.time_s, "", "WARNING", "the log is full; later lines are dropped")
-        short = Line(line.time_s, line.worker_id, line.level, line.text[:MAX_LINE_CHARS])
+            line = RunLogLine(
+                line.time_s, "", "WARNING", "the log is full; later lines are dropped"
+            )
+        short = RunLogLine(line.time_s, line.worker_id, line.level, line.text[:MAX_LINE_CHARS])
         file.write(json.dumps(asdict(short)) + "\n")
         file.flush()
 
@@ -94,7 +96,7 @@ class RunLogs:
 
     async def tail(
         self, run_id: RunId, *, follow: bool, is_over: Callable[[RunId], bool]
-    ) -> AsyncIterator[Line]:
+    ) -> AsyncIterator[RunLogLine]:
         """The lines so far; with follow, later ones too, until the run is over."""
         position = 0
         while True:
@@ -109,7 +111,7 @@ class RunLogs:
                 return
             await self._changed.setdefault(run_id, asyncio.Event()).wait()
 
-    def _read(self, run_id: RunId, position: int) -> tuple[list[Line], int]:
+    def _read(self, run_id: RunId, position: int) -> tuple[list[RunLogLine], int]:
         path = self._path(run_id)
         if not path.exists():
             return [], position
@@ -129,9 +131,9 @@ class RunLogs:
             event.set()
 
 
-def _line(raw: bytes) -> Line | None:
+def _line(raw: bytes) -> RunLogLine | None:
     """None for what a crash or a full disk has cut off, and the line that was written behind it."""
     try:
-        return Line(**json.loads(raw))
+        return RunLogLine(**json.loads(raw))
     except (ValueError, TypeError):
         return None

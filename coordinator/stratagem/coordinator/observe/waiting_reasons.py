@@ -8,7 +8,7 @@ from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
-from stratagem.coordinator.observe.event_feed import Feed, Progress
+from stratagem.coordinator.observe.event_feed import Feed, SegmentProgress
 from stratagem.coordinator.observe.log_ids import ids_of
 
 
@@ -37,5 +37,5 @@ def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
     feed.set_trouble(effect.run_id, told)
 
 
-def _sentence(reason: str) -> Progress:
-    return Progress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
+def _sentence(reason: str) -> SegmentProgress:
+    return SegmentProgress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)

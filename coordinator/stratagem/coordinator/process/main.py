@@ -23,9 +23,9 @@ from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.app.listeners import Security, host_and_port
+from stratagem.coordinator.app.listeners import CoordinatorSecurity, host_and_port
 from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
-from stratagem.coordinator.runtime.leader_gate import Entrance
+from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.coordinator.store.journal import FencedError
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 async def _serve(settings: Settings) -> None:
-    security = Security(settings)
+    security = CoordinatorSecurity(settings)
     host, _ = host_and_port("listen", settings.listen)
     monitor = CoordinatorMonitor(settings)
     async with monitor.served(host) as metrics:
@@ -73,7 +73,7 @@ async def _serve(settings: Settings) -> None:
 
 
 async def _serve_calls(
-    settings: Settings, security: Security, monitor: CoordinatorMonitor, metrics: str
+    settings: Settings, security: CoordinatorSecurity, monitor: CoordinatorMonitor, metrics: str
 ) -> None:
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls, unlimited=FROM_WORKERS)
     server = make_server(limits, gate=security.gate, calls=monitor.process.calls)
@@ -84,7 +84,7 @@ async def _serve_calls(
     health_server = make_health_server()
     health = add_health(health_server)
     health_port = security.listen_for_probes(health_server)
-    entrance = Entrance(settings.advertise or _dialled(address), health)
+    entrance = LeaderGate(settings.advertise or _dialled(address), health)
     server.add_generic_rpc_handlers((entrance,))
     await entrance.shut("waits for the lead")
     await server.start()

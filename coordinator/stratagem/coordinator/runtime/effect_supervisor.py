@@ -32,7 +32,7 @@ TROUBLE = 6
 log = structlog.get_logger()
 
 
-class Supervisor:
+class RunSupervisor:
     def __init__(
         self,
         perform: Callable[[Effect], Awaitable[None]],

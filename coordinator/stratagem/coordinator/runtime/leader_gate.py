@@ -25,7 +25,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 log = structlog.get_logger()
 
 
-class Entrance(grpc.GenericRpcHandler):
+class LeaderGate(grpc.GenericRpcHandler):
     """CoordinatorService on a server that was started before there was a leader to serve it."""
 
     def __init__(self, address: str, health: HealthService) -> None:
@@ -92,7 +92,7 @@ class Entrance(grpc.GenericRpcHandler):
 class _Refusing:
     """Raises the refusal from every method of the service."""
 
-    def __init__(self, entrance: Entrance) -> None:
+    def __init__(self, entrance: LeaderGate) -> None:
         async def refuse(_request: object, _context: object) -> object:
             raise entrance.refusal()
 

@@ -26,7 +26,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.ids import RunId
 from stratagem.common.observe.metric_definition import Durations
-from stratagem.coordinator.core.commands import Command, Entry, Refusal, RefusalKind, Tick
+from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import RunDeleted
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, World
@@ -57,7 +57,7 @@ log = structlog.get_logger()
 @dataclass(slots=True)
 class _Ask:
     command: Command
-    answer: "asyncio.Future[tuple[Entry, ...]]"
+    answer: "asyncio.Future[tuple[JournalEntry, ...]]"
 
 
 @dataclass(slots=True)
@@ -68,7 +68,9 @@ class _Batch:
     num_of_cluster: int
     """Facts of the cluster, of which no run keeps count."""
     committed: list[Committed] = field(default_factory=list)
-    answers: list[tuple[_Ask, tuple[Entry, ...] | StratagemError]] = field(default_factory=list)
+    answers: list[tuple[_Ask, tuple[JournalEntry, ...] | StratagemError]] = field(
+        default_factory=list
+    )
 
     @property
     def walls_s(self) -> dict[RunId, float]:
@@ -161,10 +163,12 @@ class Loop:
             if run_id != CLUSTER and self.state.find(run_id) is None:
                 await self.recorded.forget(run_id)
 
-    async def submit(self, command: Command) -> tuple[Entry, ...]:
+    async def submit(self, command: Command) -> tuple[JournalEntry, ...]:
         """Have a command decided; the facts it led to, durable. Raises what it was refused with,
         and CancelledError where the loop has ended."""
-        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[JournalEntry, ...]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._queue.put_nowait(_Ask(command, answer))
         if self._has_ended:
             answer.cancel()
@@ -224,14 +228,14 @@ class Loop:
         for entry in decision:
             self._add(batch, entry, now_s)
 
-        def add(entry: Entry) -> CoordinatorState:
+        def add(entry: JournalEntry) -> CoordinatorState:
             self._add(batch, entry, now_s)
             return batch.state
 
         self._agenda.settle(batch.state, now_s, add)
         batch.answers.append((ask, decision))
 
-    def _add(self, batch: _Batch, entry: Entry, now_s: float) -> None:
+    def _add(self, batch: _Batch, entry: JournalEntry, now_s: float) -> None:
         run = batch.state.find(entry.run_id)
         index = 0 if run is None else run.num_facts
         if entry.run_id == CLUSTER:
@@ -277,7 +281,9 @@ class Loop:
             self._deadline = loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        answer: asyncio.Future[tuple[Entry, ...]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[JournalEntry, ...]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._queue.put_nowait(_Ask(Tick(), answer))
 
 
@@ -290,7 +296,7 @@ def _at_rest(
     return [each for each in found if each is not None]
 
 
-def _answer(ask: _Ask, answer: tuple[Entry, ...] | StratagemError) -> None:
+def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> None:
     if ask.answer.done():
         return
     if isinstance(answer, StratagemError):

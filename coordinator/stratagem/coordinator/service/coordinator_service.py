@@ -41,8 +41,8 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import EndedRun, RunRecord
-from stratagem.coordinator.observe.event_feed import Event
-from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.observe.event_feed import FeedEvent
+from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service import protobuf_views, stream_calls
 from stratagem.coordinator.service.cluster_diagnosis import diagnose
@@ -97,7 +97,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         )
         entries = await self._app.loop.submit(command)
         if entries and request.note:
-            self._app.logs.add(run_id, Line(time.time(), "", "INFO", request.note))
+            self._app.logs.add(run_id, RunLogLine(time.time(), "", "INFO", request.note))
         return pb.SubmitRunResponse(run_id=run_id, created=bool(entries))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
@@ -116,7 +116,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise OutOfRangeError.at("from_index", message)
         with self._watchers.taken(current_caller()):
             async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):
-                if isinstance(item, Event):
+                if isinstance(item, FeedEvent):
                     yield pb.WatchRunResponse(event=protobuf_views.event(item))
                 elif (active := self._app.loop.state.runs.get(run_id)) is not None:
                     progress = protobuf_views.progress(self._app.loop.world, active, item)

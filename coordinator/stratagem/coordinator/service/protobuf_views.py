@@ -22,7 +22,7 @@ from stratagem.coordinator.core.state import (
 )
 from stratagem.coordinator.core.state_machine.run_view import CommitView, RunView
 from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
-from stratagem.coordinator.observe.event_feed import Event, Progress
+from stratagem.coordinator.observe.event_feed import FeedEvent, SegmentProgress
 from stratagem.v1 import coordinator_pb2, types_pb2
 
 Paths = Callable[[Digest], str]
@@ -59,7 +59,7 @@ def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
     )
 
 
-def event(item: Event) -> coordinator_pb2.RunEvent:
+def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
     """One event."""
     return coordinator_pb2.RunEvent(
         index=item.index,
@@ -71,7 +71,7 @@ def event(item: Event) -> coordinator_pb2.RunEvent:
     )
 
 
-def progress(world: World, run: RunRecord, item: Progress) -> coordinator_pb2.RunProgress:
+def progress(world: World, run: RunRecord, item: SegmentProgress) -> coordinator_pb2.RunProgress:
     """The latest progress."""
     status = status_of(run, world)
     return coordinator_pb2.RunProgress(

@@ -34,7 +34,7 @@ class MergeStoppedError(StratagemError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatePart:
     """What one worker holds: which tensors, and their bytes in that order."""
 
     manifest: Manifest
@@ -117,7 +117,7 @@ def joined_rows(merged: Manifest) -> Manifest:
 
 def write_merged(
     manifest: Manifest,
-    parts: Sequence[Part],
+    parts: Sequence[StatePart],
     writer: BlobWriter,
     should_stop: Callable[[], bool] = lambda: False,
     *,

@@ -33,7 +33,7 @@ from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.coordinator.updates.spool_upload import (
     SpoolEntry,
     SpoolWriter,
-    Upload,
+    UpdateUpload,
     noted_offset,
     remove_files,
 )
@@ -96,7 +96,7 @@ class Spool:
         self, key: SpoolKey, manifest: Manifest, source: str, publish: Publish | None
     ) -> SpoolWriter:
         folder = self._folder_of(key, make=True)
-        upload = Upload(
+        upload = UpdateUpload(
             path=folder / f"{key.client}.{secrets.token_hex(8)}{_DATA}",
             entry_path=folder / f"{key.client}{_ENTRY}",
             manifest=manifest,
@@ -253,7 +253,7 @@ class Spool:
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()
 
-    def _writer(self, upload: Upload, publish: Publish | None) -> SpoolWriter:
+    def _writer(self, upload: UpdateUpload, publish: Publish | None) -> SpoolWriter:
         self._reserve(upload.path, upload.num_bytes)
         return SpoolWriter(upload, self._remove, publish)
 

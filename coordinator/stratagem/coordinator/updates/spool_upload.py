@@ -79,7 +79,7 @@ class SpoolEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class UpdateUpload:
     """What is uploaded, where to, and from whom."""
 
     path: Path
@@ -102,7 +102,7 @@ class SpoolWriter:
 
     def __init__(
         self,
-        upload: Upload,
+        upload: UpdateUpload,
         drop: Callable[[Path], None],
         publish: Callable[[SpoolEntry], None] | None = None,
     ) -> None:

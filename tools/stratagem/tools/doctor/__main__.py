@@ -35,7 +35,7 @@ from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from stratagem.worker.process.worker_security import Security
+from stratagem.worker.process.worker_security import WorkerSecurity
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
 from stratagem.worker.service.worker_diagnosis import probe, surroundings
 
@@ -58,7 +58,7 @@ async def examine(settings: WorkerSettings) -> list[Finding]:
     """Everything that can be said about a worker that would be started with these settings."""
     name = settings.name
     try:
-        security = Security(settings)
+        security = WorkerSecurity(settings)
     except InvalidInputError as error:
         own = await asyncio.to_thread(surroundings, settings.data_dir, Proof())
         return [_bad_settings(str(error)), *await asyncio.to_thread(local_findings, settings, own)]
@@ -85,7 +85,7 @@ def _bad_settings(said: str) -> Finding:
 
 
 async def _coordinator(
-    address: str, name: str, security: Security, own: types_pb2.Environment
+    address: str, name: str, security: WorkerSecurity, own: types_pb2.Environment
 ) -> list[Finding]:
     try:
         async with open_channel(address, security.proof) as channel:
@@ -123,7 +123,7 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
 # ---- how others reach it ----
 
 
-async def _listening(settings: WorkerSettings, security: Security) -> Finding:
+async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:
     """Whether `--listen` can be bound, or is bound by this very worker."""
     server = make_server()
     try:
@@ -182,7 +182,7 @@ def _host(address: str) -> str:
     return split_address(address)[0]
 
 
-def _exchange(name: str, security: Security) -> Iterator[Finding]:
+def _exchange(name: str, security: WorkerSecurity) -> Iterator[Finding]:
     try:
         found = f"data plane {security.data_plane}, mesh {security.mesh}"
     except InvalidInputError as error:

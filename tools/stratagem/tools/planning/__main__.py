@@ -21,7 +21,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.schema.json_text import not_one_of
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
-from stratagem.tools.planning.resolve_parallelism import Fleet, Member, alone, resolve
+from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
 from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -51,7 +51,7 @@ def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str,
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
-    members = [Member(**each) for each in request.get("members") or ()]
+    members = [CandidateWorker(**each) for each in request.get("members") or ()]
     found = recommend(
         job,
         site,
@@ -63,7 +63,7 @@ def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str
 
 
 def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
-    fleet = Fleet(tuple(Member(**each) for each in request["members"]))
+    fleet = Fleet(tuple(CandidateWorker(**each) for each in request["members"]))
     resolved, reason = resolve(job, site, fleet)
     return {"job_json": resolved.canonical_json(), "reason": reason}
 

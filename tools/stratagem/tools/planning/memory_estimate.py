@@ -37,7 +37,7 @@ from stratagem.tools.planning.simulated_step import (
     play_training,
 )
 from stratagem.tools.planning.stage_memory import play_stages
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.models.model_builder import float_dtype
 from stratagem.worker.plans.supported_settings import check_supported
 
@@ -45,7 +45,7 @@ _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspa
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEstimate:
+class StepMemory:
     """Bytes on the device of one worker during a training step; the six parts add up to `total`.
 
     gradients: all buckets, and what the exchange receives into or copies. activations: the batch
@@ -120,7 +120,7 @@ def estimate_memory(
     num_workers: int | None = None,
     inference: bool = False,
     measure: bool = False,
-) -> MemoryEstimate:
+) -> StepMemory:
     """What the worker that needs most will need.
 
     num_workers: that share the job; by default as many as its strategy has room for. inference:
@@ -148,7 +148,7 @@ def estimate_memory(
     return _with_phases(job, _with_codec(job, estimate, num_workers))
 
 
-def _running(job: JobSpec, site: Site, num_workers: int | None) -> MemoryEstimate:
+def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
     """Of a model that is only run; with the predictions that the worker keeps until all is done."""
     reading = play_forward(job, site, job.batch_size)
     estimate = _estimate(reading, site, job.batch_size, ())
@@ -167,9 +167,7 @@ def _running(job: JobSpec, site: Site, num_workers: int | None) -> MemoryEstimat
     return replace(estimate, buffers=estimate.buffers + num_bytes)
 
 
-def _training(
-    job: JobSpec, site: Site, strategy: Strategy, num_workers: int | None
-) -> MemoryEstimate:
+def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | None) -> StepMemory:
     match strategy:
         case DataParallel(num_replicas, Decentralized(topology=topology)):
             num_members = min(num_workers or num_replicas, num_replicas)
@@ -178,7 +176,7 @@ def _training(
             rows = _pieces(job, num_replicas)
             if isinstance(options.inner, ModelParallel):
                 return _pipeline(job, site, options.inner, rows)
-            party = Party(0, min(num_workers or num_replicas, num_replicas), num_replicas)
+            party = ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
             estimate = _of_party(job, site, party)
             if party.size > 1 and isinstance(aggregation, ParameterServer):
                 received = 4 * estimate.num_parameters  # the sums are staged beside the buckets
@@ -196,12 +194,12 @@ def _training(
             return _training(job, site, options.inner or Local(), num_workers)
         case Custom():
             note = "the strategy is a plug-in's: this is what one worker alone would need"
-            return replace(_of_party(job, site, Party(0, 1, 1)), notes=(note,))
+            return replace(_of_party(job, site, ShardOwners(0, 1, 1)), notes=(note,))
         case Local():
-            return _of_party(job, site, Party(0, 1, 1))
+            return _of_party(job, site, ShardOwners(0, 1, 1))
 
 
-def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None) -> MemoryEstimate:
+def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
     """With what a codec takes: of each shard that the worker owns its state, before and after the
     step, and its message; and for a moment, when no activations are left, the scratch of one."""
     spec = job.compression
@@ -226,7 +224,7 @@ def _with_codec(job: JobSpec, estimate: MemoryEstimate, num_workers: int | None)
     return _with_moment(kept, codec.scratch)
 
 
-def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
+def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
     """With the gradients that phase training keeps: its history, the forecast of the back-test, and
     those of a predicted step, flat and by parameter."""
     if job.phases is None:
@@ -238,7 +236,7 @@ def _with_phases(job: JobSpec, estimate: MemoryEstimate) -> MemoryEstimate:
     return replace(estimate, gradients=estimate.gradients + held)
 
 
-def _of_party(job: JobSpec, site: Site, party: Party) -> MemoryEstimate:
+def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
     rows = rows_of_pass(job, party.num_shards)
     one_pass = _without_accumulation(job, rows * party.num_shards)
     return _estimate(play_training(one_pass, site, party), site, rows, ())
@@ -278,12 +276,12 @@ def _pieces(job: JobSpec, num_shards: int) -> int:
 
 def _gossip(
     job: JobSpec, site: Site, topology: str, num_nodes: int, num_members: int
-) -> MemoryEstimate:
+) -> StepMemory:
     """A worker keeps one model for each of its nodes, and works on one at a time; one more for the
     mean of all, which is evaluated; and copies of its nodes and of their neighbours."""
     rows = _pieces(job, num_nodes)
     one_node = job.model_copy(update={"batch_size": rows, "strategy": Local()})
-    one = _of_party(one_node, site, Party(0, 1, 1))
+    one = _of_party(one_node, site, ShardOwners(0, 1, 1))
     held = len(assign_shards(num_nodes, num_members)[0])
     known = num_known(topology, num_nodes, num_members, job.seed)
     if job.compression is None or job.compression.codec == "none":
@@ -307,13 +305,13 @@ def _gossip(
     return _with_moment(estimate, copies.moment)
 
 
-def _with_moment(estimate: MemoryEstimate, num_bytes: int) -> MemoryEstimate:
+def _with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
     """With what is needed for a moment when no activations are left."""
     more = num_bytes - estimate.activations - estimate.workspace
     return replace(estimate, workspace=estimate.workspace + max(0, more))
 
 
-def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> MemoryEstimate:
+def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> StepMemory:
     """The worker of the stage that needs most."""
     needs = [
         _estimate(stage.reading, site, stage.rows, (stage.note,))
@@ -322,11 +320,11 @@ def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> M
     return max(needs, key=lambda estimate: estimate.total)
 
 
-def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> MemoryEstimate:
+def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> StepMemory:
     fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
     # After the last backward the optimizer may need more than the activations did.
     activations = max(0, min(reading.before_backward, reading.peak) - fixed)
-    return MemoryEstimate(
+    return StepMemory(
         parameters=reading.parameters,
         gradients=reading.gradients,
         optimizer=reading.optimizer,
@@ -342,13 +340,13 @@ def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -
     )
 
 
-def _calibrated(job: JobSpec, site: Site, estimate: MemoryEstimate) -> MemoryEstimate:
+def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
     """Corrects the workspace by the peak of real steps of the same share."""
     if not isinstance(job.strategy, Local | DataParallel) or estimate.notes:
         raise InvalidInputError.at(
             "strategy", f"a step of {type(job.strategy).__name__} is not measured by one worker"
         )
     num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
-    measured = measure_training(job, site, Party(0, num_shards, num_shards))
+    measured = measure_training(job, site, ShardOwners(0, num_shards, num_shards))
     others = estimate.total - estimate.workspace
     return replace(estimate, workspace=max(0, measured - others), measured=measured)

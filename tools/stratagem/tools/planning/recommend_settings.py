@@ -25,16 +25,16 @@ from stratagem.common.strategy import (
     dump_strategy,
 )
 from stratagem.tools.planning.memory_estimate import (
-    MemoryEstimate,
+    StepMemory,
     estimate_memory,
     rows_of_share,
     text_of,
 )
 from stratagem.tools.planning.resolve_parallelism import (
     SAFETY_MARGIN,
-    Choice,
+    CandidateWorker,
     Fleet,
-    Member,
+    StrategyChoice,
     choose,
 )
 from stratagem.tools.planning.simulated_step import Site
@@ -46,11 +46,11 @@ _INTERVALS: Final = (1, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class JobRecommendation:
     """A job that fits, or the one that needs least where none does; why, in sentences."""
 
     job: JobSpec
-    estimate: MemoryEstimate
+    estimate: StepMemory
     fits: bool
     micro_batch: int
     """Rows that pass through the model together on one worker."""
@@ -73,7 +73,7 @@ class Recommendation:
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     job: JobSpec
-    estimate: MemoryEstimate
+    estimate: StepMemory
     reason: str
 
 
@@ -83,8 +83,8 @@ def recommend(
     memory_bytes: int | None,
     num_workers: int | None = None,
     *,
-    members: Sequence[Member] | None = None,
-) -> Recommendation:
+    members: Sequence[CandidateWorker] | None = None,
+) -> JobRecommendation:
     """Precision, gradient and parallelism for workers with so much memory each.
 
     num_workers: 1 unless given, or all members. members: workers that are there; they say the
@@ -116,7 +116,9 @@ def recommend(
     return _recommended(least, choice, budget, fits=False)
 
 
-def _recommended(attempt: _Attempt, choice: Choice, budget: int, *, fits: bool) -> Recommendation:
+def _recommended(
+    attempt: _Attempt, choice: StrategyChoice, budget: int, *, fits: bool
+) -> JobRecommendation:
     need, free = text_of(attempt.estimate.needed), text_of(budget)
     last = f"A worker needs {need} of the {free} that may be used."
     if not fits:
@@ -126,7 +128,7 @@ def _recommended(attempt: _Attempt, choice: Choice, budget: int, *, fits: bool) 
         )
     sentences = [f"{choice.reason}.", attempt.reason, last]
     execution = attempt.job.execution
-    return Recommendation(
+    return JobRecommendation(
         job=attempt.job,
         estimate=attempt.estimate,
         fits=fits,
@@ -140,7 +142,7 @@ def _fleet(
     site: Site,
     memory_bytes: int | None,
     num_workers: int | None,
-    members: Sequence[Member] | None,
+    members: Sequence[CandidateWorker] | None,
 ) -> Fleet:
     if num_workers is not None and num_workers < 1:
         raise InvalidInputError.at("workers", f"{num_workers} is not 1 or more")
@@ -169,19 +171,19 @@ def _fleet(
     return chosen
 
 
-def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
     """What the job says, or, where it leaves that open, what suits these workers."""
     num_workers = len(fleet)
     if job.execution.parallelism not in ("None", "Automatic"):
         return choose(job, site, fleet)
     if not isinstance(job.strategy, Local) or num_workers == 1:
-        return Choice(job.strategy, f"The strategy is {describe(job.strategy)}")
+        return StrategyChoice(job.strategy, f"The strategy is {describe(job.strategy)}")
     automatic = job.execution.with_changes(parallelism="Automatic")
     try:
         return choose(job.model_copy(update={"execution": automatic}), site, fleet)
     except InvalidInputError as error:
         strategy = DataParallel(min(num_workers, job.batch_size), AllReduce())
-        return Choice(strategy, f"DataParallel, because {error}")
+        return StrategyChoice(strategy, f"DataParallel, because {error}")
 
 
 def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterator[_Attempt]:

@@ -28,7 +28,7 @@ from stratagem.common.strategy import (
     Strategy,
     WorkerIdTarget,
 )
-from stratagem.tools.planning.memory_estimate import MemoryEstimate, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.simulated_step import Site, play_forward
 from stratagem.tools.planning.stage_memory import NodeCost, node_costs
 
@@ -47,7 +47,7 @@ MICRO_BATCHES_PER_STAGE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CandidateWorker:
     """A worker that a run may use."""
 
     worker_id: str
@@ -69,7 +69,7 @@ class Member:
 class Fleet:
     """The workers, in the order in which they are taken."""
 
-    members: tuple[Member, ...]
+    members: tuple[CandidateWorker, ...]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -83,7 +83,9 @@ class Fleet:
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
         """So many workers with a host each; without memory, theirs is not known."""
         numbers = range(number)
-        members = (Member(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers)
+        members = (
+            CandidateWorker(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers
+        )
         return cls(tuple(members))
 
     @property
@@ -94,14 +96,14 @@ class Fleet:
     def link(self) -> str:
         return "shared memory" if self.has_one_host else "a network"
 
-    def _own(self, member: Member) -> int:
+    def _own(self, member: CandidateWorker) -> int:
         if member.on_cuda:
             return member.memory_bytes
         return member.memory_bytes // sum(each.host == member.host for each in self.members)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """A strategy, and the sentence that says why it was chosen."""
 
     strategy: Strategy
@@ -121,14 +123,14 @@ def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
     return JobSpec.from_json(changed.canonical_json()), choice.reason
 
 
-def choose(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
     """The strategy for the job's parallelism on these workers."""
     match job.execution.parallelism:
         case "None":
-            return Choice(job.strategy, "parallelism is None")
+            return StrategyChoice(job.strategy, "parallelism is None")
         case forms.DataParallel(number):
             strategy = DataParallel(number, AllReduce())
-            return Choice(strategy, f"DataParallel over {number} workers, as asked for")
+            return StrategyChoice(strategy, f"DataParallel over {number} workers, as asked for")
         case forms.PipelineParallel(number):
             return _cut(job, site, fleet, number, is_pipeline=True)
         case forms.ModelParallel(number):
@@ -150,15 +152,15 @@ def _replicas(number: int) -> Strategy:
 # ---- automatic ----
 
 
-def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
+def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
     if not fleet.members:
         raise InvalidInputError.at("execution.parallelism", "Automatic found no worker; start one")
     if len(fleet) == 1:
-        return Choice(Local(), "Local: there is one worker")
+        return StrategyChoice(Local(), "Local: there is one worker")
     budget = int(fleet.memory_bytes * (1 - SAFETY_MARGIN)) or None
     most = min(len(fleet), job.batch_size)
     if most == 1:
-        return Choice(Local(), "Local: a batch of one row cannot be divided")
+        return StrategyChoice(Local(), "Local: a batch of one row cannot be divided")
     smallest = _estimate_replicas(job, site, most)
     if budget is not None and smallest.needed > budget:
         return _too_large(job, site, fleet, smallest, budget)
@@ -170,11 +172,11 @@ def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> Choice:
     return _fastest(job, site, fleet, counts)
 
 
-def _estimate_replicas(job: JobSpec, site: Site, number: int) -> MemoryEstimate:
+def _estimate_replicas(job: JobSpec, site: Site, number: int) -> StepMemory:
     return estimate_memory(job.model_copy(update={"strategy": _replicas(number)}), site)
 
 
-def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> Choice:
+def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> StrategyChoice:
     estimate = _estimate_replicas(job, site, 1)
     flops = (1 + BACKWARD_COST) * play_forward(job, site, job.batch_size).flops
     speed = min(each.flops for each in fleet.members)
@@ -193,17 +195,17 @@ def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> C
         reason = (
             f"Local: {work} over {fleet.link}; exchanging costs more than {len(fleet)} workers save"
         )
-        return Choice(Local(), reason)
+        return StrategyChoice(Local(), reason)
     reason = (
         f"DataParallel over {best} of {len(fleet)} workers: {work} over {fleet.link}; "
         f"a worker needs {text_of(_estimate_replicas(job, site, best).needed)}"
     )
-    return Choice(_replicas(best), reason)
+    return StrategyChoice(_replicas(best), reason)
 
 
 def _too_large(
-    job: JobSpec, site: Site, fleet: Fleet, smallest: MemoryEstimate, budget: int
-) -> Choice:
+    job: JobSpec, site: Site, fleet: Fleet, smallest: StepMemory, budget: int
+) -> StrategyChoice:
     """The shortest pipeline whose stages fit."""
     need = f"one of {len(fleet)} replicas needs {text_of(smallest.needed)} of {text_of(budget)}"
     for number in range(2, len(fleet) + 1):
@@ -228,7 +230,9 @@ def _too_large(
 # ---- cutting ----
 
 
-def _cut(job: JobSpec, site: Site, fleet: Fleet, number: int, *, is_pipeline: bool) -> Choice:
+def _cut(
+    job: JobSpec, site: Site, fleet: Fleet, number: int, *, is_pipeline: bool
+) -> StrategyChoice:
     name = "PipelineParallel" if is_pipeline else "ModelParallel"
     if number > len(fleet):
         text = f"{name} {number} needs as many workers; there are {len(fleet)}"
@@ -256,7 +260,7 @@ def _cut(job: JobSpec, site: Site, fleet: Fleet, number: int, *, is_pipeline: bo
     heaviest = max(sum(weights[node] for node in nodes[g.start : g.stop]) for g in groups)
     share = heaviest / (sum(weights.values()) or 1)
     reason = f"{name} over {number} workers, balanced by {by}: the heaviest has {share:.0%} of them"
-    return Choice(ModelParallel(partitions, protocol), reason)
+    return StrategyChoice(ModelParallel(partitions, protocol), reason)
 
 
 def _weights(

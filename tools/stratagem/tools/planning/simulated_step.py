@@ -31,8 +31,8 @@ from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces,
 from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
-from stratagem.worker.exchange.buckets.shard_owners import Party, num_sets, plan_step
-from stratagem.worker.exchange.reducer import Exchange
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
+from stratagem.worker.exchange.reducer import GradientReducer
 from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -78,7 +78,7 @@ class Reading:
     """Likewise."""
 
 
-def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
+def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     """What the first steps of a member hold, by fake tensors."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = gather_shapes(job, site, data)
@@ -96,7 +96,7 @@ def play_training(job: JobSpec, site: Site, party: Party) -> Reading:
         buckets = _buckets(trainer, party)
         received = _received(buckets, party)
         gradients = live.live - buffers - parameters
-        exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
+        exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
         for _ in range(NUM_STEPS):
             live.forget_peak()
             trainer.train_step(exchange, party.owned, party.num_shards)
@@ -148,7 +148,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     )
 
 
-def measure_training(job: JobSpec, site: Site, party: Party) -> int:
+def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
     """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = make_gather(job, site.device)
@@ -189,13 +189,13 @@ def _peak_of(recorded: profile) -> int:
 
 
 def _steps(
-    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: Party
+    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: ShardOwners
 ) -> tuple[Trainer, GradientBuckets]:
     model = build_model(job, site.entrypoints, device=site.device, fresh=True)
     trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
     buckets = _buckets(trainer, party)
     received = _received(buckets, party)
-    exchange = Exchange(buckets, party, SoloTransport(), trainer.compressor)
+    exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
     for step in range(1, MAX_STEPS + 1):
         is_whole = bool(trainer.optimizer.state) or not _skips(job)
         trainer.train_step(exchange, party.owned, party.num_shards)
@@ -210,13 +210,13 @@ def _skips(job: JobSpec) -> bool:
     return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
 
 
-def _buckets(trainer: Trainer, party: Party) -> GradientBuckets:
+def _buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     buckets.tensors(num_sets(party) - 1)
     return buckets
 
 
-def _received(buckets: GradientBuckets, party: Party) -> object:
+def _received(buckets: GradientBuckets, party: ShardOwners) -> object:
     """What the exchange between machines receives partial sums into."""
     if party.size == 1:
         return None

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.job import JobSpec
-from stratagem.common.model.program import Program
+from stratagem.common.model.program import ModelProgram
 from stratagem.common.model.stage_partition import plan_stages
 from stratagem.common.pipeline.schedule_simulation import peak_live
 from stratagem.common.pipeline.schedules import choose
@@ -24,7 +24,7 @@ from stratagem.common.strategy.schedule_names import AUTO
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.tools.planning.simulated_step import Reading, Site, gather_shapes, play_training
 from stratagem.worker.data.data_sources import load_data
-from stratagem.worker.exchange.buckets.shard_owners import Party
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_builder import build_shapes
 from stratagem.worker.models.model_nodes import program_of
@@ -82,10 +82,10 @@ def play_stages(
 def play_whole(job: JobSpec, site: Site, rows: int) -> Reading:
     """The whole model on one worker, with these rows in a batch."""
     alone = job.model_copy(update={"batch_size": rows, "strategy": Local()})
-    return play_training(alone, site, Party(0, 1, 1))
+    return play_training(alone, site, ShardOwners(0, 1, 1))
 
 
-def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[Program, Mapping[str, NodeCost]]:
+def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mapping[str, NodeCost]]:
     """Each node of a model that can be cut. Raises InvalidInputError for one that cannot."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = gather_shapes(job, site, data)

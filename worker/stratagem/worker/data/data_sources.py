@@ -29,7 +29,7 @@ MAX_CLIENTS_KEPT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ClientShare:
     """One client of a federated run."""
 
     number: int
@@ -50,12 +50,12 @@ def load_data(
     job: JobSpec,
     entrypoints: EntryPoints,
     sources: DataSources,
-    client: Client | None = None,
+    client: ClientShare | None = None,
 ) -> dict[str, Dataset]:
     """The job's data sets by split. With a client: only what this client trains on."""
     spec, partition = job.data, job.partition
     if client is None and partition is not None and partition.client is not None:
-        client = Client(partition.client, partition.num_clients or 1)
+        client = ClientShare(partition.client, partition.num_clients or 1)
     if spec.entrypoint is not None:
         return _from_entrypoint(job, spec.entrypoint, entrypoints, client)
     if spec.worker_local is not None:
@@ -78,9 +78,9 @@ class ClientData:
         self._job, self._entrypoints, self._sources = job, entrypoints, sources
         self._shared: dict[str, Dataset] | None = None
         self._rows: dict[int, list[Tensor]] = {}  # by number of clients
-        self._own: OrderedDict[Client, dict[str, Dataset]] = OrderedDict()
+        self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
 
-    def of(self, client: Client) -> dict[str, Dataset]:
+    def of(self, client: ClientShare) -> dict[str, Dataset]:
         """What this client gets to see, by split."""
         if self._is_made_per_client():
             return self._made_for(client)
@@ -100,9 +100,9 @@ class ClientData:
         if spec.entrypoint is None:
             return False
         factory = self._entrypoints.bind(spec.entrypoint, spec.kwargs, "data")
-        return bool(_client_arguments(factory, Client(0, 1)))
+        return bool(_client_arguments(factory, ClientShare(0, 1)))
 
-    def _made_for(self, client: Client) -> dict[str, Dataset]:
+    def _made_for(self, client: ClientShare) -> dict[str, Dataset]:
         if client not in self._own:
             if len(self._own) >= MAX_CLIENTS_KEPT:
                 self._own.popitem(last=False)
@@ -127,7 +127,7 @@ def _job_path(spec: DataSpec, sources: DataSources) -> Path:
 
 
 def _from_entrypoint(
-    job: JobSpec, name: str, entrypoints: EntryPoints, client: Client | None
+    job: JobSpec, name: str, entrypoints: EntryPoints, client: ClientShare | None
 ) -> dict[str, Dataset]:
     factory = entrypoints.bind(name, job.data.kwargs, "data")
     wanted = _client_arguments(factory, client)
@@ -142,14 +142,14 @@ def _from_entrypoint(
     return splits if wanted else _own_rows(job, splits, client)
 
 
-def _client_arguments(factory: Callable[..., Any], client: Client | None) -> dict[str, int]:
+def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
     """The client's number and their count, for a factory that wants them.
 
     Outside a client's round (building, evaluating) a factory keeps its own defaults; one without
     defaults is asked for the data of client 0 of 1.
     """
     parameters = inspect.signature(factory).parameters
-    known = client or Client(0, 1)
+    known = client or ClientShare(0, 1)
     values = {"client_id": known.number, "num_clients": known.num_clients}
     return {
         name: value
@@ -160,7 +160,7 @@ def _client_arguments(factory: Callable[..., Any], client: Client | None) -> dic
 
 
 def _own_rows(
-    job: JobSpec, splits: dict[str, Dataset], client: Client | None
+    job: JobSpec, splits: dict[str, Dataset], client: ClientShare | None
 ) -> dict[str, Dataset]:
     """Cuts the training split down to the rows of one client."""
     if client is None or "train" not in splits:

@@ -3,7 +3,7 @@
 `build_trainer` and `run_client_round` are what the rest of the worker uses.
 """
 
-from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.build_trainer import (
     build_gossip_trainer,
@@ -15,18 +15,18 @@ from stratagem.worker.engine.trainers.federated_client import (
     ClientRunner,
     run_client_round,
 )
-from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer, Summary
+from stratagem.worker.engine.trainers.gossip_trainer import ConsensusSummary, GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 
 __all__ = [
     "ClientRound",
     "ClientRunner",
+    "ConsensusSummary",
+    "EvaluationPart",
     "GossipTrainer",
     "Inference",
-    "Part",
     "StepReport",
-    "Summary",
     "Trainer",
     "build_gossip_trainer",
     "build_inference",

@@ -1,31 +1,32 @@
 """Summing the gradients of logical shards, whoever computes them.
 
-`GradientBuckets` is the storage, `Exchange` the reducer, and a transport carries partial sums:
-none (solo), member to member (mesh, or shared where they share memory), or through the coordinator
-(server). `GossipExchange` adds nothing up for all: it averages parameters among neighbours.
+`GradientBuckets` is the storage, `GradientReducer` the reducer, and a transport carries partial
+sums: none (solo), member to member (mesh, or shared where they share memory), or through the
+coordinator (server). `GossipExchange` adds nothing up for all: it averages parameters among
+neighbours.
 """
 
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
 from stratagem.worker.exchange.reducer import (
-    Exchange,
+    GradientReducer,
     mesh_exchange,
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.single_member import AloneExchange
+from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [
-    "AloneExchange",
-    "Exchange",
     "ExchangeError",
-    "Extras",
     "GossipExchange",
     "GradientBuckets",
+    "GradientReducer",
     "ServerTransport",
+    "SingleMemberReducer",
+    "StepScalars",
     "mesh_exchange",
     "server_exchange",
     "solo_exchange",

@@ -15,9 +15,9 @@ from stratagem.worker.exchange.all_reduce.direct_all_reduce import DirectMethod
 from stratagem.worker.exchange.all_reduce.shm_all_reduce import SharedTransport
 from stratagem.worker.exchange.all_reduce.unordered_all_reduce import NativeMethod, RingMethod
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport, Transport
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step, plan_step
-from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.buckets.reduction_transport import ReductionTransport, SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, plan_step
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Method
 from stratagem.worker.exchange.coded.coded_all_gather import PayloadMethod, pays_off
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
@@ -28,14 +28,14 @@ from stratagem.worker.mesh.link import CollectiveLink, Link
 from stratagem.worker.mesh.shm_buffers import SharedGroup
 
 
-class Exchange:
+class GradientReducer:
     """Sums gradients among the members of one membership. A failed exchange stays failed."""
 
     def __init__(
         self,
         buckets: GradientBuckets,
-        party: Party,
-        transport: Transport,
+        party: ShardOwners,
+        transport: ReductionTransport,
         compressor: Compressor | None = None,
     ) -> None:
         """compressor: what is added of each shard is what its codec leaves of it."""
@@ -44,8 +44,8 @@ class Exchange:
         self._portions = compressor.portions(buckets.layout) if compressor else []
         self._num_coded = 0  # portions of the shard that was begun
         buckets.hold()
-        self._steps: dict[int, Step] = {}
-        self._step: Step | None = None
+        self._steps: dict[int, StepPlan] = {}
+        self._step: StepPlan | None = None
         self._num_done = 0  # own live shards
         self._num_to_come = 0  # micro-batches of the shard that was begun, after the present one
         self._full = [False] * len(buckets.layout.buckets)
@@ -118,7 +118,7 @@ class Exchange:
         self._step = None
         self.buckets.discard()
 
-    def end_shard(self, shard: int, extras: Extras) -> None:
+    def end_shard(self, shard: int, extras: StepScalars) -> None:
         """The shard's gradients are complete; extras (num_extras in all) go with them."""
         plan = self._current()
         if self._num_to_come:
@@ -138,7 +138,7 @@ class Exchange:
         self._full = [True] * len(self._full)
         self._launch()
 
-    def finish(self, num_head: int = 0) -> Extras:
+    def finish(self, num_head: int = 0) -> StepScalars:
         """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
         summed extras, so many of them in their head. Raises ExchangeError when a peer is lost or
         silent, or after cut."""
@@ -147,7 +147,7 @@ class Exchange:
             raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
         self.transport.finish()
         self._step = None
-        return Extras.of(self.buckets.expose(), num_head)
+        return StepScalars.of(self.buckets.expose(), num_head)
 
     def free_gradients(self) -> None:
         """Gives the storage of gradients back, after the update; a lone member can."""
@@ -162,12 +162,12 @@ class Exchange:
         """Frees the transport. The buckets stay, for the next membership."""
         self.transport.close()
 
-    def _current(self) -> Step:
+    def _current(self) -> StepPlan:
         if self._step is None:
             raise RuntimeError("begin_step comes first")
         return self._step
 
-    def _on_full(self, plan: Step) -> Callable[[int], None] | None:
+    def _on_full(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Who hears of full buckets in the next backward."""
         is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
         return self._mark_full if is_last else None
@@ -216,8 +216,8 @@ class Exchange:
 
 def solo_exchange(
     buckets: GradientBuckets, num_shards: int, compressor: Compressor | None = None
-) -> Exchange:
-    return Exchange(buckets, Party(0, 1, num_shards), SoloTransport(), compressor)
+) -> GradientReducer:
+    return GradientReducer(buckets, ShardOwners(0, 1, num_shards), SoloTransport(), compressor)
 
 
 def mesh_exchange(
@@ -228,15 +228,15 @@ def mesh_exchange(
     all_reduce: str = "direct",
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
-) -> Exchange:
+) -> GradientReducer:
     """Takes the link over. deadline_s bounds every single wait for a peer.
 
     all_reduce: "direct", whose sums have the bits of the tree, or "ring" or "native", whose sums
     depend on the members. With a compressor messages are sent where they are fewer bytes than
     sums, with the same bits; shared memory sends nothing anyway.
     """
-    party = Party(link.rank, link.size, num_shards)
-    transport: Transport
+    party = ShardOwners(link.rank, link.size, num_shards)
+    transport: ReductionTransport
     if isinstance(link, SharedGroup):
         if all_reduce != "direct":
             raise ValueError(f"{all_reduce} all-reduce needs an engine that sends")
@@ -249,10 +249,10 @@ def mesh_exchange(
             method = _method(all_reduce, link, buckets, party)
         side = SideStream(buckets.device)
         transport = MeshTransport(link, method, side, deadline_s=deadline_s)
-    return Exchange(buckets, party, transport, compressor)
+    return GradientReducer(buckets, party, transport, compressor)
 
 
-def _method(name: str, link: Link, buckets: GradientBuckets, party: Party) -> Method:
+def _method(name: str, link: Link, buckets: GradientBuckets, party: ShardOwners) -> Method:
     match name:
         case "direct":
             return DirectMethod(link, buckets.layout, party)
@@ -272,9 +272,11 @@ def server_exchange(
     *,
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
-) -> tuple[Exchange, ServerTransport]:
+) -> tuple[GradientReducer, ServerTransport]:
     """The transport is the other end, for the event loop that talks to the coordinator."""
     coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
     side = SideStream(buckets.device)
     transport = ServerTransport(buckets.layout, rank, side, deadline_s=deadline_s, coded=coded)
-    return Exchange(buckets, Party(rank, size, num_shards), transport, compressor), transport
+    return GradientReducer(
+        buckets, ShardOwners(rank, size, num_shards), transport, compressor
+    ), transport

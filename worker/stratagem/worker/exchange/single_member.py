@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.exchange.buckets.gradient_norm import FewGradients, divided
-from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.mesh.link import ExchangeError
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
@@ -25,7 +25,7 @@ SMALL_BYTES: Final = 1 << 20
 """Gradients of this size stay in a core's cache; calls cost more than memory."""
 
 
-class AloneExchange:
+class SingleMemberReducer:
     """Of these parameters, which `fits` has looked at. A step goes as with `Exchange`."""
 
     name = "solo"
@@ -37,7 +37,7 @@ class AloneExchange:
         self._num_to_come = 0
         self._is_last = self._is_divided = self._is_cut = False
         self._norms: list[Tensor | None] = []
-        self._extras: Extras | None = None
+        self._extras: StepScalars | None = None
         is_cpu = all(param.device.type == "cpu" for param in self._params)
         self._is_small = is_cpu and sum(param.nbytes for param in self._params) <= SMALL_BYTES
         self._few = FewGradients([param.shape for param in self._params if self._is_small])
@@ -86,13 +86,13 @@ class AloneExchange:
         """By parameter: whether backward has reached it in this shard."""
         return [param.grad is not None for param in self._params]
 
-    def end_shard(self, shard: int, extras: Extras) -> None:
+    def end_shard(self, shard: int, extras: StepScalars) -> None:
         """The gradients are complete; extras go with them."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         self._is_last, self._extras = False, extras
 
-    def finish(self, num_head: int = 0) -> Extras:
+    def finish(self, num_head: int = 0) -> StepScalars:
         """The extras as they came. Raises ExchangeError after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")

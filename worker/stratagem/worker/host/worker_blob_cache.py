@@ -141,7 +141,7 @@ class _FilePlace:
         self._path.unlink(missing_ok=True)
 
 
-class Upload:
+class BlobUpload:
     """One blob on its way in. Survives the stream that carried its first part."""
 
     def __init__(self, digest: str, manifest: Manifest, place: _Place) -> None:
@@ -172,7 +172,7 @@ class Upload:
         self._place.drop()
 
 
-class BlobCache:
+class ReceivedBlobs:
     """The blobs of all runs of this worker."""
 
     def __init__(
@@ -183,7 +183,7 @@ class BlobCache:
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads
         self._runs: dict[str, OrderedDict[str, Blob]] = {}
-        self._uploads: dict[tuple[str, str], Upload] = {}
+        self._uploads: dict[tuple[str, str], BlobUpload] = {}
         self._changed = asyncio.Event()
 
     def find(self, run_id: str, digest: str) -> Blob | None:
@@ -198,7 +198,7 @@ class BlobCache:
             await self._changed.wait()
         return found
 
-    def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> Upload:
+    def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
         """The upload of this blob, new or where it broke off; the caller ends `is_open`.
 
         One that a coordinator of an earlier term has open is dropped: that one may be frozen.
@@ -211,13 +211,13 @@ class BlobCache:
             self._forget_oldest()
             if upload is not None:
                 upload.drop()
-            upload = Upload(digest, manifest, self._place(run_id, digest, manifest))
+            upload = BlobUpload(digest, manifest, self._place(run_id, digest, manifest))
             self._uploads[run_id, digest] = upload
         upload.is_open, upload.term = True, term
         upload.num_streams += 1
         return upload
 
-    def forget(self, run_id: str, upload: Upload) -> None:
+    def forget(self, run_id: str, upload: BlobUpload) -> None:
         """Begin anew with the next stream; nothing where another has taken its place already."""
         if self._uploads.get((run_id, upload.digest)) is upload:
             self._uploads.pop((run_id, upload.digest)).drop()
@@ -236,7 +236,7 @@ class BlobCache:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def commit(self, run_id: str, upload: Upload) -> None:
+    def commit(self, run_id: str, upload: BlobUpload) -> None:
         """Make a complete upload a blob. Raises StaleError when another has taken its place."""
         if self._uploads.get((run_id, upload.digest)) is not upload:
             raise StaleError(f"the upload of blob {upload.digest} was dropped")

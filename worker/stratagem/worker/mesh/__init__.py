@@ -6,8 +6,16 @@ and who belongs to the party is decided above.
 """
 
 from stratagem.worker.mesh.gloo_backend import form_gloo
-from stratagem.worker.mesh.link import ExchangeError, Link, Rendezvous, Work
+from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer, Rendezvous
 from stratagem.worker.mesh.link_forming import Forming
 from stratagem.worker.mesh.shm_buffers import SharedGroup
 
-__all__ = ["ExchangeError", "Forming", "Link", "Rendezvous", "SharedGroup", "Work", "form_gloo"]
+__all__ = [
+    "ExchangeError",
+    "Forming",
+    "Link",
+    "PendingTransfer",
+    "Rendezvous",
+    "SharedGroup",
+    "form_gloo",
+]

@@ -16,7 +16,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from stratagem.worker.mesh.backend_choice import Choice, Seat, choose, decode, encode
+from stratagem.worker.mesh.backend_choice import EngineChoice, EngineOffer, choose, decode, encode
 from stratagem.worker.mesh.gloo_backend import form_gloo
 from stratagem.worker.mesh.grpc_backend import connect_grpc, leave_grpc
 from stratagem.worker.mesh.link import Link, MessageLink, Rendezvous
@@ -64,7 +64,7 @@ class MeshOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemberAddress:
     """Where a member stands: its group, and how others reach this process."""
 
     group: Group
@@ -82,7 +82,7 @@ class _Elsewhere(Exception):
 
 
 def form_agreed(
-    place: Place, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
+    place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> Link | SharedGroup:
     """Blocks until all members are connected. Raises ExchangeError, and what rendezvous raises."""
     with ExitStack() as opened:
@@ -100,7 +100,7 @@ def form_agreed(
 
 
 def form_messages(
-    place: Place, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
+    place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> MessageLink:
     """The same for messages; engines among "shm" and "grpc"."""
     with ExitStack() as opened:
@@ -117,11 +117,11 @@ class _Forming:
     """The engines that were opened for one membership."""
 
     def __init__(
-        self, place: Place, rendezvous: Rendezvous, timeout_s: float, opened: ExitStack
+        self, place: MemberAddress, rendezvous: Rendezvous, timeout_s: float, opened: ExitStack
     ) -> None:
         self._place, self._rendezvous, self._timeout_s = place, rendezvous, timeout_s
         self._opened = opened
-        self._offer: dict[str, Seat] = {}
+        self._offer: dict[str, EngineOffer] = {}
         self._chosen = ""
 
     def open(self, name: str) -> None:
@@ -132,23 +132,23 @@ class _Forming:
                 if identity is not None:
                     self._listener = SharedListener()
                     self._opened.callback(self._listener.close)
-                    self._offer[name] = Seat(identity, self._listener.address)
+                    self._offer[name] = EngineOffer(identity, self._listener.address)
             case "nccl" if dist.is_nccl_available():
                 self._store = serve_nccl(place.host, self._timeout_s) if group.rank == 0 else None
                 address = f"{place.host}:{self._store.port}" if self._store else ""
-                self._offer[name] = Seat(_device_identity(place.device), address.encode())
+                self._offer[name] = EngineOffer(_device_identity(place.device), address.encode())
             case "grpc":
                 endpoint = self._endpoint = place.hub.join(group)
                 self._opened.callback(
                     lambda: None if self._chosen == name else leave_grpc(place.hub, endpoint)
                 )
-                self._offer[name] = Seat("", place.hub.address.encode())
+                self._offer[name] = EngineOffer("", place.hub.address.encode())
 
     def agree(self) -> NoReturn:
         """Raises _Elsewhere with what the members have agreed on."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
-        choice: Choice = choose(offers)
+        choice: EngineChoice = choose(offers)
         self._chosen = choice.engine
         log.info(
             "mesh",
@@ -161,7 +161,7 @@ class _Forming:
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
         """Everybody's gloo address; raises _Elsewhere when it is not gloo."""
-        self._offer["gloo"] = Seat("", address)
+        self._offer["gloo"] = EngineOffer("", address)
         try:
             self.agree()
         except _Elsewhere as chosen:

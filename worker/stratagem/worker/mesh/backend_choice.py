@@ -18,7 +18,7 @@ PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class EngineOffer:
     """What one member has ready for one engine.
 
     place: shm: which host this is; nccl: which device; else nothing. address: as the engine
@@ -29,12 +29,12 @@ class Seat:
     address: bytes
 
 
-Offer = Mapping[str, Seat]
+Offer = Mapping[str, EngineOffer]
 """What one member can take part in, by engine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EngineChoice:
     engine: str
     reason: str
     """Why no better one; empty when it is the best that anybody offers."""
@@ -49,18 +49,18 @@ def encode(offer: Offer) -> bytes:
     ).encode()
 
 
-def decode(words: bytes, rank: int) -> dict[str, Seat]:
+def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
     """Raises ExchangeError for anything that `encode` does not write."""
     try:
         return {
-            name: Seat(str(place), base64.b64decode(address, validate=True))
+            name: EngineOffer(str(place), base64.b64decode(address, validate=True))
             for name, (place, address) in json.loads(words).items()
         }
     except (ValueError, TypeError, AttributeError, binascii.Error) as error:
         raise ExchangeError(f"member {rank} offers what is not understood: {error}") from error
 
 
-def choose(offers: Sequence[Offer]) -> Choice:
+def choose(offers: Sequence[Offer]) -> EngineChoice:
     """The first engine of PREFERENCE that all can take; offers by rank.
 
     Raises InvalidInputError where there is none: to meet again would change nothing.
@@ -69,7 +69,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
     for name in PREFERENCE:
         objection = _objection(name, offers)
         if objection is None:
-            return Choice(name, "; ".join(reasons))
+            return EngineChoice(name, "; ".join(reasons))
         if any(name in offer for offer in offers):
             reasons.append(f"not {name}: {objection}")
     raise InvalidInputError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device, as torch.cuda.Event is."""
 
     def query(self) -> bool:
@@ -32,7 +32,7 @@ class HostCopy:
 
     __slots__ = ("_arrived", "_host")
 
-    def __init__(self, host: Tensor, arrived: Event | None) -> None:
+    def __init__(self, host: Tensor, arrived: DeviceEvent | None) -> None:
         """arrived: None when it is there already."""
         self._host, self._arrived = host, arrived
 

@@ -111,7 +111,7 @@ class GrpcLink:
             for peer, address in enumerate(addresses)
             if peer != self.rank
         }
-        self._latest: weakref.ref[Send] | None = None
+        self._latest: weakref.ref[GrpcTransfer] | None = None
         self._is_closed = False
         self._task = hub.spawn(self._run())
 
@@ -133,9 +133,9 @@ class GrpcLink:
         if box.num_open_bytes and not self._is_closed:
             self.cut()
 
-    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> GrpcTransfer:
         out = self._out[peer]
-        work = Send(out, tag, tensor, step, self._copy_of(tensor))
+        work = GrpcTransfer(out, tag, tensor, step, self._copy_of(tensor))
         self._latest = weakref.ref(work)
         self._hub.call(lambda: out.queue.put_nowait(work))
         return work
@@ -175,7 +175,7 @@ class GrpcLink:
             out.queue.put_nowait(None)
 
 
-class Send:
+class GrpcTransfer:
     """One send. `is_done` is guarded by the mailbox's condition."""
 
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
@@ -208,7 +208,7 @@ class _Outbound:
 
     def __init__(self, group: Group, peer: int, door: Door, box: Mailbox) -> None:
         self._group, self._peer, self._door, self._box = group, peer, door, box
-        self.queue: asyncio.Queue[Send | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[GrpcTransfer | None] = asyncio.Queue()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unanswered: deque[int] = deque()
         """Sizes of the messages that the receiver has not answered."""
@@ -216,7 +216,7 @@ class _Outbound:
         self._room = asyncio.Event()
         self._end = ""  # guarded by the box's condition
 
-    def wait(self, work: Send, timeout_s: float) -> None:
+    def wait(self, work: GrpcTransfer, timeout_s: float) -> None:
         with self._box.changed:
             self._box.changed.wait_for(
                 lambda: work.is_done or self._end or self._box.reason, timeout_s

@@ -23,7 +23,7 @@ class ExchangeError(StratagemError):
     """An exchange cannot end: a peer is lost or silent, or it was cut. Names no culprit."""
 
 
-class Work(Protocol):
+class PendingTransfer(Protocol):
     """One send or receive under way. It keeps its tensor alive."""
 
     def wait(self, timeout_s: float) -> None:
@@ -45,8 +45,8 @@ class Link(Protocol):
     def in_order(self) -> bool:
         """True when two members' transfers are matched by order alone, not by tag."""
 
-    def send(self, peer: int, tag: int, tensor: Tensor) -> Work: ...
-    def recv(self, peer: int, tag: int, tensor: Tensor) -> Work: ...
+    def send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
+    def recv(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer: ...
 
     def cut(self) -> None:
         """Makes every wait fail soon, here and at the peers. From any thread, any number of
@@ -68,7 +68,7 @@ class MessageLink(Protocol):
         """From now on take these messages, (source, tag), of this step, each once, and no older
         step's."""
 
-    def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> Work: ...
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
         """The bytes of one message, which are the caller's. Raises ExchangeError."""
@@ -81,6 +81,6 @@ class MessageLink(Protocol):
 class CollectiveLink(Link, Protocol):
     """A link whose backend has an all-reduce of its own."""
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
         """Adds the tensors of all members in place, in an order of the backend's; all members
         call it in the same order."""

@@ -78,12 +78,12 @@ class SlotLink:
         self._lock = threading.Lock()
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
-    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> Send:
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> ShmTransfer:
         """tensor: bytes, not to be changed before the end of the wait. Returns at once.
 
         Raises UnshareableError where there is no memory for it; nothing of it is sent then.
         """
-        work = Send(self, peer, Route(self.rank, step, tag), bytes_of(tensor))
+        work = ShmTransfer(self, peer, Route(self.rank, step, tag), bytes_of(tensor))
         self._ways[peer].send(work)
         return work
 
@@ -119,7 +119,7 @@ class SlotLink:
         """Why nothing more goes to a member; empty while something may."""
         return self._box.reason or self._ways[peer].end
 
-    def is_announced(self, work: Send) -> bool:
+    def is_announced(self, work: ShmTransfer) -> bool:
         """Whether the peer has been told of it."""
         return work.is_done and self._ways[work.peer].is_flushed
 
@@ -139,7 +139,7 @@ class SlotLink:
                 way.close()
 
 
-class Send:
+class ShmTransfer:
     """One send."""
 
     __slots__ = ("_link", "data", "is_done", "peer", "route")
@@ -172,7 +172,7 @@ class _Way:
         sock.setblocking(False)
         self.end = ""
         """Why it has ended."""
-        self._waiting: deque[Send] = deque()
+        self._waiting: deque[ShmTransfer] = deque()
         """Without a slot."""
         self._slots: list[_Slot] = []
         """Own ones, which the peer reads."""
@@ -191,7 +191,7 @@ class _Way:
     def is_flushed(self) -> bool:
         return not self._out
 
-    def send(self, work: Send) -> None:
+    def send(self, work: ShmTransfer) -> None:
         self._waiting.append(work)
         try:
             self._fill()

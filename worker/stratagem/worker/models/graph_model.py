@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.model.graph import GraphSpec, NodeSpec
-from stratagem.common.model.program import Program, flatten
+from stratagem.common.model.program import ModelProgram, flatten
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import not_one_of, unknown_key
 from stratagem.worker.models.run_program import Slots, evaluate, run_calls
@@ -153,7 +153,7 @@ class GraphModule(nn.Module):
         return evaluate(program.output, given, slots)
 
 
-def node_modules(model: nn.Module, program: Program) -> dict[str, nn.Module]:
+def node_modules(model: nn.Module, program: ModelProgram) -> dict[str, nn.Module]:
     """The module of each node of the program."""
     return {call.node: model.get_submodule(call.node.replace("/", ".")) for call in program.calls}
 

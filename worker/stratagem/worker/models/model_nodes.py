@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.model.program import Program, chain, flatten
+from stratagem.common.model.program import ModelProgram, chain, flatten
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.run_program import add_uses
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
@@ -51,7 +51,7 @@ class Trained:
             copy.param.grad = None
 
 
-def program_of(model: nn.Module, job: JobSpec) -> Program:
+def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
     """The calls that the model is made of: graph nodes, or modules called in a row.
 
     Raises InvalidInputError for a model that is anything else.
@@ -63,7 +63,7 @@ def program_of(model: nn.Module, job: JobSpec) -> Program:
     return chain(names)
 
 
-def separate_tied(model: nn.Module, program: Program | None) -> list[Trained]:
+def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Trained]:
     """All trainable parameters, in order of `named_parameters`.
 
     One that several nodes hold becomes one parameter per node over the same memory, so that each
@@ -121,7 +121,7 @@ class Absent(nn.Module):
         raise RuntimeError("this node belongs to another worker")
 
 
-def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: Program) -> None:
+def check_not_shared(model: nn.Module, owner: Mapping[str, int], program: ModelProgram) -> None:
     """Refuses a module object that nodes of different owners share; parameters may be shared."""
     holder: dict[int, str] = {}
     for node, root in node_modules(model, program).items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, Part, Source
+from stratagem.common.model.program import Bundle, Call, FromNode, ModelInput, NodeInput, Source
 
 Slots = dict[tuple[str, int], Any]
 """(node, use) → value; taken out when it is used."""
@@ -45,7 +45,7 @@ def evaluate(source: Source, given: Any, slots: Slots) -> Any:
             return given
         case FromNode(node, use):
             return slots.pop((node, use))
-        case Part(of, index, count):
+        case NodeInput(of, index, count):
             return _part(evaluate(of, given, slots), index, count)
         case Bundle(parts):
             return tuple(evaluate(part, given, slots) for part in parts)

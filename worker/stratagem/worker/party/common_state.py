@@ -25,14 +25,16 @@ from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party.join_rendezvous import Members, fence_of, session_of
-from stratagem.worker.session.context import Tally, Work
-from stratagem.worker.session.plan_control import PartyView
+from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.plan_control import MemberView
 from stratagem.worker.session.session_states import freeze
 
 _TALLY: Final = "tally"
 
 
-def agree_on_state(work: Work, plan: pb.TrainPlan, view: PartyView, members: Members) -> None:
+def agree_on_state(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
+) -> None:
     """Everybody goes on from the newest state of the party, or from the base where none is."""
     held = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(held, default=-1)
@@ -58,7 +60,7 @@ def _keeps_residuals(job: JobSpec) -> bool:
     return job.compression is not None and job.compression.keeps_state
 
 
-def _load_base(work: Work, base: pb.StateRef) -> None:
+def _load_base(work: ExecutionContext, base: pb.StateRef) -> None:
     if base.digest:
         tensors, metadata = work.blob(base.digest)
         # Aggregated states (federated) carry no step of their own.
@@ -69,7 +71,7 @@ def _load_base(work: Work, base: pb.StateRef) -> None:
     work.holding.tally = Tally(work.segment)
 
 
-def _copy_from(work: Work, view: PartyView, address: str) -> None:
+def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> None:
     try:
         tensors, metadata = work.control.wait(_pull_live(work, view, address), view.membership)
     except StratagemError as error:  # the donor is gone, or no longer offers
@@ -81,7 +83,7 @@ def _copy_from(work: Work, view: PartyView, address: str) -> None:
 
 
 async def _pull_live(
-    work: Work, view: PartyView, address: str
+    work: ExecutionContext, view: MemberView, address: str
 ) -> tuple[Mapping[str, Tensor], dict[str, str]]:
     """The state that another member has frozen for us."""
     ways_out: list[Callable[[], dict[str, Tensor]]] = []
@@ -108,7 +110,7 @@ def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
     return request
 
 
-def _offer(work: Work, view: PartyView) -> None:
+def _offer(work: ExecutionContext, view: MemberView) -> None:
     """Freeze what we hold for members that are behind; dropped after the next step."""
     trainer = work.holding.trainer
     assert isinstance(trainer, Trainer)

@@ -11,14 +11,14 @@ from typing import Final
 
 from stratagem.common.base.host_port import split_address
 from stratagem.common.strategy import all_reduce_of
-from stratagem.worker.exchange import Exchange, GradientBuckets, mesh_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, mesh_exchange
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.mesh import Link, Rendezvous, SharedGroup
-from stratagem.worker.mesh.backend_agreement import Place, form_agreed
+from stratagem.worker.mesh.backend_agreement import MemberAddress, form_agreed
 from stratagem.worker.mesh.backend_choice import PREFERENCE
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.mesh.shm_segments import UnshareableError
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 
 FORM_TIMEOUT_S: Final = 30.0
 USABLE: Final = {
@@ -31,7 +31,7 @@ USABLE: Final = {
 
 
 def form_link(
-    work: Work, group: Group, method: str, exchange_offers: Rendezvous
+    work: ExecutionContext, group: Group, method: str, exchange_offers: Rendezvous
 ) -> Link | SharedGroup:
     """Blocks until a group is connected by an engine that all of it have and the method can use.
 
@@ -41,19 +41,19 @@ def form_link(
     return form_agreed(place_of(work, group), engines, exchange_offers, form_timeout_s(work))
 
 
-def place_of(work: Work, group: Group) -> Place:
+def place_of(work: ExecutionContext, group: Group) -> MemberAddress:
     """Where this worker stands in the group."""
     host, _ = split_address(work.host.address)
-    return Place(group, work.host.hub, host, work.host.device)
+    return MemberAddress(group, work.host.hub, host, work.host.device)
 
 
-def form_timeout_s(work: Work) -> float:
+def form_timeout_s(work: ExecutionContext) -> float:
     """Longest wait for the connections of a membership."""
     return min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
 
 
 @contextmanager
-def noting_failures(work: Work) -> Iterator[None]:
+def noting_failures(work: ExecutionContext) -> Iterator[None]:
     """Shared memory that cannot be had counts against it."""
     try:
         yield
@@ -63,12 +63,12 @@ def noting_failures(work: Work) -> Iterator[None]:
 
 
 def exchange_over(
-    work: Work,
+    work: ExecutionContext,
     buckets: GradientBuckets,
     link: Link | SharedGroup,
     num_shards: int,
     compressor: Compressor | None = None,
-) -> Exchange:
+) -> GradientReducer:
     """Sums by the job's method; takes the link over."""
     with noting_failures(work):
         exchange = mesh_exchange(

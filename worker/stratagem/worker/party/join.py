@@ -13,11 +13,11 @@ from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Trainer
 from stratagem.worker.exchange import (
-    AloneExchange,
-    Exchange,
     ExchangeError,
     GossipExchange,
     GradientBuckets,
+    GradientReducer,
+    SingleMemberReducer,
     server_exchange,
     solo_exchange,
 )
@@ -28,13 +28,13 @@ from stratagem.worker.party.common_state import agree_on_state
 from stratagem.worker.party.connect_members import exchange_over, form_link, noting_failures
 from stratagem.worker.party.join_gossip import join_nodes
 from stratagem.worker.party.join_rendezvous import Members, meet, suspect
-from stratagem.worker.session.context import Work
-from stratagem.worker.session.plan_control import PartyView
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import MemberView
 
 
 def join(
-    work: Work, plan: pb.TrainPlan, view: PartyView
-) -> Exchange | AloneExchange | GossipExchange:
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
+) -> GradientReducer | SingleMemberReducer | GossipExchange:
     """The exchange of this view; afterwards all members hold the same state.
 
     Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
@@ -71,13 +71,13 @@ def join(
     return holding.exchange
 
 
-def give_up(work: Work, view: PartyView, reason: str) -> None:
+def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
     """Leave an exchange that failed and tell the coordinator, who looks for the culprit."""
     leave(work)
     suspect(work, view, reason)
 
 
-def leave(work: Work) -> None:
+def leave(work: ExecutionContext) -> None:
     """Give up the exchange; the session holds what it has applied."""
     work.control.let_go()
     work.post(work.gradients.close)
@@ -88,7 +88,7 @@ def leave(work: Work) -> None:
 
 
 def _meet(
-    work: Work, plan: pb.TrainPlan, view: PartyView
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
     """Wait for all members of the view; what they say, and for AllReduce the link to them."""
     mine = coordinator_pb2.RendezvousMember(
@@ -125,15 +125,15 @@ def _meet(
 
 
 def _exchange(
-    work: Work, plan: pb.TrainPlan, view: PartyView, link: Link | SharedGroup | None
-) -> Exchange | AloneExchange:
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, link: Link | SharedGroup | None
+) -> GradientReducer | SingleMemberReducer:
     holding, deadline_s = work.holding, work.exchange_timeout_s
     trainer = holding.trainer
     assert isinstance(trainer, Trainer)
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
-    if is_alone and AloneExchange.fits(trainer.params):
-        return AloneExchange(trainer.params, trainer.setup.numerics)
+    if is_alone and SingleMemberReducer.fits(trainer.params):
+        return SingleMemberReducer(trainer.params, trainer.setup.numerics)
     if holding.buckets is None:
         holding.buckets = GradientBuckets(
             trainer.params,

@@ -18,14 +18,14 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
 from stratagem.worker.mesh import Link
-from stratagem.worker.session.context import Tally, Work
-from stratagem.worker.session.plan_control import PartyView
+from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.plan_control import MemberView
 
 
 def join_nodes(
-    work: Work,
+    work: ExecutionContext,
     plan: pb.TrainPlan,
-    view: PartyView,
+    view: MemberView,
     members: Sequence[coordinator_pb2.RendezvousMember],
     link: Link | None,
 ) -> GossipExchange:
@@ -57,7 +57,7 @@ def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]
 
 
 def _load_base(
-    work: Work, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
+    work: ExecutionContext, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
 ) -> None:
     work.holding.drop()
     tensors, metadata = work.blob(base.digest)

@@ -37,21 +37,21 @@ from stratagem.worker.party.connect_members import (
 )
 from stratagem.worker.party.join import leave
 from stratagem.worker.party.join_rendezvous import meet
-from stratagem.worker.pipeline.build_stages import Placement, Seat, build_stage_runner
+from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
 from stratagem.worker.pipeline.held_stages import HeldStages, Lines
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from stratagem.worker.pipeline.rank_trainer import Reduce, StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
-from stratagem.worker.session.context import Tally, Work
-from stratagem.worker.session.plan_control import PartyView
+from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.plan_control import MemberView
 
 
 @dataclass(frozen=True, slots=True)
 class _Where:
     """This member's place: rank `rank` of the `width` ranks of replica number `replica`."""
 
-    view: PartyView
+    view: MemberView
     width: int
 
     @property
@@ -67,7 +67,7 @@ class _Where:
         return self.view.size // self.width
 
 
-def join_stages(work: Work, plan: pb.TrainPlan, view: PartyView) -> HeldStages:
+def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> HeldStages:
     """This worker's stages under the view, at the step where all members stand.
 
     Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
@@ -116,7 +116,7 @@ def _spec_of(job: JobSpec) -> ModelParallel:
 # ---- connecting ----
 
 
-def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
+def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
     if where.view.size == 1:
         return Lines(LocalTransport(LocalPost(1), 0))
     forming = Forming(lambda: _form(work, where, spec))
@@ -125,7 +125,7 @@ def _connect(work: Work, where: _Where, spec: ModelParallel) -> Lines:
         return forming.link()
 
 
-def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
+def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
     """Everything that others connect to is opened before the rendezvous."""
     lines = Lines(LocalTransport(LocalPost(1), 0))
     rendezvous = partial(_meet, work, where, lines)
@@ -157,7 +157,7 @@ def _form(work: Work, where: _Where, spec: ModelParallel) -> Lines:
         raise
 
 
-def _meet(work: Work, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
+def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
     """The rendezvous of the whole party; what the ranks of this replica offer for activations.
 
     Forms the column on the way, where there are replicas. A member's endpoint is the size of its
@@ -184,7 +184,7 @@ def _meet(work: Work, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
     return activations[first : first + where.width]
 
 
-def _group(work: Work, view: PartyView, name: str, ranks: range) -> Group:
+def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
     """Some of the members, of whom this one is one."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[each].worker_id for each in ranks)
@@ -196,10 +196,10 @@ def _group(work: Work, view: PartyView, name: str, ranks: range) -> Group:
 
 
 def _runner(
-    work: Work, plan: pb.TrainPlan, where: _Where, spec: ModelParallel, lines: Lines
+    work: ExecutionContext, plan: pb.TrainPlan, where: _Where, spec: ModelParallel, lines: Lines
 ) -> StageRunner:
     communication = spec.communication
-    placement = Placement(
+    placement = StageAssignment(
         partitions=tuple(each.node_ids for each in spec.partitions),
         ranks=tuple(plan.ranks),
         micro_batch_size=(
@@ -212,7 +212,7 @@ def _runner(
         work.job,
         work.host.entrypoints,
         placement,
-        Seat(where.rank, lines.transport, work.exchange_timeout_s),
+        RankEndpoint(where.rank, lines.transport, work.exchange_timeout_s),
         device=work.host.device,
         fresh=False,
         sources=work.sources(),
@@ -221,7 +221,7 @@ def _runner(
     return runner
 
 
-def _load_base(work: Work, base: pb.StateRef, runner: StageRunner) -> None:
+def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -> None:
     tensors, metadata = work.blob(base.digest)
     # Aggregated states (federated) carry no step of their own.
     runner.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
@@ -230,7 +230,7 @@ def _load_base(work: Work, base: pb.StateRef, runner: StageRunner) -> None:
 
 
 def _reduce(
-    work: Work, plan: pb.TrainPlan, where: _Where, runner: StageRunner, lines: Lines
+    work: ExecutionContext, plan: pb.TrainPlan, where: _Where, runner: StageRunner, lines: Lines
 ) -> Reduce | None:
     """How this rank's gradients are added up over the shards; None for one shard."""
     if plan.num_shards == 1:
@@ -244,7 +244,7 @@ def _reduce(
     return SumOverReplicas(runner, exchange)
 
 
-def _carrier(work: Work, lines: Lines, spec: ModelParallel) -> str:
+def _carrier(work: ExecutionContext, lines: Lines, spec: ModelParallel) -> str:
     communication = spec.communication
     kind = {"DataStore": "data store"}.get(type(communication).__name__)
     kind = kind or type(communication).__name__.lower()

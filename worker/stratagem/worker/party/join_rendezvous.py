@@ -14,8 +14,8 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import coordinator_pb2, types_pb2
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.host.coordinator_retry import new_backoff
-from stratagem.worker.session.context import Work
-from stratagem.worker.session.plan_control import Moved, PartyView
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import MemberView, ViewChanged
 
 # The coordinator decides how long members may stay away; this only ends a call it has forgotten.
 RENDEZVOUS_TIMEOUT_S: Final = 600.0
@@ -30,7 +30,7 @@ _RETRIED: Final = (
 Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
-def meet(work: Work, view: PartyView, endpoint: bytes) -> Members:
+def meet(work: ExecutionContext, view: MemberView, endpoint: bytes) -> Members:
     """The rendezvous: what all members of the view say, by rank, once all are there."""
     request = coordinator_pb2.RendezvousRequest(
         fence=fence_of(view),
@@ -48,7 +48,7 @@ def meet(work: Work, view: PartyView, endpoint: bytes) -> Members:
     return members
 
 
-def suspect(work: Work, view: PartyView, reason: str) -> None:
+def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
     """Tell the coordinator that the exchange of this view failed; it looks for the culprit."""
     request = coordinator_pb2.SuspectRequest(
         fence=fence_of(view), session=session_of(work), reason=reason[:1000]
@@ -56,7 +56,9 @@ def suspect(work: Work, view: PartyView, reason: str) -> None:
     work.control.wait(_suspect(work, request), view.membership)
 
 
-async def _call_rendezvous(work: Work, request: coordinator_pb2.RendezvousRequest) -> Members:
+async def _call_rendezvous(
+    work: ExecutionContext, request: coordinator_pb2.RendezvousRequest
+) -> Members:
     """Ask until all have come. A coordinator that restarts gets the same question again."""
     backoff = new_backoff()
     while True:
@@ -65,11 +67,11 @@ async def _call_rendezvous(work: Work, request: coordinator_pb2.RendezvousReques
             return list(answer.members)
         except grpc.aio.AioRpcError as error:
             if error.code() not in _RETRIED:
-                raise Moved from error
+                raise ViewChanged from error
         await backoff.pause()
 
 
-async def _suspect(work: Work, request: coordinator_pb2.SuspectRequest) -> None:
+async def _suspect(work: ExecutionContext, request: coordinator_pb2.SuspectRequest) -> None:
     backoff = new_backoff()
     while True:
         try:
@@ -81,12 +83,12 @@ async def _suspect(work: Work, request: coordinator_pb2.SuspectRequest) -> None:
         await backoff.pause()
 
 
-def fence_of(view: PartyView) -> types_pb2.Fence:
+def fence_of(view: MemberView) -> types_pb2.Fence:
     """What calls about this view carry, so that a later view's receivers refuse them."""
     return types_pb2.Fence(term=view.term, membership=view.membership)
 
 
-def session_of(work: Work) -> types_pb2.SessionRef:
+def session_of(work: ExecutionContext) -> types_pb2.SessionRef:
     """The session of this execution, as calls name it."""
     return types_pb2.SessionRef(
         run_id=work.key.run_id, party=work.key.party, member=work.key.member

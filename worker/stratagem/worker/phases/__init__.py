@@ -3,8 +3,8 @@
 `PhaseTraining` is what a trainer uses; `schedule` is the pure state machine inside it.
 """
 
-from stratagem.worker.phases.phase_schedule import Phase, PhaseError
+from stratagem.worker.phases.phase_schedule import PhaseError, TrainingPhase
 from stratagem.worker.phases.phase_training import PREFIX, PhaseTraining
 from stratagem.worker.phases.step_timer import PassTimer
 
-__all__ = ["PREFIX", "PassTimer", "Phase", "PhaseError", "PhaseTraining"]
+__all__ = ["PREFIX", "PassTimer", "PhaseError", "PhaseTraining", "TrainingPhase"]

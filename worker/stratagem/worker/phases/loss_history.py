@@ -24,7 +24,7 @@ _LEAST_DEVIATION: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LossSummary:
     """Of all losses kept. variance: of the population."""
 
     mean: float
@@ -55,12 +55,12 @@ class LossHistory:
         """With one more loss, and without the oldest if there is no room."""
         return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> LossSummary | None:
         """None without losses."""
         if not self.losses:
             return None
         variance = statistics.pvariance(self.losses)
-        return Summary(
+        return LossSummary(
             mean(self.losses),
             variance,
             math.sqrt(variance),

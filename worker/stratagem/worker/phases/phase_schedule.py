@@ -31,7 +31,7 @@ NUM_LOSSES: Final = 100
 """Kept of each phase."""
 
 
-class Phase(StrEnum):
+class TrainingPhase(StrEnum):
     FULL = "FULL"
     PREDICT = "PREDICT"
     CORRECT = "CORRECT"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
     @property
     def is_exact(self) -> bool:
         """Whether the step computes its gradient."""
-        return self is not Phase.PREDICT
+        return self is not TrainingPhase.PREDICT
 
 
 class Quality(NamedTuple):
@@ -74,7 +74,7 @@ class State:
 
     lengths: Lengths
     """Of the present cycle; adaptation moves them."""
-    phase: Phase = Phase.FULL
+    phase: TrainingPhase = TrainingPhase.FULL
     """Of the open step, or of the last one."""
     is_open: bool = False
     has_changed: bool = True
@@ -108,11 +108,11 @@ class State:
     def phase_step(self) -> int:
         """Steps of this phase that have ended in this cycle; corrections stand alone."""
         match self.phase:
-            case Phase.FULL:
+            case TrainingPhase.FULL:
                 return self.num_full
-            case Phase.PREDICT:
+            case TrainingPhase.PREDICT:
                 return self.num_predicted
-            case Phase.CORRECT:
+            case TrainingPhase.CORRECT:
                 return 0
             case _:
                 assert_never(self.phase)
@@ -135,7 +135,7 @@ def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
     opened = replace(state, phase=phase, is_open=True, has_changed=phase is not state.phase)
     if state.total_step == 0:
         return replace(opened, has_changed=True)
-    if phase is Phase.FULL and _is_cycle_over(state, spec):
+    if phase is TrainingPhase.FULL and _is_cycle_over(state, spec):
         lengths = adapted(state.lengths, state.full_losses, spec, numerics)
         return _next_cycle(state, replace(opened, lengths=lengths))
     return opened
@@ -157,7 +157,7 @@ def end(
     if not state.is_open:
         raise PhaseError("end_step without begin_step")
     closed = replace(state, is_open=False, last_check=checks[-1] if checks else state.last_check)
-    if state.phase is Phase.PREDICT:
+    if state.phase is TrainingPhase.PREDICT:
         if loss is not None or checks:
             raise PhaseError("a PREDICT step has no exact gradient, so no loss and no check")
         return replace(
@@ -170,7 +170,7 @@ def end(
         raise PhaseError(f"a {state.phase} step computes its gradient and so has a loss")
     closed = replace(closed, last_loss=loss)
     passed = bool(checks) and all(check.passes(spec) for check in checks)
-    if state.phase is Phase.CORRECT:
+    if state.phase is TrainingPhase.CORRECT:
         return _end_correct(closed, spec, loss, passed)
     losses = state.full_losses.recorded(loss)
     # Whatever the gradients look like: predictions must not carry a run further away.
@@ -191,7 +191,12 @@ def check_due(state: State) -> bool:
 def back_test_due(state: State, spec: PhasesSpec) -> bool:
     """Whether PREDICT may follow the open Full step, if its gradient could have been predicted."""
     is_last = state.num_full + 1 == needed_full_steps(state, spec)
-    return state.is_open and state.phase is Phase.FULL and is_last and state.lengths.predict > 0
+    return (
+        state.is_open
+        and state.phase is TrainingPhase.FULL
+        and is_last
+        and state.lengths.predict > 0
+    )
 
 
 def horizon(state: State, spec: PhasesSpec) -> int:
@@ -204,33 +209,33 @@ def forecast_due(state: State, spec: PhasesSpec) -> bool:
     """Whether the gradient of the last Full step is to be predicted from here, after the open
     step's gradient is known."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
-    is_here = ahead == horizon(state, spec) and state.phase is Phase.FULL
+    is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
     return state.is_open and is_here and state.lengths.predict > 0
 
 
-def _next_phase(state: State, spec: PhasesSpec) -> Phase:
+def _next_phase(state: State, spec: PhasesSpec) -> TrainingPhase:
     match state.phase:
-        case Phase.FULL:
+        case TrainingPhase.FULL:
             is_done = state.num_full >= needed_full_steps(state, spec)
             may_leave = is_done and state.may_predict and state.lengths.predict > 0
-            return Phase.PREDICT if may_leave else Phase.FULL
-        case Phase.PREDICT:
+            return TrainingPhase.PREDICT if may_leave else TrainingPhase.FULL
+        case TrainingPhase.PREDICT:
             if state.num_predicted >= state.lengths.predict:
-                return Phase.FULL
+                return TrainingPhase.FULL
             is_due = state.num_since_exact >= spec.correct_every
-            return Phase.CORRECT if is_due else Phase.PREDICT
-        case Phase.CORRECT:
-            return Phase.PREDICT if state.may_predict else Phase.FULL
+            return TrainingPhase.CORRECT if is_due else TrainingPhase.PREDICT
+        case TrainingPhase.CORRECT:
+            return TrainingPhase.PREDICT if state.may_predict else TrainingPhase.FULL
         case _:
             assert_never(state.phase)
 
 
 def _is_cycle_over(state: State, spec: PhasesSpec) -> bool:
-    return state.phase is not Phase.FULL or state.num_full >= needed_full_steps(state, spec)
+    return state.phase is not TrainingPhase.FULL or state.num_full >= needed_full_steps(state, spec)
 
 
 def _next_cycle(state: State, opened: State) -> State:
-    was_refused = state.phase is Phase.FULL and state.lengths.predict > 0
+    was_refused = state.phase is TrainingPhase.FULL and state.lengths.predict > 0
     return replace(
         opened,
         cycle=state.cycle + 1,

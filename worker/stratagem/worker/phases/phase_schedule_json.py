@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.phases.loss_history import LossHistory
 from stratagem.worker.phases.phase_adaptation import Lengths
-from stratagem.worker.phases.phase_schedule import NUM_LOSSES, Counts, Phase, Quality, State
+from stratagem.worker.phases.phase_schedule import NUM_LOSSES, Counts, Quality, State, TrainingPhase
 
 
 def dump_state(state: State) -> str:
@@ -35,7 +35,7 @@ def _read(plain: dict[str, Any]) -> State:
     check = plain["last_check"]
     special = {
         "lengths": Lengths(*plain["lengths"]),
-        "phase": Phase(plain["phase"]),
+        "phase": TrainingPhase(plain["phase"]),
         "counts": Counts(*plain["counts"]),
         "last_check": None if check is None else Quality(*check),
         "full_losses": _losses(plain["full_losses"]),

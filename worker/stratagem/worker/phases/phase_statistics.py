@@ -17,7 +17,7 @@ from stratagem.common.job.phases_section import PhasesSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.phases.loss_history import DIVERGENCE_SHARE, mean
 from stratagem.worker.phases.phase_adaptation import FALL_SHARE
-from stratagem.worker.phases.phase_schedule import NO_STEPS, Counts, Phase, State
+from stratagem.worker.phases.phase_schedule import NO_STEPS, Counts, State, TrainingPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,16 @@ class Seconds:
     predicted: float = 0.0
     """Whole Predict steps."""
 
-    def with_exact(self, phase: Phase, *, forward: float, backward: float, whole: float) -> Seconds:
+    def with_exact(
+        self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
+    ) -> Seconds:
         """After one more exact step."""
         full, predict, correct = self.counts
-        counts = Counts(full + (phase is Phase.FULL), predict, correct + (phase is Phase.CORRECT))
+        counts = Counts(
+            full + (phase is TrainingPhase.FULL),
+            predict,
+            correct + (phase is TrainingPhase.CORRECT),
+        )
         return replace(
             self,
             counts=counts,
@@ -72,7 +78,7 @@ class Statistics:
     predict_steps: int
     num_refused: int
     num_fallbacks: int
-    average_losses: dict[Phase, float]
+    average_losses: dict[TrainingPhase, float]
 
     @property
     def step_ratio(self) -> float:
@@ -93,7 +99,7 @@ def step_ratio(counts: Counts) -> float:
 
 def statistics_of(state: State) -> Statistics:
     """The same on all replicas."""
-    histories = {Phase.FULL: state.full_losses, Phase.CORRECT: state.correct_losses}
+    histories = {TrainingPhase.FULL: state.full_losses, TrainingPhase.CORRECT: state.correct_losses}
     return Statistics(
         counts=state.counts,
         cycles=state.cycle,

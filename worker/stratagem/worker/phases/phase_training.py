@@ -27,7 +27,7 @@ from stratagem.worker.phases.gradient_prediction import (
     flat_dtype,
     quality,
 )
-from stratagem.worker.phases.phase_schedule import Phase, PhaseError, Quality, State
+from stratagem.worker.phases.phase_schedule import PhaseError, Quality, State, TrainingPhase
 from stratagem.worker.phases.phase_schedule_json import dump_state, load_state
 from stratagem.worker.phases.phase_statistics import (
     Seconds,
@@ -70,7 +70,7 @@ class PhaseTraining:
         self.seconds = Seconds()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> TrainingPhase:
         """Of the next step, however often it is asked."""
         return self._opened.phase
 
@@ -121,7 +121,7 @@ class PhaseTraining:
         if phase_schedule.check_due(opened) or phase_schedule.back_test_due(opened, self._spec):
             predicted = self._history.predict(step) if self._history.steps else None
             checks.append(_compared(exact, predicted))
-            if opened.phase is Phase.CORRECT and predicted is not None:
+            if opened.phase is TrainingPhase.CORRECT and predicted is not None:
                 self._correct(gradients, exact, predicted, checks[0])
         if phase_schedule.back_test_due(opened, self._spec):
             forecast = self._forecast

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from stratagem.worker.phases.phase_schedule import Phase
+from stratagem.worker.phases.phase_schedule import TrainingPhase
 from stratagem.worker.phases.phase_training import PhaseTraining
 
 
@@ -56,7 +56,7 @@ class PassTimer:
     def end_exact_step(self, phases: PhaseTraining | None, phase: str) -> None:
         if phases is not None:
             phases.seconds = phases.seconds.with_exact(
-                Phase(phase),
+                TrainingPhase(phase),
                 forward=self._forward_s,
                 backward=self._backward_s,
                 whole=time.perf_counter() - self._step_began_s,

@@ -28,11 +28,11 @@ from stratagem.worker.models.model_nodes import (
     tie_again,
     without_storage,
 )
-from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.stage import StagePart
-from stratagem.worker.pipeline.stage_transport import Transport
+from stratagem.worker.pipeline.stage_transport import StageTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 _EVALUATION_BATCH_SIZE = 256
@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StageAssignment:
     """Which nodes go where, and in what portions they work.
 
     partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
@@ -64,19 +64,19 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankEndpoint:
     """Which rank this is, and how it reaches the others; it waits `timeout_s` for one message."""
 
     rank: int
-    transport: Transport
+    transport: StageTransport
     timeout_s: float = 60.0
 
 
 def build_stage_runner(
     job: JobSpec,
     entrypoints: EntryPoints,
-    placement: Placement,
-    seat: Seat,
+    placement: StageAssignment,
+    seat: RankEndpoint,
     *,
     device: torch.device = _CPU,
     fresh: bool,
@@ -120,7 +120,7 @@ def build_stage_runner(
         for stage, owned_by in enumerate(rank_of)
         if owned_by == seat.rank
     }
-    lane = Lane(plan, rank_of, seat.rank, seat.transport, seat.timeout_s)
+    lane = StageChannel(plan, rank_of, seat.rank, seat.transport, seat.timeout_s)
     return StageRunner(
         RunnerSetup(
             job,

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.pipeline.schedules import forward_only
-from stratagem.worker.engine.objectives.evaluator import Part
-from stratagem.worker.pipeline.rank_pass import RankPass, Work
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 
 _WINDOW_PER_STAGE: Final = 2
@@ -17,9 +17,11 @@ Begins = Callable[[int, int], None]
 """(batch, how many are left with it): hears of each batch that begins here."""
 
 
-def evaluate(setup: RunnerSetup, number: int, split: str, begins: Begins | None) -> list[Part]:
+def evaluate(
+    setup: RunnerSetup, number: int, split: str, begins: Begins | None
+) -> list[EvaluationPart]:
     """Sums per batch on the rank of the last stage; nothing on the others. number: of the pass."""
-    parts: list[Part] = []
+    parts: list[EvaluationPart] = []
 
     def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
         parts.append(setup.evaluator.measure(split, batch, output, y, num_rows))
@@ -49,7 +51,7 @@ def _forward(
     evaluator, lane, dataset = setup.evaluator, setup.lane, setup.data[split]
     count = -(-len(dataset) // evaluator.batch_size)
     setup.model.eval()
-    work = Work(
+    work = PassCallbacks(
         f"evaluating {split}",
         _beginning(setup, split, count, begins),
         lambda batch: evaluator.begin_batch(split, dataset, batch),

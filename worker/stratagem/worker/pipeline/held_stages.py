@@ -8,10 +8,10 @@ from typing import Protocol
 from stratagem.worker.mesh import Link, SharedGroup
 from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.pipeline.rank_trainer import Reduce, StageRunner
-from stratagem.worker.pipeline.stage_transport import Transport
+from stratagem.worker.pipeline.stage_transport import StageTransport
 
 
-class Line(Protocol):
+class Interruptible(Protocol):
     """What may be blocked in, and must be freed."""
 
     def cut(self) -> None: ...
@@ -25,12 +25,12 @@ class Lines:
     They are a party's own: once one is cut all are, for a step needs them all.
     """
 
-    transport: Transport
+    transport: StageTransport
     carrier: MessageLink | None = None
     """What carries the transport's messages, where that must be freed."""
     column: Link | SharedGroup | None = None
     """To the ranks of other replicas that hold the same stages."""
-    exchange: Line | None = None
+    exchange: Interruptible | None = None
     """What has taken `column` over."""
 
     def cut(self) -> None:

@@ -16,8 +16,8 @@ from typing import Final
 
 import torch
 
-from stratagem.common.pipeline.schedules import Kind
-from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.common.pipeline.schedules import TaskKind
+from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.stage_message import Address, Message
 
 NUM_PINGS: Final = 5
@@ -32,13 +32,13 @@ class Meter:
     """What one rank sees of the training steps that it measures."""
 
     device: torch.device
-    seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
     """Of each micro-batch, without waiting and sending; of all kinds of work."""
     largest_bytes: dict[int, int] = field(default_factory=dict)
     """By rank: the largest message sent there."""
 
     @contextmanager
-    def time(self, kind: Kind) -> Iterator[None]:
+    def time(self, kind: TaskKind) -> Iterator[None]:
         begun = self._now()
         yield
         self.seconds.setdefault(kind, []).append(self._now() - begun)
@@ -49,7 +49,7 @@ class Meter:
 
     @property
     def num_micro_batches(self) -> int:
-        return len(self.seconds.get(Kind.BACKWARD, ()))
+        return len(self.seconds.get(TaskKind.BACKWARD, ()))
 
     @property
     def compute_s(self) -> float:
@@ -73,7 +73,7 @@ class Hops:
     """Forward and backward of one micro-batch on one rank, mean over the ranks."""
 
 
-def measure_hops(lane: Lane, pass_number: int, meter: Meter) -> Hops:
+def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
     """Takes a pass of its own; every rank calls it at the same place. Raises ExchangeError."""
     pairs = _pairs(lane)
     lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
@@ -92,13 +92,13 @@ def measure_hops(lane: Lane, pass_number: int, meter: Meter) -> Hops:
     return Hops(max(each["hop_s"] for each in told), compute_s)
 
 
-def _pairs(lane: Lane) -> list[tuple[int, int]]:
+def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
     """Ranks that send each other activations, in an order in which nobody waits in a ring."""
     ends = ((lane.rank_of[b.source], lane.rank_of[b.target]) for b in lane.plan.boundaries)
     return sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]})
 
 
-def _ping(lane: Lane, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
+def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
     """Median seconds of one way. The lower rank sends first; to the other one it is 0."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
@@ -119,7 +119,9 @@ def _ping(lane: Lane, pass_number: int, pair: tuple[int, int], meter: Meter) -> 
     return statistics.median(took_s[1:])
 
 
-def _awaited(lane: Lane, pass_number: int, pairs: list[tuple[int, int]]) -> Iterator[Address]:
+def _awaited(
+    lane: StageChannel, pass_number: int, pairs: list[tuple[int, int]]
+) -> Iterator[Address]:
     for low, high in pairs:
         for i in range(NUM_PINGS + 1):
             if lane.rank == high:
@@ -131,5 +133,7 @@ def _awaited(lane: Lane, pass_number: int, pairs: list[tuple[int, int]]) -> Iter
             yield _address(lane, pass_number, _SHARE, rank, lane.rank)
 
 
-def _address(lane: Lane, pass_number: int, number: int, source: int, target: int) -> Address:
+def _address(
+    lane: StageChannel, pass_number: int, number: int, source: int, target: int
+) -> Address:
     return lane.control(pass_number, 0, number, source, target)

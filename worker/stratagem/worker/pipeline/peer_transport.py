@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.worker.mesh.link import MessageLink, Work
+from stratagem.worker.mesh.link import MessageLink, PendingTransfer
 from stratagem.worker.pipeline.stage_message import Address, Message, pack, unpack
 
 
@@ -17,7 +17,7 @@ class PeerTransport:
 
     def __init__(self, link: MessageLink) -> None:
         self._link = link
-        self._sends: list[Work] = []
+        self._sends: list[PendingTransfer] = []
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
         self._link.open_step(step, [(each.source, each.tag) for each in awaited])

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from stratagem.common.model.stage_partition import Boundary, StagePlan
-from stratagem.common.pipeline.schedules import Action, Kind
+from stratagem.common.pipeline.schedules import Action, TaskKind
 from stratagem.common.pipeline.transfer_tags import base_of, control_tag, tag_of
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.stage import Kept, StagePart
 from stratagem.worker.pipeline.stage_message import Address, Message
-from stratagem.worker.pipeline.stage_transport import Transport
+from stratagem.worker.pipeline.stage_transport import StageTransport
 from stratagem.worker.user_code.entrypoints import user_code
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StageChannel:
     """What a rank is to the others: its number, and how it reaches them."""
 
     plan: StagePlan
     rank_of: tuple[int, ...]
     """By stage."""
     rank: int
-    transport: Transport
+    transport: StageTransport
     timeout_s: float
     """Longest wait for one message."""
 
@@ -62,7 +62,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PassCallbacks:
     """What a pass computes, apart from the stages.
 
     begin(micro_batch) starts the drawing of random numbers; load() then reads (x, y, rows);
@@ -78,7 +78,7 @@ class Work:
 class Gauge(Protocol):
     """Looks on at a pass."""
 
-    def time(self, kind: Kind) -> AbstractContextManager[None]:
+    def time(self, kind: TaskKind) -> AbstractContextManager[None]:
         """Around what is computed for one micro-batch, without waiting and sending."""
 
     def sent(self, rank: int, message: Message) -> None:
@@ -90,7 +90,7 @@ class RankPass:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: StageChannel,
         parts: Mapping[int, StagePart],
         step: int,
         count: int,
@@ -111,18 +111,18 @@ class RankPass:
                         if address.source != address.target:
                             yield address
 
-    def train(self, actions: Sequence[Action], work: Work) -> None:
+    def train(self, actions: Sequence[Action], work: PassCallbacks) -> None:
         """Forward and backward of all micro-batches."""
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
-            if action.kind is Kind.FORWARD:
+            if action.kind is TaskKind.FORWARD:
                 self._kept[key] = self._forward(part, action.micro_batch, work)
                 continue
-            if action.kind is Kind.WEIGHT:
+            if action.kind is TaskKind.WEIGHT:
                 with user_code(work.activity):
                     part.backward_weight(self._kept.pop(key))
                 continue
-            is_whole = action.kind is Kind.BACKWARD
+            is_whole = action.kind is TaskKind.BACKWARD
             kept = self._kept.pop(key) if is_whole else self._kept[key]
             received = {
                 boundary.number: self._recv(boundary, action.micro_batch, backward=True)
@@ -138,7 +138,7 @@ class RankPass:
                     self._send(boundary, action.micro_batch, message, backward=True)
 
     @torch.no_grad()
-    def forward_only(self, actions: Sequence[Action], work: Work, window: int) -> None:
+    def forward_only(self, actions: Sequence[Action], work: PassCallbacks, window: int) -> None:
         """Forward of all micro-batches, at most `window` of them ahead of the next stage.
 
         The backward tag of a micro-batch then carries nothing, which says: one more may be sent.
@@ -156,12 +156,12 @@ class RankPass:
                 for micro_batch in range(max(0, self._count - window), self._count):
                     self._recv(boundary, micro_batch, backward=True)
 
-    def _forward(self, part: StagePart, micro_batch: int, work: Work) -> Kept:
+    def _forward(self, part: StagePart, micro_batch: int, work: PassCallbacks) -> Kept:
         received = {
             boundary.number: self._recv(boundary, micro_batch, backward=False)
             for boundary in part.before
         }
-        with self._timed(Kind.FORWARD):
+        with self._timed(TaskKind.FORWARD):
             work.begin(micro_batch)
             x, y, num_rows = None, None, 0
             if part.reads_input or part.is_last:
@@ -175,7 +175,7 @@ class RankPass:
             self._send(boundary, micro_batch, sent[boundary.number], backward=False)
         return kept
 
-    def _timed(self, kind: Kind) -> AbstractContextManager[None]:
+    def _timed(self, kind: TaskKind) -> AbstractContextManager[None]:
         return nullcontext() if self._gauge is None else self._gauge.time(kind)
 
     def _address(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Address:

@@ -9,10 +9,10 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.models.model_nodes import Trained
-from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.stage import StagePart
 
 
@@ -25,11 +25,11 @@ class RunnerSetup:
     trained: list[Trained]
     """All trainable parameters of the whole model, in its order, with all their copies."""
     parts: Mapping[int, StagePart]
-    lane: Lane
+    lane: StageChannel
     data: Mapping[str, Dataset]
     evaluator: Evaluator
     micro_batch_size: int | None
     schedule: str
-    execution: Execution
+    execution: ModelExecution
     numerics: int
     """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""

@@ -20,7 +20,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
-from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.optim.finite_gradients import not_finite, what_is_wrong
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, update
@@ -28,7 +28,7 @@ from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.pipeline.forward_only import Begins, evaluate, predict
-from stratagem.worker.pipeline.rank_pass import RankPass, Work
+from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.schedule_choice import Schedules
 from stratagem.worker.pipeline.step_agreement import Agreement, Verdict
@@ -161,7 +161,7 @@ class StageRunner:
             micro_batch_losses=tuple(self._losses),
         )
 
-    def evaluate(self, split: str, begins: Begins | None = None) -> list[Part]:
+    def evaluate(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Sums per batch on the rank of the last stage; nothing on the others."""
         return evaluate(self._setup, self._next_pass(), split, begins)
 
@@ -267,7 +267,7 @@ class StageRunner:
         )
         if count:
             actions = self.schedules.of(count)[lane.rank]
-            one_pass.train(actions, Work(activity, begin, load, lose))
+            one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
         self._randomness.end()
         totals, losses = self._agreement.share_totals(totals, losses)
         self._losses += losses

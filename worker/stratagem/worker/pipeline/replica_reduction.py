@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratagem.worker.exchange import Exchange, Extras
+from stratagem.worker.exchange import GradientReducer, StepScalars
 from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
 
 
 class SumOverReplicas:
     """A `Reduce` over an exchange whose buckets are the runner's parameters."""
 
-    def __init__(self, runner: StageRunner, exchange: Exchange) -> None:
+    def __init__(self, runner: StageRunner, exchange: GradientReducer) -> None:
         self._runner, self._exchange = runner, exchange
         self._num_steps = 0
 
@@ -26,7 +26,7 @@ class SumOverReplicas:
         for shard, found in enumerate(shards, owned.start):
             exchange.begin_shard(shard)
             exchange.buckets.fill(list(found.gradients.values()))
-            exchange.end_shard(shard, Extras([], found.extras))
+            exchange.end_shard(shard, StepScalars([], found.extras))
         extras = exchange.finish().rest
         sums = {name: param.grad for name, param in self._runner.params if param.grad is not None}
         return StageGradients(sums, extras)

@@ -12,7 +12,7 @@ from stratagem.common.pipeline.schedule_simulation import check
 from stratagem.common.pipeline.schedules import Schedule, choose, has_eager, suited
 from stratagem.common.strategy.schedule_names import AUTO
 from stratagem.worker.pipeline.hop_measurement import Meter, measure_hops
-from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.rank_pass import StageChannel
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +20,9 @@ log = structlog.get_logger(__name__)
 class Schedules:
     """Of one rank; all ranks come to the same."""
 
-    def __init__(self, asked: str, lane: Lane, device: torch.device, *, is_pipelined: bool) -> None:
+    def __init__(
+        self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
+    ) -> None:
         """asked: a name, or "auto". is_pipelined: a step has more than one micro-batch."""
         self._asked, self._lane = asked, lane
         self.name = "1f1b" if asked == AUTO else asked

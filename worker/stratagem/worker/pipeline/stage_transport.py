@@ -14,7 +14,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.stage_message import Address, Message
 
 
-class Transport(Protocol):
+class StageTransport(Protocol):
     """Carries messages from and to the other ranks. Used by one thread, but for `cut`."""
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:

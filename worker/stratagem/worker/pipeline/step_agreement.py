@@ -19,7 +19,7 @@ from stratagem.worker.engine.optim.finite_gradients import are_finite
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.models.model_nodes import Trained
 from stratagem.worker.models.run_program import add_uses
-from stratagem.worker.pipeline.rank_pass import Lane
+from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.stage_message import Address, Message
 
 _TOTALS: Final = 0
@@ -40,7 +40,7 @@ class Verdict:
 class Agreement:
     """The rounds of one rank. Methods are called once per step, in this order."""
 
-    def __init__(self, lane: Lane, trained: Sequence[Trained], numerics: int) -> None:
+    def __init__(self, lane: StageChannel, trained: Sequence[Trained], numerics: int) -> None:
         self._lane, self._trained, self._numerics = lane, trained, numerics
         self._holders = {
             each.name: [self._rank_of(c.node) for c in each.copies] for each in trained

@@ -15,14 +15,14 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Inference
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
-from stratagem.worker.session.context import Work
-from stratagem.worker.session.plan_control import DRAINED, Interrupt
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import DRAINED, PlanStopped
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.session_states import freeze
 
 
 def evaluate_share(
-    work: Work, plan: pb.EvaluatePlan, segment: Segment
+    work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
     """The sums of the batches asked for, and the membership that they were asked for under.
 
@@ -47,7 +47,7 @@ def evaluate_share(
             if work.control.view.membership != membership:
                 break
             if work.control.is_draining:
-                raise Interrupt(DRAINED)
+                raise PlanStopped(DRAINED)
             recorder.begin(batch, len(left) - number)
             outputs = segment.outputs.setdefault((split, batch), {}) if is_kept else None
             segment.evaluated[split, batch] = inference.part(split, batch, outputs)
@@ -72,7 +72,7 @@ def _named(
     }
 
 
-def _inference(work: Work, digest: str) -> Inference:
+def _inference(work: ExecutionContext, digest: str) -> Inference:
     """The model with the weights of that state."""
     held = work.holding.inference
     if held is not None and held[0] == digest and held[1].job == work.job:
@@ -88,7 +88,7 @@ def _inference(work: Work, digest: str) -> Inference:
 class _Progress:
     """Tells of batches now and then: of the share how many are done, and rows per second."""
 
-    def __init__(self, work: Work, num_batches: int, num_done: int) -> None:
+    def __init__(self, work: ExecutionContext, num_batches: int, num_done: int) -> None:
         self._work, self._num_batches, self._num_done = work, num_batches, num_done
         self._num_rows, self._started_s = 0, time.monotonic()
         self._reported_s = 0.0

@@ -35,15 +35,15 @@ from stratagem.worker.plans.single_worker_plans import build, client_round, eval
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_pipeline_plan import train_stages
 from stratagem.worker.plans.train_plan import Segment, train
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import (
     ABORTED,
     DRAINED,
-    Deserted,
-    Interrupt,
-    Parked,
-    PartyView,
+    AwaitView,
+    CallerGone,
+    MemberView,
     Peer,
+    PlanStopped,
 )
 from stratagem.worker.session.work_statistics import DEFECT
 from stratagem.worker.user_code import output_capture
@@ -76,7 +76,7 @@ class Key(NamedTuple):
     kind: str
 
 
-class Phase(Enum):
+class ExecutionPhase(Enum):
     ACTIVE = auto()  # queued or running
     FINISHED = auto()
     FAILED = auto()  # by a defect; the next call with this key starts over
@@ -86,7 +86,7 @@ def key_of(request: pb.ExecuteRequest) -> Key:
     return Key(request.train.lineage, request.segment, request.WhichOneof("plan") or "")
 
 
-def view_of(request: pb.ExecuteRequest) -> PartyView:
+def view_of(request: pb.ExecuteRequest) -> MemberView:
     """The view that a request carries; plans without a party have one without members."""
     view = request.train.view
     members = tuple(
@@ -97,17 +97,17 @@ def view_of(request: pb.ExecuteRequest) -> PartyView:
         )
         for member in view.members
     )
-    return PartyView(request.fence.term, request.fence.membership, view.rank, members)
+    return MemberView(request.fence.term, request.fence.membership, view.rank, members)
 
 
-class Execution:
+class PlanExecution:
     """Lives on the event loop, but for `_run`."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ExecutionContext) -> None:
         self.key = key_of(work.request)
         self._work = work
         self._segment = Segment()
-        self._phase = Phase.ACTIVE
+        self._phase = ExecutionPhase.ACTIVE
         self._membership = work.control.view.membership  # that a finished result is of
         self._num_followers = 0
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
@@ -115,11 +115,11 @@ class Execution:
         self._look_later()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ExecutionPhase:
         return self._phase
 
     @property
-    def work(self) -> Work:
+    def work(self) -> ExecutionContext:
         return self._work
 
     @property
@@ -146,7 +146,7 @@ class Execution:
     def _look_later(self) -> None:
         """In a while, if it still runs, see whether anybody wants to hear of it."""
         self._forget_to_look()
-        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+        if self._num_followers == 0 and self._phase is ExecutionPhase.ACTIVE:
             loop = self._work.host.loop
             self._look = loop.call_later(DESERTED_S, self._look_for_callers)
 
@@ -157,7 +157,7 @@ class Execution:
             self._look = None
 
     def _look_for_callers(self) -> None:
-        if self._num_followers == 0 and self._phase is Phase.ACTIVE:
+        if self._num_followers == 0 and self._phase is ExecutionPhase.ACTIVE:
             method = self._work.request.train.exchange
             is_server = method == pb.EXCHANGE_METHOD_PARAMETER_SERVER
             self._work.control.set_deserted(True, must_cut=is_server)
@@ -170,17 +170,17 @@ class Execution:
         self._work = replace(self._work, request=request)
         self._work.control.set_view(view)
         self._unpark()
-        if self._phase is Phase.FINISHED and self._is_outdated():
+        if self._phase is ExecutionPhase.FINISHED and self._is_outdated():
             self._again()
 
     def abort(self) -> None:
         """End the plan; the state that the session holds is dropped with it."""
-        if self._phase is Phase.ACTIVE:
+        if self._phase is ExecutionPhase.ACTIVE:
             self._work.control.interrupt(ABORTED)
             self._unpark()
 
     def drain(self) -> None:
-        if self._phase is Phase.ACTIVE:
+        if self._phase is ExecutionPhase.ACTIVE:
             self._work.control.drain()
             self._unpark()
 
@@ -206,21 +206,21 @@ class Execution:
         return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
-        self._phase = Phase.ACTIVE
+        self._phase = ExecutionPhase.ACTIVE
         self._look_later()
         self._work.outbox.reopen()
         self._work.control.reset()
         self.start()
 
     def _finished(self, result: pb.ExecuteResult, membership: int) -> None:
-        self._phase, self._membership = Phase.FINISHED, membership
+        self._phase, self._membership = ExecutionPhase.FINISHED, membership
         self._forget_to_look()
         self._work.outbox.finish(result)
         if result.WhichOneof("outcome") != "interrupted" and self._is_outdated():
             self._again()
 
     def _failed(self, error: BaseException) -> None:
-        self._phase = Phase.FAILED
+        self._phase = ExecutionPhase.FAILED
         self._forget_to_look()
         self._work.outbox.fail(error)
 
@@ -246,15 +246,15 @@ class Execution:
                     result, membership = _run_plan(work, self._segment)
                 if work.job.execution.memory == "MinimalPeak":
                     give_back(work.host.device)
-            except Parked as parked:
+            except AwaitView as parked:
                 membership = parked.membership
                 work.post(self._park, lambda: work.control.view.membership > membership)
                 return
-            except Deserted:
+            except CallerGone:
                 work.control.let_go()
                 work.post(self._park, lambda: self._num_followers > 0)
                 return
-            except Interrupt as end:
+            except PlanStopped as end:
                 work.control.let_go()
                 work.holding.drop() if end.reason == ABORTED else work.holding.leave()
                 result, membership = _interrupted(end.reason), work.control.view.membership
@@ -296,7 +296,7 @@ def _typed_memory_errors() -> Iterator[None]:
         raise
 
 
-def _ids(work: Work) -> dict[str, Any]:
+def _ids(work: ExecutionContext) -> dict[str, Any]:
     """What log lines and spans of an execution are about."""
     view = work.control.view
     is_round = work.request.HasField("client_round")
@@ -310,10 +310,10 @@ def _ids(work: Work) -> dict[str, Any]:
     }
 
 
-def _run_plan(work: Work, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     work.control.check()
     if work.control.is_draining:
-        raise Interrupt(DRAINED)
+        raise PlanStopped(DRAINED)
     check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
     match request.WhichOneof("plan"):
@@ -339,7 +339,7 @@ def _interrupted(reason: str) -> pb.ExecuteResult:
     return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
 
 
-def _users_fault(work: Work, error: BaseException) -> pb.ExecuteResult:
+def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResult:
     """What the user's code raised, or what we have to say of the job: that without a traceback,
     which would be of our code."""
     activity = work.holding.activity

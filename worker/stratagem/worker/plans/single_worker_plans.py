@@ -29,7 +29,7 @@ from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.structural_fields import structural
 from stratagem.worker.plans.train_plan import evaluate, parts_to_proto
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.session_states import Frozen, freeze
 from stratagem.worker.session.work_statistics import ClientSteps
@@ -41,7 +41,7 @@ MAX_RUNNERS: Final = 4
 """Jobs of one run that keep a model for their clients: each costs one."""
 
 
-def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
+def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     """Build the model from the seed, or load the state that the job begins from; its state waits
     as the snapshot of segment 0."""
     work.be("building")
@@ -64,7 +64,7 @@ def build(work: Work, plan: pb.BuildPlan) -> pb.BuildResult:
     )
 
 
-def _begin_from(work: Work, initial: InitialSpec, model: nn.Module) -> None:
+def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) -> None:
     assert initial.digest is not None  # the client has found it
     given = given_model_state(work.blob(initial.digest)[0], model)
     try:
@@ -77,7 +77,7 @@ def _begin_from(work: Work, initial: InitialSpec, model: nn.Module) -> None:
         raise InvalidInputError(violations=found) from None
 
 
-def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
+def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     """Train one client from the base; the update waits as the snapshot of the round."""
     started_s = time.monotonic()
     work.be("training")
@@ -108,7 +108,7 @@ def client_round(work: Work, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     )
 
 
-def _plain(work: Work, done: ClientRound, plan: pb.ClientRoundPlan) -> Frozen:
+def _plain(work: ExecutionContext, done: ClientRound, plan: pb.ClientRoundPlan) -> Frozen:
     return freeze(
         {name: tensor.detach().cpu().contiguous() for name, tensor in done.tensors.items()},
         {"round": str(work.segment), "client": str(plan.client)},
@@ -122,7 +122,7 @@ def _local_epochs(job: JobSpec) -> int:
 
 
 def _coded(
-    work: Work, done: ClientRound, base: Mapping[str, Tensor], client: int
+    work: ExecutionContext, done: ClientRound, base: Mapping[str, Tensor], client: int
 ) -> tuple[Frozen, dict[str, int]] | None:
     spec = work.job.compression
     if spec is None or spec.codec == "none":
@@ -130,7 +130,7 @@ def _coded(
     return coded_update(work.job, done, base, work.segment, client, work.numerics)
 
 
-def _runner(work: Work) -> ClientRunner:
+def _runner(work: ExecutionContext) -> ClientRunner:
     """One model and the clients' data serve all clients of one job on this worker.
 
     Parties of a run may have jobs of their own: members of a population, with other settings.
@@ -147,7 +147,7 @@ def _runner(work: Work) -> ClientRunner:
     return runners[text]
 
 
-def evaluate_state(work: Work, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
+def evaluate_state(work: ExecutionContext, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
     """Evaluate a committed state, whatever the session holds."""
     work.be("evaluating")
     tensors, metadata = work.blob(plan.base.digest)

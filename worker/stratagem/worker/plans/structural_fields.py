@@ -20,7 +20,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step.state_format import load_optimizer_state, optimizer_state
 from stratagem.worker.models.model_builder import build_shapes
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _META = torch.device("meta")
@@ -28,7 +28,9 @@ _META = torch.device("meta")
 Layout: TypeAlias = list[tuple[object, ...]]
 
 
-def structural(work: Work, model: nn.Module, variants: Iterable[pb.Variant]) -> list[str]:
+def structural(
+    work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
+) -> list[str]:
     """The names of the variants of the job whose state is of other things than its own.
 
     model: as the job trains it.

@@ -17,13 +17,15 @@ from stratagem.worker.party.connect_members import noting_failures
 from stratagem.worker.party.join_pipeline import join_stages
 from stratagem.worker.pipeline.held_stages import HeldStages
 from stratagem.worker.plans.train_plan import Segment, account, parts_to_proto, report_failure
-from stratagem.worker.session.context import Work
-from stratagem.worker.session.plan_control import DRAINED, Interrupt, Moved, PartyView
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.session_states import freeze
 
 
-def train_stages(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+def train_stages(
+    work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
+) -> tuple[pb.ExecuteResult, int]:
     """Train to plan.to_step; the result, and the membership that it was computed under."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
@@ -33,7 +35,7 @@ def train_stages(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.E
             held = _train_under(work, plan, view, segment)
             result = _conclude(work, plan, held, segment)
             return pb.ExecuteResult(train=result), view.membership
-        except Moved:
+        except ViewChanged:
             pass
         except (ExchangeError, UnavailableError, IntegrityError) as error:
             report_failure(work, view, error)
@@ -41,7 +43,9 @@ def train_stages(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.E
         view = work.control.view_after(view.membership)
 
 
-def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment) -> HeldStages:
+def _train_under(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
+) -> HeldStages:
     held = join_stages(work, plan, view)
     runner, segment.engine = held.runner, held.engine
     work.be("training")
@@ -49,10 +53,10 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
         while runner.step < plan.to_step:
             work.control.check()
             if work.control.view.membership != view.membership:
-                raise Moved
+                raise ViewChanged
             stop = work.control.is_draining
             if stop and view.size == 1:
-                raise Interrupt(DRAINED)
+                raise PlanStopped(DRAINED)
             recorder.begin(runner.step + 1, plan.to_step - runner.step)
             segment.step_began_s = time.perf_counter()
             with noting_failures(work):
@@ -64,14 +68,16 @@ def _train_under(work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segme
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step, and those that stay return to the last commit.
                 work.control.check()
-                raise Interrupt(DRAINED) if stop else Moved
+                raise PlanStopped(DRAINED) if stop else ViewChanged
     if held.shares_memory:
         work.host.mesh.sharing_works()
     failpoint("worker.stages.trained")
     return held
 
 
-def _conclude(work: Work, plan: pb.TrainPlan, held: HeldStages, segment: Segment) -> pb.TrainResult:
+def _conclude(
+    work: ExecutionContext, plan: pb.TrainPlan, held: HeldStages, segment: Segment
+) -> pb.TrainResult:
     """Snapshot of this rank's part, evaluation by the first replica, result."""
     runner, tally = held.runner, work.holding.tally
     work.post(work.states.keep, work.segment, freeze(*runner.copy_state()))

@@ -17,12 +17,18 @@ from torch import Tensor
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import GossipTrainer, Part, StepReport, Summary, Trainer
+from stratagem.worker.engine import (
+    ConsensusSummary,
+    EvaluationPart,
+    GossipTrainer,
+    StepReport,
+    Trainer,
+)
 from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.party.join import give_up, join
-from stratagem.worker.phases import Phase
-from stratagem.worker.session.context import Work
-from stratagem.worker.session.plan_control import DRAINED, Interrupt, Moved, PartyView
+from stratagem.worker.phases import TrainingPhase
+from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.session_states import freeze
 
@@ -41,19 +47,21 @@ class Segment:
     num_rows: int = 0
     reported_s: float = 0.0
     engine: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[EvaluationPart] = field(default_factory=list)
     parts_of: tuple[int, int] | None = None
     """(rank, size) that the parts were computed for."""
     snapshot_taken: bool = False
-    summary: Summary | None = None
+    summary: ConsensusSummary | None = None
     """Of nodes that gossip."""
-    evaluated: dict[tuple[str, int], Part] = field(default_factory=dict)
+    evaluated: dict[tuple[str, int], EvaluationPart] = field(default_factory=dict)
     """By split and batch, where nothing is trained: the next view may ask for them again."""
     outputs: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
     """Of the same, where predictions are wanted."""
 
 
-def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteResult, int]:
+def train(
+    work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
+) -> tuple[pb.ExecuteResult, int]:
     """Train to plan.to_step; the result, and the membership that it was computed under."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
@@ -63,7 +71,7 @@ def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteR
             trainer = _train_under(work, plan, view, segment)
             result = pb.ExecuteResult(train=_conclude(work, plan, view, segment, trainer))
             return result, view.membership
-        except Moved:
+        except ViewChanged:
             pass
         except ExchangeError as error:
             segment.num_redone_steps += int(segment.is_stepping)
@@ -76,17 +84,17 @@ def train(work: Work, plan: pb.TrainPlan, segment: Segment) -> tuple[pb.ExecuteR
         view = work.control.view_after(view.membership)
 
 
-def report_failure(work: Work, view: PartyView, error: StratagemError) -> None:
+def report_failure(work: ExecutionContext, view: MemberView, error: StratagemError) -> None:
     """Leave what failed and have the coordinator look into it, unless the plan is to end."""
     work.control.check()
     try:
         give_up(work, view, str(error))
-    except Moved:
+    except ViewChanged:
         return  # the coordinator knows already
 
 
 def _train_under(
-    work: Work, plan: pb.TrainPlan, view: PartyView, segment: Segment
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
 ) -> Trainer | GossipTrainer:
     """Train as far as this view carries."""
     held_step = work.holding.applied_step
@@ -120,30 +128,32 @@ def _train_under(
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step. Those that stay go on under the next view.
                 work.control.check()
-                raise Interrupt(DRAINED) if stop else Moved
+                raise PlanStopped(DRAINED) if stop else ViewChanged
     failpoint("worker.segment.finished")
     return trainer
 
 
-def _look_up(work: Work, plan: pb.TrainPlan, view: PartyView) -> None:
+def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
     """Between two steps: is this still wanted, and from this party?"""
     work.control.check()
     if work.control.view.membership != view.membership:
-        raise Moved
+        raise ViewChanged
     # The others of a party stop after the same step; nodes that gossip have no step in common.
     is_alone = view.size == 1 or plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
     if work.control.is_draining and is_alone:
-        raise Interrupt(DRAINED)
+        raise PlanStopped(DRAINED)
 
 
-def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport) -> None:
+def account(
+    work: ExecutionContext, plan: pb.TrainPlan, segment: Segment, report: StepReport
+) -> None:
     """Add an applied step to the sums of the segment, and tell of it now and then."""
     tally = work.holding.tally
     tally.add(report)
     segment.num_rows += report.num_rows
     work.host.stats.add_step(time.perf_counter() - segment.step_began_s, report)
     work.host.last_words.step(report.step)
-    if work.holding.is_offering and report.phase != Phase.PREDICT:
+    if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
         # An exact step was done together, so nobody is behind any more.
         work.holding.is_offering = False
         work.post(work.states.drop_live)
@@ -171,9 +181,9 @@ def account(work: Work, plan: pb.TrainPlan, segment: Segment, report: StepReport
 
 
 def _conclude(
-    work: Work,
+    work: ExecutionContext,
     plan: pb.TrainPlan,
-    view: PartyView,
+    view: MemberView,
     segment: Segment,
     trainer: Trainer | GossipTrainer,
 ) -> pb.TrainResult:
@@ -221,17 +231,21 @@ def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, int]:
     return {} if coder is None else asdict(coder.take_traffic())
 
 
-def _meet_at_the_end(work: Work, trainer: GossipTrainer) -> Summary:
+def _meet_at_the_end(work: ExecutionContext, trainer: GossipTrainer) -> ConsensusSummary:
     exchange = work.holding.exchange
     assert isinstance(exchange, GossipExchange)
     return trainer.end_segment(exchange)
 
 
 def evaluate(
-    work: Work, trainer: Trainer | GossipTrainer, splits: list[str], rank: int, size: int
-) -> list[Part]:
+    work: ExecutionContext,
+    trainer: Trainer | GossipTrainer,
+    splits: list[str],
+    rank: int,
+    size: int,
+) -> list[EvaluationPart]:
     """This member's parts, in order of batch; between slices of them the plan can be ended."""
-    parts: list[Part] = []
+    parts: list[EvaluationPart] = []
     for split in splits:
         for index in range(NUM_EVALUATION_SLICES):
             work.control.check()
@@ -240,7 +254,7 @@ def evaluate(
     return sorted(parts, key=lambda part: (part.split, part.batch))
 
 
-def parts_to_proto(parts: list[Part]) -> Iterator[pb.EvaluationPart]:
+def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:
     for part in parts:
         yield pb.EvaluationPart(
             split=part.split, batch=part.batch, weight=part.weight, sums=part.sums

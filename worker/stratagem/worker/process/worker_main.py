@@ -45,7 +45,7 @@ from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import BlobCache
+from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activation_store import ActivationStore
@@ -53,7 +53,7 @@ from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
 from stratagem.worker.process.shutdown import stop_by_signals
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
-from stratagem.worker.process.worker_security import Security
+from stratagem.worker.process.worker_security import WorkerSecurity
 from stratagem.worker.process.worker_settings import (
     WorkerSettings,
     advertised,
@@ -124,7 +124,7 @@ def keep_forks_away() -> None:
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     """Serve until a signal, then drain."""
     stop = stop_by_signals(settings.preempt_signal)
-    security = Security(settings)
+    security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
@@ -293,7 +293,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         activations=ActivationStore(settings.activation_store),
         hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),
         coordinator=reach.coordinator,
-        blobs=BlobCache(
+        blobs=ReceivedBlobs(
             settings.data_dir, settings.max_blob_memory_bytes, max_uploads=settings.max_uploads
         ),
         thread=thread,
@@ -305,7 +305,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
     )
 
 
-async def _serve_health(security: Security, port: int) -> _Health:
+async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
     """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
     server = make_health_server()
     servicer = add_health(server)

@@ -12,7 +12,7 @@ import grpc.aio
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import split_address
-from stratagem.common.identity.authentication import Gate
+from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.revocation import RevokedFile
 from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
 from stratagem.common.rpc.channel import Proof
@@ -21,7 +21,7 @@ from stratagem.worker.mesh.backend_agreement import AUTO
 from stratagem.worker.process.worker_settings import WorkerSettings
 
 
-class Security:
+class WorkerSecurity:
     """Made once per process; InvalidInputError when the settings make no sense."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -31,7 +31,7 @@ class Security:
         if settings.revoked_file is not None and tls is None:
             raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
         revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
-        self.gate = Gate(_trust_domain(tls, settings.worker_id), revoked=revoked)
+        self.gate = Authorizer(_trust_domain(tls, settings.worker_id), revoked=revoked)
         self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
         if self.data_plane == "tls" and tls is None:
             raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")

@@ -26,9 +26,21 @@ from stratagem.common.observe import tracing
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
-from stratagem.worker.plans.plan_execution import Execution, Key, Phase, key_of, view_of
+from stratagem.worker.plans.plan_execution import (
+    ExecutionPhase,
+    Key,
+    PlanExecution,
+    key_of,
+    view_of,
+)
 from stratagem.worker.service.fence import FenceGuard
-from stratagem.worker.session.context import Holding, Host, RunCache, SessionKey, Work
+from stratagem.worker.session.context import (
+    ExecutionContext,
+    Host,
+    RunCache,
+    SessionKey,
+    SessionState,
+)
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -42,28 +54,30 @@ class Session:
 
     key: SessionKey
     run_cache: RunCache
-    holding: Holding = field(default_factory=Holding)
+    holding: SessionState = field(default_factory=SessionState)
     states: StateStore = field(default_factory=StateStore)
     gradients: GradientPort = field(default_factory=GradientPort)
-    executions: OrderedDict[Key, Execution] = field(default_factory=OrderedDict)
+    executions: OrderedDict[Key, PlanExecution] = field(default_factory=OrderedDict)
 
     @property
-    def latest(self) -> Execution:
+    def latest(self) -> PlanExecution:
         return next(reversed(self.executions.values()))
 
-    def find(self, key: Key) -> Execution | None:
+    def find(self, key: Key) -> PlanExecution | None:
         """The execution of that key, unless a defect ended it."""
         found = self.executions.get(key)
-        return None if found is None or found.phase is Phase.FAILED else found
+        return None if found is None or found.phase is ExecutionPhase.FAILED else found
 
-    def add(self, execution: Execution) -> None:
+    def add(self, execution: PlanExecution) -> None:
         """A new plan replaces older ones of its kind, and what they left behind."""
         for other in self.executions.values():
             if other.key.kind == execution.key.kind:
                 other.abort()
         self.executions.pop(execution.key, None)
         self.executions[execution.key] = execution
-        finished = [key for key, each in self.executions.items() if each.phase is not Phase.ACTIVE]
+        finished = [
+            key for key, each in self.executions.items() if each.phase is not ExecutionPhase.ACTIVE
+        ]
         for key in finished[: max(0, len(self.executions) - NUM_RESULTS)]:
             del self.executions[key]
 
@@ -87,7 +101,7 @@ class Sessions:
         self._is_draining = False
         self.fences = FenceGuard()
 
-    def execute(self, request: pb.ExecuteRequest, job: JobSpec) -> tuple[Execution, bool]:
+    def execute(self, request: pb.ExecuteRequest, job: JobSpec) -> tuple[PlanExecution, bool]:
         """The execution that a request means, and whether it was known before."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
@@ -102,13 +116,13 @@ class Sessions:
             cache = self._run_caches.setdefault(key.run_id, RunCache())
             session = self._sessions[key] = Session(key, cache)
         session.refuse_older(plan_key)
-        execution = Execution(self._work(session, request, job))
+        execution = PlanExecution(self._work(session, request, job))
         session.add(execution)
         execution.start()
         return execution, False
 
-    def _work(self, session: Session, request: pb.ExecuteRequest, job: JobSpec) -> Work:
-        return Work(
+    def _work(self, session: Session, request: pb.ExecuteRequest, job: JobSpec) -> ExecutionContext:
+        return ExecutionContext(
             host=self._host,
             key=session.key,
             holding=session.holding,
@@ -201,7 +215,7 @@ class Sessions:
 
     def num_executions(self) -> tuple[int, int]:
         """(queued or running, parked) just now."""
-        active = [each for each in self._executions() if each.phase is Phase.ACTIVE]
+        active = [each for each in self._executions() if each.phase is ExecutionPhase.ACTIVE]
         num_parked = sum(each.is_parked for each in active)
         return len(active) - num_parked, num_parked
 
@@ -218,7 +232,7 @@ class Sessions:
                 activity=work.outbox.activity,
             )
 
-    def _executions(self) -> Iterator[Execution]:
+    def _executions(self) -> Iterator[PlanExecution]:
         for session in list(self._sessions.values()):
             yield from list(session.executions.values())
 

@@ -39,7 +39,7 @@ from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
-from stratagem.worker.host.worker_blob_cache import Upload
+from stratagem.worker.host.worker_blob_cache import BlobUpload
 from stratagem.worker.service.plan_checks import check_plan
 from stratagem.worker.service.session_table import Session, Sessions
 from stratagem.worker.service.worker_diagnosis import diagnosis
@@ -150,7 +150,7 @@ class WorkerServicer(WorkerServiceServicer):
         finally:
             upload.is_open = False
 
-    async def _check(self, run_id: str, upload: Upload) -> None:
+    async def _check(self, run_id: str, upload: BlobUpload) -> None:
         try:
             await asyncio.to_thread(upload.check)
         except IntegrityError:

@@ -33,12 +33,17 @@ from stratagem.worker.engine import (
     build_inference,
     build_trainer,
 )
-from stratagem.worker.exchange import AloneExchange, Exchange, GossipExchange, GradientBuckets
+from stratagem.worker.exchange import (
+    GossipExchange,
+    GradientBuckets,
+    GradientReducer,
+    SingleMemberReducer,
+)
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import Blob, BlobCache
+from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerHub
 from stratagem.worker.pipeline.activation_store import ActivationStore
@@ -78,7 +83,7 @@ class Host:
     activations: ActivationStore
     hub: PeerHub
     coordinator: CoordinatorServiceAsyncStub
-    blobs: BlobCache
+    blobs: ReceivedBlobs
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
     last_words: LastWords
@@ -119,12 +124,12 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Holding:
+class SessionState:
     """What a session keeps between its plans. Touched in the torch thread only."""
 
     trainer: Trainer | GossipTrainer | None = None
     buckets: GradientBuckets | None = None
-    exchange: Exchange | AloneExchange | GossipExchange | None = None
+    exchange: GradientReducer | SingleMemberReducer | GossipExchange | None = None
     stages: HeldStages | None = None
     """Under model parallelism, instead of trainer and exchange."""
     inference: tuple[str, Inference] | None = None
@@ -181,12 +186,12 @@ class RunCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ExecutionContext:
     """One execution, as its plan sees it."""
 
     host: Host
     key: SessionKey
-    holding: Holding
+    holding: SessionState
     run_cache: RunCache
     states: StateStore
     gradients: GradientPort

@@ -20,7 +20,7 @@ ABORTED: Final = "aborted"
 DRAINED: Final = "drained"
 
 
-class Interrupt(Exception):
+class PlanStopped(Exception):
     """The plan ends here, without an error; `reason` is ABORTED or DRAINED."""
 
     def __init__(self, reason: str) -> None:
@@ -28,11 +28,11 @@ class Interrupt(Exception):
         super().__init__(reason)
 
 
-class Moved(Exception):
+class ViewChanged(Exception):
     """The view that the plan works with is no longer the current one."""
 
 
-class Parked(Exception):
+class AwaitView(Exception):
     """The plan can go on only under a view newer than `membership`.
 
     Until there is one, the torch thread is free for other plans.
@@ -43,7 +43,7 @@ class Parked(Exception):
         super().__init__(membership)
 
 
-class Deserted(Exception):
+class CallerGone(Exception):
     """The plan waits for what only a caller can bring, and nobody calls any more.
 
     Until somebody does, the torch thread is free for other plans: theirs may have to come first.
@@ -66,7 +66,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class PartyView:
+class MemberView:
     """A party at one membership, as one of its members sees it."""
 
     term: int
@@ -86,7 +86,7 @@ class PartyView:
 class Control:
     """One per execution. Methods say which side may call them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, view: PartyView) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, view: MemberView) -> None:
         self._loop = loop
         self._view = view
         self._interrupt: str | None = None
@@ -98,7 +98,7 @@ class Control:
 
     # ---- loop side ----
 
-    def set_view(self, view: PartyView) -> None:
+    def set_view(self, view: MemberView) -> None:
         """Give the plan a newer view; what it exchanges under an older one is cut."""
         self._view = view
         self._cut()
@@ -136,7 +136,7 @@ class Control:
     # ---- either side ----
 
     @property
-    def view(self) -> PartyView:
+    def view(self) -> MemberView:
         return self._view
 
     @property
@@ -149,9 +149,9 @@ class Control:
         return self._is_draining or self._interrupt is not None
 
     def check(self) -> None:
-        """Raise Interrupt when the plan was told to end now."""
+        """Raise PlanStopped when the plan was told to end now."""
         if self._interrupt is not None:
-            raise Interrupt(self._interrupt)
+            raise PlanStopped(self._interrupt)
 
     # ---- torch side ----
 
@@ -176,14 +176,14 @@ class Control:
         return self._block(self._race(work, lambda: self._stand(membership)))
 
     def wait_for_caller(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `wait`, for what callers bring: raises Deserted when there are none."""
+        """As `wait`, for what callers bring: raises CallerGone when there are none."""
         return self._block(self._race(work, self._stand_attended))
 
-    def view_after(self, membership: int) -> PartyView:
+    def view_after(self, membership: int) -> MemberView:
         """The view of a higher membership; raises Parked while there is none."""
         self._stand(None)
         if self._view.membership <= membership:
-            raise Parked(membership)
+            raise AwaitView(membership)
         return self._view
 
     def _cut(self) -> None:
@@ -212,14 +212,14 @@ class Control:
     def _stand_attended(self) -> None:
         self._stand(None)
         if self._is_deserted:
-            raise Deserted
+            raise CallerGone
 
     def _stand(self, membership: int | None) -> None:
         self.check()
         if self._is_draining:
-            raise Interrupt(DRAINED)
+            raise PlanStopped(DRAINED)
         if membership is not None and self._view.membership != membership:
-            raise Moved
+            raise ViewChanged
 
 
 async def _first(task: asyncio.Future[Any], changed: asyncio.Event) -> None:

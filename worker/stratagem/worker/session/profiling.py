@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.session.context import Work
+from stratagem.worker.session.context import ExecutionContext
 
 NUM_STEPS: Final = 4
 MAX_EVENTS: Final = 20_000
@@ -35,7 +35,7 @@ _OWN: Final = (TRAINING, EVALUATING)
 class StepRecorder:
     """Use as a context manager around the steps of a segment, and call `begin` before each."""
 
-    def __init__(self, work: Work, name: str = TRAINING) -> None:
+    def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
         """name: what a step is called in the recording, one of those above."""
         self._work, self._name = work, name
         self._profiler: profile | None = None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from stratagem.common.base.ids import RunId, WorkerId
-from stratagem.coordinator.core.commands import Entry
+from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.decide import key_of, limited
@@ -68,7 +68,7 @@ class Agenda:
         self._set_deadline(run)
 
     def settle(
-        self, state: CoordinatorState, now_s: float, add: Callable[[Entry], CoordinatorState]
+        self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
         """Have every run that is due say what follows; `add` applies and notes one fact."""
         self._due |= {each for each, deadline_s in self._deadlines.items() if deadline_s <= now_s}
@@ -77,11 +77,11 @@ class Agenda:
             counts[entry.run_id] += 1
             state = add(limited(entry, counts[entry.run_id]))
 
-    def _next(self, state: CoordinatorState, now_s: float) -> Entry | None:
+    def _next(self, state: CoordinatorState, now_s: float) -> JournalEntry | None:
         for run_id in sorted(self._due, key=self._numbers.__getitem__):
             fact = ask(state.runs[run_id], self.world, now_s)
             if fact is not None:
-                return Entry(run_id, fact, key_of(fact, state.runs[run_id].num_returns))
+                return JournalEntry(run_id, fact, key_of(fact, state.runs[run_id].num_returns))
             self._due.discard(run_id)
         return None
 

@@ -38,7 +38,7 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.state import (
-    Commit,
+    CommittedState,
     CoordinatorState,
     RunPhase,
     RunRecord,
@@ -207,9 +207,9 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
         return _with_engine(record, fact)
     match fact:
         case ModelBuilt():
-            return _with_commit(record, Commit(0, 0, fact.digest))
+            return _with_commit(record, CommittedState(0, 0, fact.digest))
         case SegmentCommitted():
-            commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+            commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
             trained = {"train.loss": fact.loss} if fact.step else {}
@@ -232,11 +232,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_metrics(record, fact.metrics)
         case Noted():
             if fact.digest:
-                commit = Commit(fact.segment, fact.step, fact.digest, fact.metrics)
+                commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
                 record = _with_commit(_with_metrics(record, fact.metrics), commit)
             return record
         case GenerationClosed():
-            commit = Commit(fact.generation, fact.step, fact.digest, fact.metrics)
+            commit = CommittedState(fact.generation, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case RoundClosed():
             return _with_metrics(record, fact.metrics)
@@ -257,7 +257,7 @@ def _with_engine(record: RunRecord, fact: Fact) -> RunRecord:
     return replace(record, engine=fact.engine, is_reproducible=is_reproducible)
 
 
-def _with_commit(record: RunRecord, commit: Commit) -> RunRecord:
+def _with_commit(record: RunRecord, commit: CommittedState) -> RunRecord:
     return _trimmed(replace(record, commits=(*record.commits, commit)))
 
 

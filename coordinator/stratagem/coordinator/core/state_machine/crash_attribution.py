@@ -1,7 +1,7 @@
 """Which work a worker process has died at, from what the next one of its name tells of its end."""
 
 from stratagem.common.base.ids import is_within
-from stratagem.coordinator.core.commands import Ending, Entry
+from stratagem.coordinator.core.commands import Ending, JournalEntry
 from stratagem.coordinator.core.crash_loops import was_asked_to_end
 from stratagem.coordinator.core.facts import Fact, Member, ProcessDied
 from stratagem.coordinator.core.state import CoordinatorState
@@ -10,7 +10,7 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import deaths_of
 
 def deaths_at_work(
     state: CoordinatorState, member: Member, ending: Ending | None
-) -> tuple[Entry, ...]:
+) -> tuple[JournalEntry, ...]:
     """The process of a member has ended without draining: what was it working on?
 
     Nothing, where somebody has stopped it. Where it is known what it executed, only that.
@@ -19,10 +19,12 @@ def deaths_at_work(
         ending = Ending(member.incarnation)
     if ending.is_stopped or was_asked_to_end(ending.status):
         return ()
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     for run_id, run in state.runs.items():
         if run.ended is None and member in run.touched and ending.run_id in (None, run_id):
-            entries += [Entry(run_id, _told(fact, ending)) for fact in deaths_of(run, member)]
+            entries += [
+                JournalEntry(run_id, _told(fact, ending)) for fact in deaths_of(run, member)
+            ]
     return tuple(entry for entry in entries if _concerns(entry.fact, ending))
 
 

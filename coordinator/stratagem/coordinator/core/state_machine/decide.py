@@ -18,9 +18,9 @@ from stratagem.coordinator.core.commands import (
     Command,
     DeleteRun,
     DrainWorker,
-    Entry,
     ExpireRuns,
     ForgetWorkers,
+    JournalEntry,
     LeaveWorker,
     LoseWorker,
     Refusal,
@@ -75,7 +75,7 @@ MAX_DECISIONS = 10_000
 """A strategy that has more than this to add to one command decides in a circle."""
 
 
-def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Refusal:
+def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...] | Refusal:
     """The facts that a command leads to by itself, or why it changes nothing.
 
     What it needs of a run at rest has been recalled (`resting.num_to_recall`).
@@ -103,7 +103,9 @@ def decide(state: CoordinatorState, command: Command) -> tuple[Entry, ...] | Ref
             return _decide_about_workers(state, command)
 
 
-def _decide_about_workers(state: CoordinatorState, command: AboutWorkers) -> tuple[Entry, ...]:
+def _decide_about_workers(
+    state: CoordinatorState, command: AboutWorkers
+) -> tuple[JournalEntry, ...]:
     match command:
         case RegisterWorker():
             return _register(state, command)
@@ -117,7 +119,7 @@ def _decide_about_workers(state: CoordinatorState, command: AboutWorkers) -> tup
             return forget_workers(state, command)
 
 
-def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+def settle(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
     """Facts that follow from the state; each is applied before the next is asked for."""
     counts = Counter[RunId]()
     while (entry := next(_decisions(state, now_s), None)) is not None:
@@ -127,13 +129,13 @@ def settle(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
         state = apply(state, entry.run_id, entry.fact, now_s)
 
 
-def limited(entry: Entry, number: int) -> Entry:
+def limited(entry: JournalEntry, number: int) -> JournalEntry:
     """The number-th decision of a run after one command; too many of them fail it."""
     if number <= MAX_DECISIONS:
         return entry
     what = type(entry.fact).__name__
     reason = f"the strategy decides in a circle: {MAX_DECISIONS} facts, the next one {what}"
-    return Entry(entry.run_id, RunFailed(reason=reason))
+    return JournalEntry(entry.run_id, RunFailed(reason=reason))
 
 
 def world_of(state: CoordinatorState) -> World:
@@ -147,14 +149,14 @@ def world_of(state: CoordinatorState) -> World:
     return World(state.workers, load)
 
 
-def _decisions(state: CoordinatorState, now_s: float) -> Iterator[Entry]:
+def _decisions(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
     world = world_of(state)
     for run_id, run in state.runs.items():
         if run.ended is not None:
             continue
         fact = ask(run, world, now_s)
         if fact is not None:
-            yield Entry(run_id, fact, key_of(fact, run.num_returns))
+            yield JournalEntry(run_id, fact, key_of(fact, run.num_returns))
 
 
 def key_of(fact: Fact, num_returns: int = 0) -> str | None:
@@ -180,7 +182,7 @@ def _unknown(run_id: RunId) -> Refusal:
     return _refuse(RefusalKind.NOT_FOUND, f"run {run_id!r} is not known")
 
 
-def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | Refusal:
+def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, ...] | Refusal:
     job = JobSpec.from_json(command.job_json)
     known = state.find(command.run_id)
     assert not isinstance(known, EndedRun), "its job has to be recalled first"
@@ -200,16 +202,16 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[Entry, ...] | 
         traceparent=command.traceparent,
         numerics=numerics_rules.CURRENT,
     )
-    return (Entry(command.run_id, fact, key_of(fact)),)
+    return (JournalEntry(command.run_id, fact, key_of(fact)),)
 
 
-def _claim(state: CoordinatorState, command: ClaimData) -> tuple[Entry, ...]:
+def _claim(state: CoordinatorState, command: ClaimData) -> tuple[JournalEntry, ...]:
     if command.digest in state.uploads.get(command.owner, ()):
         return ()
-    return (Entry(CLUSTER, DataUploaded(owner=command.owner, digest=command.digest)),)
+    return (JournalEntry(CLUSTER, DataUploaded(owner=command.owner, digest=command.digest)),)
 
 
-def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | Refusal:
+def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[JournalEntry, ...] | Refusal:
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
@@ -217,10 +219,10 @@ def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[Entry, ...] | 
         return ()
     kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
     fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
-    return (Entry(command.run_id, fact),)
+    return (JournalEntry(command.run_id, fact),)
 
 
-def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | Refusal:
+def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[JournalEntry, ...] | Refusal:
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
@@ -231,17 +233,17 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[Entry, ...] | 
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
     if command.from_segment is None:
-        return (Entry(command.run_id, RunResumed(by=command.by)),)
+        return (JournalEntry(command.run_id, RunResumed(by=command.by)),)
     assert isinstance(run, RunRecord), "its facts have to be recalled first"
     fact = resumed_from(run, command.from_segment, command.by)
     return (
         _refuse(RefusalKind.PRECONDITION, fact)
         if isinstance(fact, str)
-        else (Entry(command.run_id, fact),)
+        else (JournalEntry(command.run_id, fact),)
     )
 
 
-def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | Refusal:
+def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[JournalEntry, ...] | Refusal:
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
@@ -250,16 +252,16 @@ def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[Entry, ...] | 
     if not run.is_released:
         reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
         return _refuse(RefusalKind.NOT_YET, reason)
-    return (Entry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
+    return (JournalEntry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
 
 
-def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, ...]:
+def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[JournalEntry, ...]:
     known = state.workers.get(command.member.worker_id)
     fact = WorkerRegistered(
         member=command.member, address=command.address, capability=command.capability
     )
     if known is None:
-        return (Entry(CLUSTER, fact),)
+        return (JournalEntry(CLUSTER, fact),)
     same = (known.member, known.address, known.capability) == (
         command.member,
         command.address,
@@ -270,10 +272,10 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Entry, 
     is_new = known.member != command.member
     has_ended = is_new and not known.is_draining and not known.is_blameless
     deaths = deaths_at_work(state, known.member, command.ending) if has_ended else ()
-    return (*deaths, Entry(CLUSTER, fact))
+    return (*deaths, JournalEntry(CLUSTER, fact))
 
 
-def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
+def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[JournalEntry, ...]:
     known = state.workers.get(command.member.worker_id)
     if known is None or known.member != command.member or not known.is_alive:
         return ()
@@ -282,45 +284,45 @@ def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[Entry, ...]:
     fact = WorkerLost(
         member=command.member, reason=command.reason, is_blameless=command.is_blameless
     )
-    return (Entry(CLUSTER, fact),)
+    return (JournalEntry(CLUSTER, fact),)
 
 
-def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[Entry, ...]:
+def _drain(state: CoordinatorState, command: DrainWorker) -> tuple[JournalEntry, ...]:
     known = state.workers.get(command.member.worker_id)
     if known is None or known.member != command.member or known.is_draining:
         return ()
-    return (Entry(CLUSTER, WorkerDraining(member=command.member)),)
+    return (JournalEntry(CLUSTER, WorkerDraining(member=command.member)),)
 
 
-def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[Entry, ...]:
+def _leave(state: CoordinatorState, member: Member, reason: str) -> tuple[JournalEntry, ...]:
     known = state.workers.get(member.worker_id)
     if known is None or known.member != member:
         return ()
-    return (Entry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
+    return (JournalEntry(CLUSTER, WorkerLeft(member=member, reason=reason)),)
 
 
-def _report(state: CoordinatorState, command: Report) -> tuple[Entry, ...] | Refusal:
+def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...] | Refusal:
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
     if isinstance(command.fact, RunReleased):
-        return () if run.is_released else (Entry(command.run_id, command.fact),)
+        return () if run.is_released else (JournalEntry(command.run_id, command.fact),)
     if isinstance(run, EndedRun) or run.ended is not None:
         return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
     if isinstance(command.fact, RunFailed):
-        return (Entry(command.run_id, command.fact),)
+        return (JournalEntry(command.run_id, command.fact),)
     if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
         failed = RunFailed(reason=command.fact.reason, error=command.fact.error)
-        return (Entry(command.run_id, failed),)
+        return (JournalEntry(command.run_id, failed),)
     reason = reject_reason_of(run, command.fact)
     if isinstance(reason, Raised):
-        return (Entry(command.run_id, RunFailed(reason=reason)),)
+        return (JournalEntry(command.run_id, RunFailed(reason=reason)),)
     if reason:
         return _refuse(RefusalKind.STALE, reason)
-    return (Entry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
+    return (JournalEntry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
 
 
-def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ...] | Refusal:
+def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEntry, ...] | Refusal:
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
@@ -333,4 +335,4 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[Entry, ..
     ):
         return ()
     fact = reform_of(run, command.party, command.reason)
-    return () if fact is None else (Entry(command.run_id, fact, key_of(fact)),)
+    return () if fact is None else (JournalEntry(command.run_id, fact, key_of(fact)),)

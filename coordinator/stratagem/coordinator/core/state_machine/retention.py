@@ -4,7 +4,7 @@ and that no run needs."""
 from itertools import chain
 
 from stratagem.common.base.ids import Digest, WorkerId
-from stratagem.coordinator.core.commands import Entry, ExpireRuns, ForgetWorkers
+from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
 from stratagem.coordinator.core.state import (
@@ -18,7 +18,7 @@ from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 
 
-def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Entry, ...]:
+def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
     """The fact that forgets them, if there are any."""
     lost = sorted(
         (each for each in state.workers.values() if not each.is_alive),
@@ -39,7 +39,7 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Ent
         for each in old
         if each.member.worker_id not in named and not _hosts_data_of(each, active)
     )
-    return (Entry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
+    return (JournalEntry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
 
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
@@ -61,7 +61,7 @@ def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
     return any(run.job.data.worker_local in names for run in runs)
 
 
-def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[Entry, ...]:
+def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
     """The facts that delete them. A run that has not come to rest stays, and so does one that
     another run has begun from."""
     ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
@@ -78,7 +78,7 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[Entry, ..
     )
     free = [run for run in old if not _own_blobs(run) & named]
     return tuple(
-        Entry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
+        JournalEntry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
         for run in free[: command.limit]
     )
 

@@ -14,7 +14,7 @@ from stratagem.coordinator.core.facts import (
     Value,
 )
 from stratagem.coordinator.core.state import (
-    Commit,
+    CommittedState,
     EndedRun,
     RunPhase,
     RunRecord,
@@ -122,7 +122,7 @@ def phase_then(fact: Fact) -> RunPhase:
 def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
     best, origins = best_commit(run), status.origins
 
-    def shown(commit: Commit) -> CommitView:
+    def shown(commit: CommittedState) -> CommitView:
         origin = origins.get(commit.segment)
         return CommitView(
             segment=commit.segment,

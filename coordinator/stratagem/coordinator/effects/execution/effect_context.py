@@ -50,7 +50,7 @@ PushKey = tuple[Member, RunId, Digest]
 
 
 @dataclass(slots=True)
-class Env:
+class EffectContext:
     loop: Loop
     links: Links
     blobs: BlobStore

@@ -24,9 +24,9 @@ from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.rpc.status_codes import shown
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.report_intake import let_in
-from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.task_group import stop_if_cancelled, task_group
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import types_pb2, worker_pb2
@@ -40,7 +40,7 @@ OnProgress = Callable[[worker_pb2.Progress], None]
 
 
 async def attend(
-    env: Env,
+    env: EffectContext,
     member: Member,
     request: worker_pb2.ExecuteRequest,
     on_progress: OnProgress | None = None,
@@ -106,7 +106,7 @@ class _Plan:
 class _Attended:
     """One stream of one plan."""
 
-    env: Env
+    env: EffectContext
     member: Member
     plan: _Plan
     on_progress: OnProgress | None
@@ -201,7 +201,9 @@ def _refused(
     return worker_pb2.ExecuteResult(error=told)
 
 
-async def fail_party(env: Env, run_id: RunId, party: Party, error: types_pb2.UserError) -> None:
+async def fail_party(
+    env: EffectContext, run_id: RunId, party: Party, error: types_pb2.UserError
+) -> None:
     """The user's code raised, or the job is wrong: the party fails with that, for good."""
     record = record_of(error)
     said = f"{record.type}: {record.message}" if record.traceback else record.message
@@ -220,5 +222,5 @@ def record_of(error: types_pb2.UserError) -> ErrorRecord:
     )
 
 
-def _line(line: worker_pb2.LogLine) -> Line:
-    return Line(line.time_s, line.worker_id, line.level, line.text)
+def _line(line: worker_pb2.LogLine) -> RunLogLine:
+    return RunLogLine(line.time_s, line.worker_id, line.level, line.text)

@@ -10,7 +10,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import SegmentCommitted
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.speculative_fold import Folded
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
@@ -22,7 +22,7 @@ from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
 
 
-async def aggregate_round(env: Env, effect: AggregateRound) -> None:
+async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
     digest, slots, header = await _folded_ahead(env, effect) or await _folded(env, effect)
     failpoint("coordinator.round.folded")
@@ -41,7 +41,7 @@ async def aggregate_round(env: Env, effect: AggregateRound) -> None:
     await env.report(effect.run_id, fact)
 
 
-async def _folded_ahead(env: Env, effect: AggregateRound) -> Folded | None:
+async def _folded_ahead(env: EffectContext, effect: AggregateRound) -> Folded | None:
     """What a fold gives that began before the round was closed, if there is one of this round."""
     begun = env.folds.take(effect)
     if begun is None:
@@ -54,7 +54,7 @@ async def _folded_ahead(env: Env, effect: AggregateRound) -> Folded | None:
         begun.cancelled.set()
 
 
-async def _folded(env: Env, effect: AggregateRound) -> Folded:
+async def _folded(env: EffectContext, effect: AggregateRound) -> Folded:
     entries = await env.in_thread(lambda: _entries(env, effect))
     cancelled = threading.Event()
     try:
@@ -66,7 +66,7 @@ async def _folded(env: Env, effect: AggregateRound) -> Folded:
         cancelled.set()
 
 
-def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
+def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> None:
     """Send the new state to the run's workers while its fact is being journaled.
 
     It is content under its own name, so a worker that gets it for nothing has lost nothing.
@@ -82,7 +82,7 @@ def _bring_ahead(env: Env, effect: AggregateRound, digest: Digest) -> None:
             env.start_push(member, effect.run_id, digest)
 
 
-def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
+def _entries(env: EffectContext, effect: AggregateRound) -> list[SpoolEntry]:
     """The spooled updates that the journal accepted, in client order."""
     entries = []
     for accepted in effect.accepted:
@@ -97,7 +97,10 @@ def _entries(env: Env, effect: AggregateRound) -> list[SpoolEntry]:
 
 
 def fold(
-    env: Env, effect: AggregateRound, entries: list[SpoolEntry], cancelled: threading.Event
+    env: EffectContext,
+    effect: AggregateRound,
+    entries: list[SpoolEntry],
+    cancelled: threading.Event,
 ) -> Folded:
     """Write the next state; for a thread."""
     with env.blobs.open(effect.base.digest) as base:
@@ -131,6 +134,6 @@ def fold(
     return digest, slots, parse_header(io.BytesIO(header), digest)
 
 
-def _rebasing(env: Env, effect: AggregateRound) -> Rebasing | None:
+def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
     bases = {index: each.base for index, each in enumerate(effect.accepted) if each.base}
     return Rebasing(env.blobs, effect.base.digest, bases) if bases else None

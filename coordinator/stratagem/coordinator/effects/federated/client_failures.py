@@ -13,10 +13,10 @@ from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, ErrorRecord, UpdateRejected
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import record_of
 from stratagem.coordinator.effects.federated.late_counts import report_update
-from stratagem.coordinator.observe.run_logs import Line
+from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from stratagem.v1 import types_pb2
 
@@ -25,7 +25,7 @@ MAX_JOURNALED_TRACE: Final = 4000
 
 
 async def reject(
-    env: Env,
+    env: EffectContext,
     effect: TrainClient | CollectUpdate,
     cause: Cause,
     reason: str,
@@ -43,7 +43,9 @@ async def reject(
     await report_update(env, effect, fact)
 
 
-async def reject_for_error(env: Env, effect: TrainClient, raised: types_pb2.UserError) -> None:
+async def reject_for_error(
+    env: EffectContext, effect: TrainClient, raised: types_pb2.UserError
+) -> None:
     """The client's data or code has raised, or its worker does not do what the job says."""
     error = record_of(raised)
     log_error(env, effect.run_id, effect.client, error)
@@ -55,10 +57,10 @@ async def reject_for_error(env: Env, effect: TrainClient, raised: types_pb2.User
     await reject(env, effect, cause_of(error), reason_of(error), kept)
 
 
-def log_error(env: Env, run_id: RunId, client: int, error: ErrorRecord) -> None:
+def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:
     """Into the run's log, as what its worker has said."""
     text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
-    env.logs.add(run_id, Line(time.time(), error.worker_id, "ERROR", text))
+    env.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
 
 
 def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[Cause, str] | None:

@@ -16,7 +16,7 @@ from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.effects import CollectUpdate
 from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.client_failures import defect, reject
 from stratagem.coordinator.effects.federated.late_counts import report_update
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
@@ -25,7 +25,7 @@ from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 WINDOW_BYTES = 4 << 20
 
 
-async def collect_update(env: Env, effect: CollectUpdate) -> None:
+async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
     """Copy, check, and report UpdateReceived or UpdateRejected."""
     if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
         await reject(env, effect, *wrong)
@@ -51,7 +51,7 @@ async def collect_update(env: Env, effect: CollectUpdate) -> None:
     await report_update(env, effect, received)
 
 
-def _collect(env: Env, effect: CollectUpdate) -> SpoolEntry:
+def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
     """The update in the spool; one that a crash left there complete is taken as it is."""
     key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
     done, _ = env.spool.look(key)

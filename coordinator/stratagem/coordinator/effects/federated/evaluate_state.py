@@ -4,7 +4,7 @@ from stratagem.common.base.ids import child_party
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.evaluation_sums import client_sums, fold_parts
@@ -13,7 +13,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import reason_
 from stratagem.v1 import worker_pb2
 
 
-async def evaluate_state(env: Env, effect: EvaluateState) -> None:
+async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     """Evaluate and report Evaluated, or why the run fails."""
     link = env.links.to(effect.member, env.state)
     request = worker_pb2.ExecuteRequest(
@@ -49,7 +49,7 @@ async def evaluate_state(env: Env, effect: EvaluateState) -> None:
 
 
 def _fact(
-    env: Env, effect: EvaluateState, result: worker_pb2.EvaluateResult
+    env: EffectContext, effect: EvaluateState, result: worker_pb2.EvaluateResult
 ) -> Evaluated | ClientEvaluated:
     party, segment = effect.party, effect.base.segment
     if effect.client is not None:

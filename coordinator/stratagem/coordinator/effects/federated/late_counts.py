@@ -7,18 +7,18 @@ not, since nothing follows from it.
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 
 
 async def report_update(
-    env: Env, effect: TrainClient | CollectUpdate, fact: UpdateReceived | UpdateRejected
+    env: EffectContext, effect: TrainClient | CollectUpdate, fact: UpdateReceived | UpdateRejected
 ) -> None:
     """Report what has become of a client's update."""
     if not await env.report(effect.run_id, fact):
         count_if_late(env, effect)
 
 
-def count_if_late(env: Env, effect: TrainClient | CollectUpdate) -> None:
+def count_if_late(env: EffectContext, effect: TrainClient | CollectUpdate) -> None:
     """The effect has ended without its update; not counted where the client goes on elsewhere, and
     where the run is over or only this process ends."""
     run = env.state.runs.get(effect.run_id)

@@ -21,7 +21,7 @@ from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend
 from stratagem.coordinator.effects.federated.aggregate_round import fold
 from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
@@ -37,7 +37,7 @@ from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 from stratagem.v1 import types_pb2, worker_pb2
 
 
-async def train_client(env: Env, effect: TrainClient) -> None:
+async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
     link = env.links.to(effect.member, env.state)
     session_ref = session(effect.run_id, child_party(effect.party, f"client{effect.client}"))
@@ -82,7 +82,7 @@ Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
 """The update, where a crash has left it in the spool complete; and from where to ask for it."""
 
 
-def _look(env: Env, effect: TrainClient) -> Looked:
+def _look(env: EffectContext, effect: TrainClient) -> Looked:
     """Look into the spool, and make the round's folder, while the client trains."""
     key = _key(env, effect)
     looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key)))
@@ -90,12 +90,12 @@ def _look(env: Env, effect: TrainClient) -> Looked:
     return looked
 
 
-def _key(env: Env, effect: TrainClient) -> SpoolKey:
+def _key(env: EffectContext, effect: TrainClient) -> SpoolKey:
     return env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
 
 
 async def _collect(
-    env: Env,
+    env: EffectContext,
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
@@ -118,7 +118,7 @@ async def _collect(
         await report_update(env, effect, received)
 
 
-def _close(env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
+def _close(env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
     """The worker would keep one update of every client that it plays."""
     link = env.links.to(effect.member, env.state)
     env.chores.do(link.close_session(session_ref), f"close client {effect.client}")
@@ -148,7 +148,7 @@ def _received(
 
 
 async def _pull(
-    env: Env,
+    env: EffectContext,
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
@@ -166,7 +166,7 @@ async def _pull(
 
 
 async def _pull_coded(
-    env: Env,
+    env: EffectContext,
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     num_samples: int,
@@ -195,7 +195,7 @@ async def _pull_coded(
 
 
 def _opener(
-    env: Env, effect: TrainClient, session_ref: types_pb2.SessionRef
+    env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef
 ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
     """Asks for the update from an offset on."""
     link = env.links.to(effect.member, env.state)
@@ -225,7 +225,7 @@ def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
 
 
 async def _pull_plain(
-    env: Env,
+    env: EffectContext,
     effect: TrainClient,
     session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,

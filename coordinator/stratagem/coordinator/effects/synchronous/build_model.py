@@ -8,7 +8,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
 from stratagem.coordinator.runtime.worker_links import session
@@ -18,7 +18,7 @@ from stratagem.coordinator.strategies.population.structural_hyperparameters impo
 from stratagem.v1 import worker_pb2
 
 
-async def build(env: Env, effect: Build) -> None:
+async def build(env: EffectContext, effect: Build) -> None:
     """Build, pull the state into the store, and report ModelBuilt."""
     link = env.links.to(effect.member, env.state)
     job = env.job_of(effect.run_id, effect.party)
@@ -71,7 +71,7 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def _variants(env: Env, effect: Build) -> list[worker_pb2.Variant]:
+def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
     """What to build beside a population's member, which tells what its layout depends on."""
     if effect.params is None:
         return []

@@ -15,19 +15,19 @@ from stratagem.common.tensors.manifest import Limits
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.effects import CommitSegment
 from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.runtime.worker_links import session
 from stratagem.coordinator.updates.merge_parts import (
     ContradictionError,
-    Part,
+    StatePart,
     joined_rows,
     merged_manifest,
     write_merged,
 )
 
 
-async def commit_segment(env: Env, effect: CommitSegment) -> None:
+async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
     """Make the segment's state durable and report SegmentCommitted."""
     session_ref = session(effect.run_id, effect.party)
     if len(effect.parts) == 1:
@@ -59,13 +59,16 @@ async def commit_segment(env: Env, effect: CommitSegment) -> None:
 
 
 async def merged(
-    env: Env, pulls_of: Sequence[Callable[[], Awaitable[Part]]], *, joins_rows: bool = False
+    env: EffectContext,
+    pulls_of: Sequence[Callable[[], Awaitable[StatePart]]],
+    *,
+    joins_rows: bool = False,
 ) -> tuple[Digest, int]:
     """Pull all parts and write them as one blob; its digest and size in bytes.
 
     joins_rows: see `joined_rows`. Raises ContradictionError for parts that make no whole.
     """
-    parts: list[Part] = []
+    parts: list[StatePart] = []
     cancelled = threading.Event()
     try:
         # Not a task group: what the first part raises must reach the caller as it is.
@@ -76,7 +79,7 @@ async def merged(
             for task in pulls:
                 task.cancel()
             ended = await asyncio.gather(*pulls, return_exceptions=True)
-            parts += [each for each in ended if isinstance(each, Part)]
+            parts += [each for each in ended if isinstance(each, StatePart)]
         return await env.in_thread(lambda: _write(env, parts, cancelled, joins_rows=joins_rows))
     finally:
         cancelled.set()
@@ -84,7 +87,9 @@ async def merged(
             part.data.close()
 
 
-async def _part(env: Env, effect: CommitSegment, members: tuple[Member, ...]) -> Part:
+async def _part(
+    env: EffectContext, effect: CommitSegment, members: tuple[Member, ...]
+) -> StatePart:
     session_ref = session(effect.run_id, effect.party)
     async with env.pulls:
         return await from_any(
@@ -94,7 +99,7 @@ async def _part(env: Env, effect: CommitSegment, members: tuple[Member, ...]) ->
 
 
 def _write(
-    env: Env, parts: list[Part], cancelled: threading.Event, *, joins_rows: bool
+    env: EffectContext, parts: list[StatePart], cancelled: threading.Event, *, joins_rows: bool
 ) -> tuple[Digest, int]:
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     manifest = merged_manifest([part.manifest for part in parts], limits)

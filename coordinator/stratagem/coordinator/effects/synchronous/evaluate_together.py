@@ -12,19 +12,19 @@ from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateTogether
 from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
-from stratagem.coordinator.observe.event_feed import Progress
+from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import session, state_ref
-from stratagem.coordinator.updates.merge_parts import ContradictionError, Part
+from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
 from stratagem.v1 import types_pb2, worker_pb2
 
 
-async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
+async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> None:
     """Evaluate and report Evaluated, or why the run fails."""
     job = env.job_of(effect.run_id, effect.party)
     shown = _Shown(env, effect)
@@ -58,12 +58,14 @@ async def evaluate_together(env: Env, effect: EvaluateTogether) -> None:
     await env.report(effect.run_id, fact)
 
 
-async def _predictions(env: Env, effect: EvaluateTogether, members: list[Member]) -> Digest:
+async def _predictions(
+    env: EffectContext, effect: EvaluateTogether, members: list[Member]
+) -> Digest:
     """What the members have kept of their batches, as one blob with the rows in order; "" for a
     split without rows."""
     session_ref, segment = _session(effect), effect.base.segment
 
-    async def pull(member: Member) -> Part:
+    async def pull(member: Member) -> StatePart:
         async with env.pulls:
             return await pull_part(env, member, session_ref, effect.membership, segment)
 
@@ -78,7 +80,7 @@ def _session(effect: EvaluateTogether) -> types_pb2.SessionRef:
 
 
 async def _attend_member(
-    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
+    env: EffectContext, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
 ) -> worker_pb2.EvaluateResult | None:
     """The member's sums; None when it ended otherwise, which is then reported."""
     member = effect.members[rank]
@@ -95,7 +97,7 @@ async def _attend_member(
 
 
 def _request(
-    env: Env, effect: EvaluateTogether, job: JobSpec, rank: int
+    env: EffectContext, effect: EvaluateTogether, job: JobSpec, rank: int
 ) -> worker_pb2.ExecuteRequest:
     owned = assign_shards(effect.num_shards, len(effect.members))[rank]
     return worker_pb2.ExecuteRequest(
@@ -117,7 +119,7 @@ def _request(
 class _Shown:
     """The batches and rows per second of all members together, for whoever watches."""
 
-    def __init__(self, env: Env, effect: EvaluateTogether) -> None:
+    def __init__(self, env: EffectContext, effect: EvaluateTogether) -> None:
         self._env, self._effect = env, effect
         self._latest: dict[int, worker_pb2.Progress] = {}
 
@@ -131,9 +133,9 @@ class _Shown:
 
         return show
 
-    def _sum(self) -> Progress:
+    def _sum(self) -> SegmentProgress:
         latest = self._latest.values()
-        return Progress(
+        return SegmentProgress(
             step=sum(each.step for each in latest),
             loss=0.0,
             rows_per_s=sum(each.rows_per_s for each in latest),

@@ -36,7 +36,7 @@ from stratagem.common.tensors.manifest import (
 from stratagem.common.tensors.traffic import sent
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of, reply_to
 from stratagem.coordinator.runtime.worker_links import WorkerLink, session
 from stratagem.coordinator.updates.tree_fold import fold_chunks
@@ -48,7 +48,7 @@ RETRY_S = 0.02
 log = structlog.get_logger()
 
 
-async def serve_steps(env: Env, effect: RunSegment) -> None:
+async def serve_steps(env: EffectContext, effect: RunSegment) -> None:
     """Sum step after step until the segment's last."""
     step = -1
     while step < effect.to_step:
@@ -120,7 +120,7 @@ class _Step:
     """One step: streams in, sums out, one commit."""
 
     def __init__(
-        self, env: Env, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
+        self, env: EffectContext, effect: RunSegment, links: Sequence[WorkerLink], limits: Limits
     ) -> None:
         self._env = env
         self._effect = effect

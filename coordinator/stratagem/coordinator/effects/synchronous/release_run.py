@@ -8,12 +8,12 @@ from stratagem.common.base.errors import StratagemError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import Release
 from stratagem.coordinator.core.facts import Member, RunReleased
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 
 log = structlog.get_logger()
 
 
-async def release(env: Env, effect: Release) -> None:
+async def release(env: EffectContext, effect: Release) -> None:
     """Close the run on every worker that is left, and report RunReleased."""
     env.forget(effect.run_id)
     await asyncio.gather(*(_close(env, effect, member) for member in effect.members))
@@ -21,7 +21,7 @@ async def release(env: Env, effect: Release) -> None:
     await env.report(effect.run_id, RunReleased())
 
 
-async def _close(env: Env, effect: Release, member: Member) -> None:
+async def _close(env: EffectContext, effect: Release, member: Member) -> None:
     try:
         await env.links.to(member, env.state).close_run(effect.run_id)
     except StratagemError as error:

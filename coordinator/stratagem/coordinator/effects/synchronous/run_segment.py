@@ -18,11 +18,11 @@ from stratagem.coordinator.core.facts import (
     PartyFailed,
     SegmentFinished,
 )
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
-from stratagem.coordinator.observe.event_feed import Progress
+from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import session, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
@@ -35,7 +35,7 @@ EXCHANGE = {
 }
 
 
-async def run_segment(env: Env, effect: RunSegment) -> None:
+async def run_segment(env: EffectContext, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
     job = env.job_of(effect.run_id, effect.party)
     async with task_group() as group:
@@ -55,7 +55,7 @@ async def run_segment(env: Env, effect: RunSegment) -> None:
 
 
 async def _attend_member(
-    env: Env, effect: RunSegment, job: JobSpec, rank: int
+    env: EffectContext, effect: RunSegment, job: JobSpec, rank: int
 ) -> worker_pb2.TrainResult | None:
     """The member's result; None when it ended otherwise, which is then reported at once.
 
@@ -73,7 +73,9 @@ async def _attend_member(
     return None
 
 
-def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb2.ExecuteRequest:
+def _request(
+    env: EffectContext, effect: RunSegment, job: JobSpec, rank: int
+) -> worker_pb2.ExecuteRequest:
     link = env.links.to(effect.members[rank], env.state)
     return worker_pb2.ExecuteRequest(
         fence=link.fence(effect.membership),
@@ -94,7 +96,7 @@ def _request(env: Env, effect: RunSegment, job: JobSpec, rank: int) -> worker_pb
     )
 
 
-def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
+def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
     per_replica = len(set(effect.ranks)) or 1
     shards = assign_shards(effect.num_shards, len(effect.members) // per_replica)
     return [
@@ -110,14 +112,14 @@ def _members(env: Env, effect: RunSegment) -> list[worker_pb2.Member]:
     ]
 
 
-def _address(env: Env, member: Member) -> str:
+def _address(env: EffectContext, member: Member) -> str:
     return env.links.to(member, env.state).address
 
 
-def _shown(env: Env, effect: RunSegment, rank: int) -> OnProgress:
+def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
     def show(progress: worker_pb2.Progress) -> None:
         if rank == 0 and effect.party == ROOT:  # the steps of parties below are no run's
-            latest = Progress(
+            latest = SegmentProgress(
                 progress.step,
                 progress.loss,
                 progress.rows_per_s,
@@ -143,7 +145,9 @@ def _with_skipped(metrics: dict[str, float], num_before: int) -> dict[str, float
     return {**metrics, SKIPPED_STEPS: num_before + metrics[SKIPPED_STEPS]}
 
 
-async def _report(env: Env, effect: RunSegment, results: list[worker_pb2.TrainResult]) -> None:
+async def _report(
+    env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
+) -> None:
     differing = _differing(effect, results)
     if differing:
         reason = f"the replicas differ after segment {effect.segment}: {differing}"

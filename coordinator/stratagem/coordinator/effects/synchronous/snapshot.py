@@ -12,9 +12,9 @@ from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.execution.effect_context import Env
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.store.blobs import BlobWriter
-from stratagem.coordinator.updates.merge_parts import Part
+from stratagem.coordinator.updates.merge_parts import StatePart
 from stratagem.coordinator.updates.stream_offload import Offload
 from stratagem.v1 import types_pb2, worker_pb2
 
@@ -34,7 +34,11 @@ async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Aw
 
 
 async def pull_snapshot(
-    env: Env, member: Member, session_ref: types_pb2.SessionRef, membership: int, segment: int
+    env: EffectContext,
+    member: Member,
+    session_ref: types_pb2.SessionRef,
+    membership: int,
+    segment: int,
 ) -> tuple[Digest, Manifest]:
     """The snapshot that a member took at the end of a segment, durable in the store."""
     writers: list[BlobWriter] = []
@@ -56,8 +60,12 @@ async def pull_snapshot(
 
 
 async def pull_part(
-    env: Env, member: Member, session_ref: types_pb2.SessionRef, membership: int, segment: int
-) -> Part:
+    env: EffectContext,
+    member: Member,
+    session_ref: types_pb2.SessionRef,
+    membership: int,
+    segment: int,
+) -> StatePart:
     """A member's part of the state at the end of a segment, in a scratch file of the caller's."""
     scratch = env.blobs.scratch()
     try:
@@ -67,11 +75,11 @@ async def pull_part(
     except BaseException:
         scratch.close()
         raise
-    return Part(manifest, scratch)
+    return StatePart(manifest, scratch)
 
 
 async def _pull(
-    env: Env,
+    env: EffectContext,
     member: Member,
     session_ref: types_pb2.SessionRef,
     membership: int,

@@ -18,7 +18,7 @@ from stratagem.coordinator.store.journal.journal import (
 )
 from stratagem.coordinator.store.journal.lead import FencedError, Lead, Lease
 from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.summaries import Summary
+from stratagem.coordinator.store.journal.summaries import RunSummary
 
 __all__ = [
     "DuplicateKeyError",
@@ -28,6 +28,6 @@ __all__ = [
     "Lead",
     "Lease",
     "Record",
+    "RunSummary",
     "StoredRecord",
-    "Summary",
 ]

@@ -8,11 +8,11 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from stratagem.coordinator.core.commands import Entry
+from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, decode, encode
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.core.state_machine.run_view import RunView
-from stratagem.coordinator.store.journal import Record, Summary
+from stratagem.coordinator.store.journal import Record, RunSummary
 
 _brief: Final = TypeAdapter(EndedRun)
 
@@ -31,7 +31,7 @@ VERSION: Final = _version()
 class Committed:
     """A durable fact: its number inside its run, and when."""
 
-    entry: Entry
+    entry: JournalEntry
     index: int
     time_s: float
     wall_s: float
@@ -40,7 +40,7 @@ class Committed:
 def committed(record: Record) -> Committed:
     """The fact in a row."""
     fact = decode(record.kind, record.schema_version, record.payload)
-    return Committed(Entry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
+    return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
 
 
 def record(item: Committed) -> Record:
@@ -58,10 +58,10 @@ def record(item: Committed) -> Record:
     )
 
 
-def summary(run: EndedRun, view: RunView) -> Summary:
+def summary(run: EndedRun, view: RunView) -> RunSummary:
     """The row of a run at rest."""
     brief = _brief.dump_json(run).decode()
-    return Summary(run.run_id, VERSION, brief, view.model_dump_json())
+    return RunSummary(run.run_id, VERSION, brief, view.model_dump_json())
 
 
 def ended_run(brief: str) -> EndedRun:

@@ -36,7 +36,7 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
-from stratagem.coordinator.store.journal.summaries import Summary, briefs, put, shown
+from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
 from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
 _PAGE_ROWS: Final = 1000
@@ -152,7 +152,7 @@ class Journal:
     # ---- the log ----
 
     def append(
-        self, term: int, records: Sequence[Record], summaries: Sequence[Summary] = ()
+        self, term: int, records: Sequence[Record], summaries: Sequence[RunSummary] = ()
     ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
@@ -170,7 +170,7 @@ class Journal:
         return positions
 
     def _append(
-        self, term: int, records: Sequence[Record], summaries: Sequence[Summary], is_repeat: bool
+        self, term: int, records: Sequence[Record], summaries: Sequence[RunSummary], is_repeat: bool
     ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
         place = insert(event).returning(event.c.position, sort_by_parameter_order=True)

@@ -17,7 +17,7 @@ from stratagem.coordinator.store.journal.tables import event, summary
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """Of a run up to its newest event, as text."""
 
     run_id: RunId
@@ -29,7 +29,7 @@ class Summary:
     """Wanted when somebody asks for the run."""
 
 
-def put(connection: Connection, summaries: Sequence[Summary]) -> None:
+def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
     """Replace the summaries of these runs, whose newest events are written."""
     if not summaries:
         return

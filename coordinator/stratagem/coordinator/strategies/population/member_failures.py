@@ -15,7 +15,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FailureKind:
     """Failures that differ in nothing but numbers, by the first of them."""
 
     pattern: str
@@ -38,7 +38,7 @@ class Failures:
     """Of a whole run."""
 
     num_failures: int = 0
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[FailureKind, ...] = ()
 
     def with_one(self, member: int, failed: PartyFailed) -> "Failures":
         """One more; of a new kind only where there are not too many."""
@@ -48,10 +48,10 @@ class Failures:
             kind = kinds[at]
             kinds[at] = replace(kind, count=kind.count + 1, members=kind.members | {member})
         elif len(kinds) < _MAX_KINDS:
-            kinds.append(Kind(pattern, failed.reason, failed.error, 1, frozenset({member})))
+            kinds.append(FailureKind(pattern, failed.reason, failed.error, 1, frozenset({member})))
         return Failures(self.num_failures + 1, tuple(kinds))
 
-    def commonest(self) -> Kind | None:
+    def commonest(self) -> FailureKind | None:
         """The most frequent kind; the first of equals."""
         return max(self.kinds, key=lambda kind: kind.count, default=None)
 

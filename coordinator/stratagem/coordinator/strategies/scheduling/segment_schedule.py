@@ -14,7 +14,7 @@ TRAIN_SPLIT = "train"
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class SegmentSchedule:
     """Optimizer steps of a run and the periods, in steps, at which something happens."""
 
     num_steps: int
@@ -32,11 +32,11 @@ class Schedule:
         return step == self.num_steps or step % self.evaluate_every == 0
 
 
-def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> Schedule:
+def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
     """The schedule of a job whose splits have this many rows. One that trains nothing has a single
     segment, without steps, after which it evaluates."""
     if job.only_evaluates:
-        return Schedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
+        return SegmentSchedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
     num_train_rows = num_rows[TRAIN_SPLIT]
     steps_per_epoch = max(1, ceil(num_train_rows / job.batch_size))
 
@@ -47,7 +47,7 @@ def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> Schedule:
     evaluate_every = steps_of(job.evaluation.every) if job.evaluation else None
     checkpoint = job.checkpoint.every
     checkpoint_every = steps_of(checkpoint) if checkpoint else evaluate_every or steps_per_epoch
-    return Schedule(num_steps, evaluate_every, checkpoint_every)
+    return SegmentSchedule(num_steps, evaluate_every, checkpoint_every)
 
 
 @lru_cache(maxsize=256)

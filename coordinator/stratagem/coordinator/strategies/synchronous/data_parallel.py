@@ -30,7 +30,7 @@ from stratagem.common.strategy.gossip_topology import graph_of
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous import model_parallel
 from stratagem.coordinator.strategies.synchronous.segments import (
-    Shape,
+    SegmentRules,
     one_part,
     part_per_member,
     synchronous,
@@ -43,7 +43,7 @@ _EXCHANGES: Mapping[type, ExchangeMethod] = {
 }
 
 
-def _shape(job: JobSpec) -> Shape:
+def _shape(job: JobSpec) -> SegmentRules:
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
     options = strategy.options
@@ -53,7 +53,7 @@ def _shape(job: JobSpec) -> Shape:
     # Residuals of a codec belong to shards: whoever owns a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state
     is_sole_copy = exchange is ExchangeMethod.GOSSIP or has_residuals
-    return Shape(
+    return SegmentRules(
         strategy.num_replicas,
         options.min_replicas,
         exchange,

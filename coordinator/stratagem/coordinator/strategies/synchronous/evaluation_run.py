@@ -25,7 +25,7 @@ from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strate
 from stratagem.coordinator.strategies.scheduling.placement import why_none
 from stratagem.coordinator.strategies.synchronous.segments import (
     PartyRun,
-    Shape,
+    SegmentRules,
     party_decisions,
     party_views,
     synchronous_run,
@@ -98,11 +98,11 @@ def _spec(job: JobSpec) -> EvaluationSpec:
     return job.evaluation
 
 
-def _shape(job: JobSpec) -> Shape:
+def _shape(job: JobSpec) -> SegmentRules:
     strategy = job.strategy
     if isinstance(strategy, DataParallel):
-        return Shape(strategy.num_replicas, strategy.options.min_replicas)
-    return Shape(num_shards=1, min_members=1)
+        return SegmentRules(strategy.num_replicas, strategy.options.min_replicas)
+    return SegmentRules(num_shards=1, min_members=1)
 
 
 def _phase(job: JobSpec, value: PartyRun, world: World) -> tuple[RunPhase, str, str]:

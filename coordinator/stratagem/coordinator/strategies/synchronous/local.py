@@ -3,6 +3,6 @@
 The general case with one logical shard and one member; the plain loop of any PyTorch tutorial.
 """
 
-from stratagem.coordinator.strategies.synchronous.segments import Shape, synchronous
+from stratagem.coordinator.strategies.synchronous.segments import SegmentRules, synchronous
 
-STRATEGY = synchronous(lambda _job: Shape(num_shards=1, min_members=1))
+STRATEGY = synchronous(lambda _job: SegmentRules(num_shards=1, min_members=1))

@@ -19,12 +19,12 @@ from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
     place_replicas,
     why_missing,
 )
-from stratagem.coordinator.strategies.synchronous.segments import Shape, synchronous
+from stratagem.coordinator.strategies.synchronous.segments import SegmentRules, synchronous
 
 
-def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> Shape:
+def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> SegmentRules:
     """One pipeline, or several that share the rows of each batch."""
-    return Shape(
+    return SegmentRules(
         num_shards=num_replicas,
         min_members=1,
         exchange=ExchangeMethod.ALL_REDUCE,
@@ -46,7 +46,7 @@ def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
     return []
 
 
-def _shape(job: JobSpec) -> Shape:
+def _shape(job: JobSpec) -> SegmentRules:
     assert isinstance(job.strategy, ModelParallel)
     return shape_of(job.strategy)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.model.program import Bundle, Call, FromNode, Part, Program, Source
+from stratagem.common.model.program import Bundle, Call, FromNode, ModelProgram, NodeInput, Source
 from stratagem.worker.engine.numerics.mixed_precision import Forward
 from stratagem.worker.models.run_program import Slots, evaluate, map_nested, run_calls
 
@@ -52,7 +52,7 @@ def checkpointed(forward: Forward, modules: Iterable[nn.Module]) -> Forward:
 
 
 def in_groups(
-    program: Program, modules: Mapping[str, nn.Module], interval: int
+    program: ModelProgram, modules: Mapping[str, nn.Module], interval: int
 ) -> Callable[..., Any]:
     """The forward pass of a model that is its program, `interval` nodes a group."""
     run = grouped(program.calls, modules, program.num_uses, interval)
@@ -116,7 +116,7 @@ def _uses(source: Source) -> Iterator[tuple[str, int]]:
     match source:
         case FromNode(node, use):
             yield node, use
-        case Part(of, _, _):
+        case NodeInput(of, _, _):
             yield from _uses(of)
         case Bundle(parts):
             for part in parts:

@@ -53,7 +53,7 @@ NUM_NAMES: Final = 3
 """Layers that an error names."""
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """A small layer of its kind, and the shapes that go into it."""
 
     layer: type[nn.Module]
@@ -61,23 +61,25 @@ class Kind(NamedTuple):
     inputs: tuple[tuple[int, ...], ...]
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "Linear": Kind(nn.Linear, lambda: nn.Linear(8, 8), ((4, 8),)),
-    "Conv1d": Kind(nn.Conv1d, lambda: nn.Conv1d(4, 8, 3), ((2, 4, 8),)),
-    "Conv2d": Kind(nn.Conv2d, lambda: nn.Conv2d(4, 8, 3), ((2, 4, 8, 8),)),
-    "Conv3d": Kind(nn.Conv3d, lambda: nn.Conv3d(4, 8, 3), ((2, 4, 8, 8, 8),)),
-    "ConvTranspose1d": Kind(nn.ConvTranspose1d, lambda: nn.ConvTranspose1d(4, 8, 3), ((2, 4, 8),)),
-    "ConvTranspose2d": Kind(
+KINDS: Final[dict[str, LayerKind]] = {
+    "Linear": LayerKind(nn.Linear, lambda: nn.Linear(8, 8), ((4, 8),)),
+    "Conv1d": LayerKind(nn.Conv1d, lambda: nn.Conv1d(4, 8, 3), ((2, 4, 8),)),
+    "Conv2d": LayerKind(nn.Conv2d, lambda: nn.Conv2d(4, 8, 3), ((2, 4, 8, 8),)),
+    "Conv3d": LayerKind(nn.Conv3d, lambda: nn.Conv3d(4, 8, 3), ((2, 4, 8, 8, 8),)),
+    "ConvTranspose1d": LayerKind(
+        nn.ConvTranspose1d, lambda: nn.ConvTranspose1d(4, 8, 3), ((2, 4, 8),)
+    ),
+    "ConvTranspose2d": LayerKind(
         nn.ConvTranspose2d, lambda: nn.ConvTranspose2d(4, 8, 3), ((2, 4, 8, 8),)
     ),
-    "ConvTranspose3d": Kind(
+    "ConvTranspose3d": LayerKind(
         nn.ConvTranspose3d, lambda: nn.ConvTranspose3d(4, 8, 3), ((2, 4, 8, 8, 8),)
     ),
-    "RNN": Kind(nn.RNN, lambda: nn.RNN(4, 8), ((3, 2, 4),)),
-    "GRU": Kind(nn.GRU, lambda: nn.GRU(4, 8), ((3, 2, 4),)),
-    "LSTM": Kind(nn.LSTM, lambda: nn.LSTM(4, 8), ((3, 2, 4),)),
-    "LSTM with projections": Kind(nn.LSTM, lambda: nn.LSTM(4, 8, proj_size=3), ((3, 2, 4),)),
-    "MultiheadAttention": Kind(
+    "RNN": LayerKind(nn.RNN, lambda: nn.RNN(4, 8), ((3, 2, 4),)),
+    "GRU": LayerKind(nn.GRU, lambda: nn.GRU(4, 8), ((3, 2, 4),)),
+    "LSTM": LayerKind(nn.LSTM, lambda: nn.LSTM(4, 8), ((3, 2, 4),)),
+    "LSTM with projections": LayerKind(nn.LSTM, lambda: nn.LSTM(4, 8, proj_size=3), ((3, 2, 4),)),
+    "MultiheadAttention": LayerKind(
         nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
     ),
 }
@@ -143,7 +145,7 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
     return None
 
 
-def _tried(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
     """As a job would compute it, whatever modes of torch the caller is in."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
@@ -180,7 +182,7 @@ def _kind_of(module: nn.Module) -> str | None:
     return next((name for name, kind in KINDS.items() if isinstance(module, kind.layer)), None)
 
 
-def _compute(kind: Kind, numbers: Numbers, device: torch.device, trains: bool) -> None:
+def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
     """The same wrappers as a job's model gets, around one layer of zeros: nothing is drawn."""
     with torch.device("meta"):
         layer = kind.make()

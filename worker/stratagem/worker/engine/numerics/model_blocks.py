@@ -15,7 +15,7 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.model.program import Program
+from stratagem.common.model.program import ModelProgram
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_nodes import program_of
 
@@ -25,7 +25,7 @@ class Blocks:
     """`program` is None for a model whose forward pass is its own affair."""
 
     modules: tuple[nn.Module, ...]
-    program: Program | None
+    program: ModelProgram | None
 
 
 def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:

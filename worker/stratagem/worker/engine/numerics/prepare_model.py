@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stratagem.common.job import ExecutionSpec, JobSpec
-from stratagem.common.model.program import Program
+from stratagem.common.model.program import ModelProgram
 from stratagem.common.strategy import ModelParallel, Strategy
 from stratagem.worker.engine.numerics.activation_checkpointing import checkpointed, in_groups
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
@@ -29,7 +29,7 @@ from stratagem.worker.engine.numerics.mixed_precision import (
 )
 from stratagem.worker.engine.numerics.model_blocks import Blocks, blocks_of
 from stratagem.worker.engine.numerics.torch_compile import (
-    Gate,
+    CompileGate,
     check_compiler,
     compiled,
     prepare_compiler,
@@ -39,11 +39,11 @@ from stratagem.worker.models.graph_model import node_modules
 
 
 @dataclass(slots=True)
-class Execution:
+class ModelExecution:
     """How one model is computed, and what goes along with it."""
 
     batch_size: int
-    gate: Gate
+    gate: CompileGate
     scale: LossScale
     frees_gradients: bool = False
     """Whether gradients have storage from backward to the update only."""
@@ -57,7 +57,7 @@ class Execution:
 
 def prepare(
     model: nn.Module, job: JobSpec, device: torch.device, randomness: KeyedRandomness
-) -> Execution:
+) -> ModelExecution:
     """Changes the model in place. Raises InvalidInputError for what this worker cannot do."""
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
@@ -84,9 +84,9 @@ def prepare_nodes(
     job: JobSpec,
     device: torch.device,
     randomness: KeyedRandomness,
-    program: Program,
+    program: ModelProgram,
     foreign: Collection[str],
-) -> Execution:
+) -> ModelExecution:
     """The same for the nodes of one rank of a pipeline; checkpointing is its stages' affair."""
     modules = node_modules(model, program)
     own = {node: name for name, node in modules.items() if name not in foreign}
@@ -108,13 +108,13 @@ def is_cut(strategy: Strategy | None) -> bool:
 
 def _begin(
     job: JobSpec, device: torch.device, randomness: KeyedRandomness
-) -> tuple[Execution, _Wrapper]:
-    spec, gate = job.execution, Gate(is_inference=job.only_evaluates)
+) -> tuple[ModelExecution, _Wrapper]:
+    spec, gate = job.execution, CompileGate(is_inference=job.only_evaluates)
     if spec.mode != "Eager":
         check_compiler(spec.mode, device)
         prepare_compiler(device)
         randomness.allow_compiled_code()
-    execution = Execution(
+    execution = ModelExecution(
         job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
     )
     # Without updates there is only compiled code to fuse operations in.
@@ -130,7 +130,7 @@ def _begin(
 class _Wrapper:
     spec: ExecutionSpec
     device: torch.device
-    gate: Gate
+    gate: CompileGate
     randomness: KeyedRandomness
 
     def put_on(self, module: nn.Module, *, is_compiled: bool) -> None:
@@ -149,7 +149,7 @@ class _Wrapper:
             module.forward = lowered(forward, module, dtype)
 
 
-def _checkpoint(model: nn.Module, blocks: Blocks, interval: int, execution: Execution) -> None:
+def _checkpoint(model: nn.Module, blocks: Blocks, interval: int, execution: ModelExecution) -> None:
     if blocks.program is not None:
         modules = node_modules(model, blocks.program)
         model.forward = in_groups(blocks.program, modules, interval)

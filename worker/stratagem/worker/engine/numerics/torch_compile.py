@@ -28,7 +28,7 @@ MAX_SHAPES: Final = 64
 
 
 @dataclass(slots=True)
-class Gate:
+class CompileGate:
     """Whether compiled code is used: the same on all members, because it follows from the batch."""
 
     is_open: bool = False
@@ -74,7 +74,7 @@ def prepare_compiler(device: torch.device) -> None:
 def compiled(
     module: nn.Module,
     forward: Forward,
-    gate: Gate,
+    gate: CompileGate,
     spec: ExecutionSpec,
     randomness: KeyedRandomness,
 ) -> Forward:

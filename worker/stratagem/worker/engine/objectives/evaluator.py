@@ -21,7 +21,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EvaluationPart:
     """Sums over one batch: "loss" and each metric, as mean × weight.
 
     A metric whose own weight differs from `weight` (it counts tokens where the loss counts rows)
@@ -46,7 +46,7 @@ class Evaluator:
     batch_size: int
 
     @torch.no_grad()
-    def parts(self, split: str, dataset: Dataset, rank: int, size: int) -> list[Part]:
+    def parts(self, split: str, dataset: Dataset, rank: int, size: int) -> list[EvaluationPart]:
         """The parts of the batches whose number is congruent to rank modulo size."""
         self.model.eval()
         num_batches = -(-len(dataset) // self.batch_size)
@@ -58,7 +58,7 @@ class Evaluator:
         dataset: Dataset,
         batch: int,
         keep: Callable[[Any, int], None] | None = None,
-    ) -> Part:
+    ) -> EvaluationPart:
         """One batch; the model is in the mode that it is to be evaluated in. keep: gets the output
         and the number of rows."""
         x, y, num_rows = self.begin_batch(split, dataset, batch)
@@ -77,7 +77,7 @@ class Evaluator:
         self.randomness.begin("evaluate", split, batch)
         return *self.gather(dataset, indices, f"evaluating {split}"), len(indices)
 
-    def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> Part:
+    def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
         """Loss and metrics of a batch."""
         with user_code(f"evaluating {split}"):
             loss = self.loss(output, y, num_rows)
@@ -89,4 +89,4 @@ class Evaluator:
                     sums[f"weight:{name}"] = weight
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
-        return Part(split, batch, loss.weight, sums)
+        return EvaluationPart(split, batch, loss.weight, sums)

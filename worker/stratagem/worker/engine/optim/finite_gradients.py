@@ -18,7 +18,7 @@ from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class GradientCheck:
     """What is not finite in a step ("" for nothing), and the 2-norm of all its gradients."""
 
     what: str
@@ -42,7 +42,7 @@ def inspect(
     is_clipped: bool,
     numerics: int,
     norms: Sequence[Tensor] | None = None,
-) -> Finding:
+) -> GradientCheck:
     """Looks at a step's mean loss, its weight and its gradients; norms: what `parts_of` says of
     them, if it is known already.
 
@@ -50,7 +50,7 @@ def inspect(
     """
     norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
     is_finite = are_finite(norm, grads)
-    return Finding(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
+    return GradientCheck(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
 
 
 def what_is_wrong(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.losses import LossFunction, NamedLoss
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
 from stratagem.worker.user_code.entrypoints import user_code
@@ -100,7 +100,7 @@ class Passes:
     loss: LossFunction
     gather: Gather
     randomness: KeyedRandomness
-    execution: Execution
+    execution: ModelExecution
     start: Start = field(default_factory=Start)
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:

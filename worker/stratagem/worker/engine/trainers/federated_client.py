@@ -19,7 +19,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated, FedProx
-from stratagem.worker.data.data_sources import Client, ClientData, DataSources
+from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSources
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
@@ -100,7 +100,7 @@ class ClientRunner:
 
         `check` is called before each step and may raise to end the round.
         """
-        data = self._rows(Client(client, num_clients))
+        data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
         optimizer = make_optimizer(
@@ -150,7 +150,7 @@ class ClientRunner:
         aggregation = self._strategy.aggregation
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
-    def _rows(self, client: Client) -> Dataset:
+    def _rows(self, client: ClientShare) -> Dataset:
         splits = self._data.of(client)
         if "train" not in splits:
             raise InvalidInputError.at("data", 'has no split "train"')

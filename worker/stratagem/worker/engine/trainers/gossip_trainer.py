@@ -23,7 +23,7 @@ from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
@@ -67,7 +67,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ConsensusSummary:
     """What all nodes make of a segment."""
 
     loss: float
@@ -194,7 +194,7 @@ class GossipTrainer:
             node.local_step.passes.randomness.end()
 
     @torch.no_grad()
-    def end_segment(self, exchange: GossipExchange) -> Summary:
+    def end_segment(self, exchange: GossipExchange) -> ConsensusSummary:
         """Make `model` the mean of all nodes, and say how far they are from it.
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
@@ -221,7 +221,7 @@ class GossipTrainer:
         for node in self._nodes.values():
             node.sums = _Sums()
         self._num_segment_steps = 0
-        return Summary(
+        return ConsensusSummary(
             loss=loss / weight if weight else 0.0,
             metrics={
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
@@ -271,7 +271,7 @@ class GossipTrainer:
         for tensor, total in zip(target, totals, strict=True):
             tensor.copy_(total.view(tensor.shape))
 
-    def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
+    def evaluate(self, split: str, rank: int, size: int) -> list[EvaluationPart]:
         """This member's parts of an evaluation of the mean, as of the last end of a segment."""
         data = self._setup.data
         if split not in data:

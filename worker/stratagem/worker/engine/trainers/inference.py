@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 
@@ -48,7 +48,9 @@ class Inference:
         return min(self._batch_size, len(self.dataset(split)) - batch * self._batch_size)
 
     @torch.inference_mode()
-    def part(self, split: str, batch: int, outputs: dict[str, Tensor] | None = None) -> Part:
+    def part(
+        self, split: str, batch: int, outputs: dict[str, Tensor] | None = None
+    ) -> EvaluationPart:
         """The sums over one batch, which do not depend on what was evaluated before.
 
         outputs: gets copies of the model's outputs on the CPU, (rows, ...) each: `output`, or

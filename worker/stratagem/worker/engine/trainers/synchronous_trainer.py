@@ -19,9 +19,9 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
-from stratagem.worker.engine.objectives.evaluator import Part
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.objectives.losses import counts_rows
-from stratagem.worker.engine.optim.finite_gradients import Finding, inspect, not_finite
+from stratagem.worker.engine.optim.finite_gradients import GradientCheck, inspect, not_finite
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, update
 from stratagem.worker.engine.step import state_format as state
@@ -30,13 +30,13 @@ from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
 from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.engine.trainers.trainer_state import Saved, State
+from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
-from stratagem.worker.exchange.buckets.step_scalars import Extras
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
-from stratagem.worker.exchange.reducer import Exchange
-from stratagem.worker.exchange.single_member import AloneExchange
-from stratagem.worker.phases import PassTimer, Phase, PhaseTraining
+from stratagem.worker.exchange.reducer import GradientReducer
+from stratagem.worker.exchange.single_member import SingleMemberReducer
+from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 from stratagem.worker.user_code.entrypoints import user_code
 
 _FIXED: Final = 3
@@ -79,7 +79,7 @@ class Trainer:
             absorbs=self._execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
-        self._saved = Saved(
+        self._saved = TrainerState(
             self.model,
             self.optimizer,
             self.params,
@@ -95,7 +95,7 @@ class Trainer:
 
     def train_step(
         self,
-        exchange: Exchange | AloneExchange,
+        exchange: GradientReducer | SingleMemberReducer,
         owned: range,
         num_shards: int,
         *,
@@ -132,7 +132,7 @@ class Trainer:
                 changes = self._buffers.contribution(shard, len(live))
                 changes = self._replicas.with_checksum(changes)
                 head = [counted.weight, counted.loss_sum, float(stop), *exchange.reached()]
-                exchange.end_shard(shard, Extras(head, changes))
+                exchange.end_shard(shard, StepScalars(head, changes))
             waits_since_s = time.perf_counter()
             totals = exchange.finish(_FIXED + len(self.params))
             self._wait_s = time.perf_counter() - waits_since_s
@@ -151,7 +151,7 @@ class Trainer:
         self._timer.end_exact_step(self.phases, report.phase)
         return report
 
-    def evaluate(self, split: str, rank: int, size: int) -> list[Part]:
+    def evaluate(self, split: str, rank: int, size: int) -> list[EvaluationPart]:
         """This member's parts of an evaluation of the present state."""
         if split not in self._data:
             known = ", ".join(self._data)
@@ -192,7 +192,12 @@ class Trainer:
         return num_rows * scale.value if self._counts_rows else None
 
     def _run_shard(
-        self, exchange: Exchange | AloneExchange, shard: int, rows: Tensor, *, must_weigh: bool
+        self,
+        exchange: GradientReducer | SingleMemberReducer,
+        shard: int,
+        rows: Tensor,
+        *,
+        must_weigh: bool,
     ) -> Counted:
         """Forward and backward of one shard. must_weigh: the divisor is not known before."""
         cuts = self._window.cut(rows.shape[0])
@@ -218,14 +223,14 @@ class Trainer:
         self._timer.end_passes()
         return counted
 
-    def _next_micro_batch(self, exchange: Exchange | AloneExchange) -> None:
+    def _next_micro_batch(self, exchange: GradientReducer | SingleMemberReducer) -> None:
         self._timer.begin_forward()
         exchange.next_micro_batch()
 
     def _apply(
         self,
-        exchange: Exchange | AloneExchange,
-        totals: Extras,
+        exchange: GradientReducer | SingleMemberReducer,
+        totals: StepScalars,
         num_live: int,
         num_rows: int,
         *,
@@ -287,7 +292,7 @@ class Trainer:
         weight: float,
         grads: Sequence[Tensor],
         norms: Sequence[Tensor] | None = None,
-    ) -> Finding:
+    ) -> GradientCheck:
         return inspect(
             loss,
             weight,
@@ -305,14 +310,14 @@ class Trainer:
         with user_code(f"training step {self.step + 1}"):
             update(self.optimizer)
 
-    def _not_finite(self, found: Finding) -> UserCodeError:
+    def _not_finite(self, found: GradientCheck) -> UserCodeError:
         return not_finite(found.what, f"training step {self.step + 1}", self.step + 1)
 
     # ---- phase training ----
 
     def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:
         """Shows an exact gradient to the phases; its norm, which a correction changes."""
-        is_correction = phases.phase is Phase.CORRECT
+        is_correction = phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self.params]
         phases.take(grads, loss)
         if not is_correction:

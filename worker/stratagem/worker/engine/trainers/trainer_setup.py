@@ -10,7 +10,7 @@ from torch import nn
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import Execution
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.losses import LossFunction
 
@@ -26,7 +26,7 @@ class Setup:
     gather: Gather
     evaluator: Evaluator
     randomness: KeyedRandomness
-    execution: Execution
+    execution: ModelExecution
     numerics: int
     """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
 

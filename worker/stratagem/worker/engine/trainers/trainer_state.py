@@ -22,7 +22,7 @@ State = tuple[dict[str, Tensor], dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class TrainerState:
     """The parts of a trainer that have a state. Used by one thread."""
 
     model: nn.Module

@@ -17,8 +17,8 @@ from torch import Tensor
 from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Tree, plan_tree
-from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, Bucket, Layout
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout, FlatVector
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 
 PIECE_BYTES = 32 << 20
 """So only a bucket made of one huge parameter is cut. Smaller pieces overlap more but cost a
@@ -65,19 +65,19 @@ class Piece:
     """Instead of all of the above but `total`."""
 
 
-def cut_pieces(layout: Layout, size: int) -> tuple[Cut, ...]:
+def cut_pieces(layout: BucketLayout, size: int) -> tuple[Cut, ...]:
     """The pieces of all buckets in order; the same on all members."""
     buckets = enumerate(layout.buckets)
     return tuple(cut for index, bucket in buckets for cut in _cut_bucket(index, bucket, size))
 
 
-def num_tags(cuts: Sequence[Cut], party: Party) -> int:
+def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
     """How many tags one step uses: for each piece one per shard, and one for the sum."""
     return len(cuts) * (party.num_shards + 1)
 
 
 def prepare(
-    cuts: Sequence[Cut], party: Party, step: Step, sets: Sets, window: int
+    cuts: Sequence[Cut], party: ShardOwners, step: StepPlan, sets: Sets, window: int
 ) -> tuple[Piece, ...]:
     """This member's part in all pieces. What it receives in phase 1 lies in buffers that piece i
     shares with piece i + window, so at most `window` pieces may be under way."""
@@ -103,7 +103,7 @@ def prepare(
     )
 
 
-def _cut_bucket(index: int, bucket: Bucket, size: int) -> list[Cut]:
+def _cut_bucket(index: int, bucket: FlatVector, size: int) -> list[Cut]:
     if bucket.numel == 0:
         return []
     if bucket.size_bytes < SMALL_BYTES:
@@ -127,8 +127,8 @@ def _own_bytes(cut: Cut, rank: int, sets: Sets) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    party: Party
-    step: Step
+    party: ShardOwners
+    step: StepPlan
     sets: Sets
     foreign: list[tuple[int, Node]]
 

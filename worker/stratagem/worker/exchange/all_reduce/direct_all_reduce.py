@@ -17,10 +17,10 @@ from stratagem.worker.exchange.all_reduce.all_reduce_schedule import (
 )
 from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
-from stratagem.worker.mesh.link import Link, Work
+from stratagem.worker.mesh.link import Link, PendingTransfer
 
 WINDOW = 4
 """Pieces under way at once."""
@@ -31,13 +31,13 @@ class DirectMethod:
 
     suffix = ""
 
-    def __init__(self, link: Link, layout: Layout, party: Party) -> None:
+    def __init__(self, link: Link, layout: BucketLayout, party: ShardOwners) -> None:
         self._link, self._party = link, party
         self._cuts = cut_pieces(layout, link.size)
         self.num_tags = num_tags(self._cuts, party)
         self._window = 1 if link.in_order else WINDOW
 
-    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> tuple[Piece, ...]:
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> tuple[Piece, ...]:
         return prepare(self._cuts, self._party, step, sets, self._window)
 
     def run(self, prepared: tuple[Piece, ...], turn: Turn) -> None:
@@ -52,11 +52,11 @@ class _DirectRun:
     pieces: tuple[Piece, ...]
     turn: Turn
     window: int
-    receives: list[list[Work]] = field(default_factory=list)
+    receives: list[list[PendingTransfer]] = field(default_factory=list)
     """Phase 1, by piece."""
-    sends: list[list[Work]] = field(default_factory=list)
+    sends: list[list[PendingTransfer]] = field(default_factory=list)
     """Phase 1, by piece."""
-    rest: list[Work] = field(default_factory=list)
+    rest: list[PendingTransfer] = field(default_factory=list)
     """Phase 2."""
 
     def run(self) -> None:
@@ -121,7 +121,9 @@ class _DirectRun:
             return
         self.turn.wait([self.link.recv(peer, tag, hop.transfer.tensor)])
 
-    def _post(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Work]:
+    def _post(
+        self, sends: Sequence[Transfer], receives: Sequence[Transfer]
+    ) -> list[PendingTransfer]:
         """Issues transfers. Of two members the lower one sends first, so that a link which goes
         by order finds a receive for every send."""
         rank, link, works = self.link.rank, self.link, []

@@ -15,9 +15,9 @@ from torch import Tensor
 from stratagem.common.numerics.batch_shards import Node, split_rows
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import tree_additions
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition
-from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, Layout
+from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step, num_sets
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, num_sets
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.shm_buffers import SharedGroup
 
@@ -55,11 +55,11 @@ class SharedTransport:
     name = SharedGroup.name
 
     def __init__(
-        self, group: SharedGroup, buckets: GradientBuckets, party: Party, *, deadline_s: float
+        self, group: SharedGroup, buckets: GradientBuckets, party: ShardOwners, *, deadline_s: float
     ) -> None:
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
-        parties = [Party(rank, party.size, party.num_shards) for rank in range(party.size)]
+        parties = [ShardOwners(rank, party.size, party.num_shards) for rank in range(party.size)]
         counts = [num_sets(each) for each in parties]
         layout = buckets.layout
         segments = group.share([count * _set_bytes(layout) for count in counts], deadline_s)
@@ -78,7 +78,7 @@ class SharedTransport:
         self._error = ""
 
     def begin(
-        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         if len(sets) > len(self._sets[self._party.rank]):
             raise ValueError(f"{len(sets)} sets, but the members share fewer")
@@ -133,7 +133,7 @@ class SharedTransport:
         self._num_reduced += 1
 
 
-def prepare_blocks(party: Party, step: Step, sets: MemberSets) -> list[list[Block]]:
+def prepare_blocks(party: ShardOwners, step: StepPlan, sets: MemberSets) -> list[list[Block]]:
     """By bucket, what this member adds; together the members' blocks are each bucket once."""
     own = sets[party.rank][0]
     return [
@@ -142,7 +142,7 @@ def prepare_blocks(party: Party, step: Step, sets: MemberSets) -> list[list[Bloc
     ]
 
 
-def _ranges(flat: Tensor, party: Party) -> list[tuple[int, int]]:
+def _ranges(flat: Tensor, party: ShardOwners) -> list[tuple[int, int]]:
     """This member's slice of a flat bucket in blocks; each begins on SLOT_BYTES."""
     step = SLOT_BYTES // flat.element_size()
     num_units = -(-flat.numel() // step)
@@ -154,7 +154,9 @@ def _ranges(flat: Tensor, party: Party) -> list[tuple[int, int]]:
     ]
 
 
-def _block(party: Party, step: Step, sets: MemberSets, bucket: int, start: int, stop: int) -> Block:
+def _block(
+    party: ShardOwners, step: StepPlan, sets: MemberSets, bucket: int, start: int, stop: int
+) -> Block:
     def part(rank: int, index: int) -> Tensor:
         return sets[rank][index][bucket].narrow(0, start, stop - start)
 
@@ -174,7 +176,7 @@ def _block(party: Party, step: Step, sets: MemberSets, bucket: int, start: int, 
 # ---- where the sets lie in a segment ----
 
 
-def _offsets(layout: Layout) -> list[int]:
+def _offsets(layout: BucketLayout) -> list[int]:
     """In bytes, of each bucket in a set, and last the size of the set."""
     offsets = [0]
     for bucket in layout.buckets:
@@ -182,11 +184,11 @@ def _offsets(layout: Layout) -> list[int]:
     return offsets
 
 
-def _set_bytes(layout: Layout) -> int:
+def _set_bytes(layout: BucketLayout) -> int:
     return _offsets(layout)[-1]
 
 
-def _one_set(layout: Layout, segment: Tensor, index: int) -> list[Tensor]:
+def _one_set(layout: BucketLayout, segment: Tensor, index: int) -> list[Tensor]:
     base = index * _set_bytes(layout)
     return [
         segment.narrow(0, base + offset, bucket.size_bytes).view(bucket.dtype)

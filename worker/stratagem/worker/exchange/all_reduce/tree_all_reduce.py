@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import Node, split_node
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Tree:
 
 
 def plan_tree(
-    party: Party, step: Step, flats: Sequence[Tensor], first_tag: int, stage: Tensor
+    party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
     """flats: this bucket in every set of the member; stage: room for one message.
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
-from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
+from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
-from stratagem.worker.mesh.link import CollectiveLink, Link, Work
+from stratagem.worker.mesh.link import CollectiveLink, Link, PendingTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class RingMethod:
 
     suffix = " ring"
 
-    def __init__(self, link: Link, layout: Layout) -> None:
+    def __init__(self, link: Link, layout: BucketLayout) -> None:
         self._link = link
         self._steps_per_bucket = 2 * (link.size - 1)
         self.num_tags = len(layout.buckets) * self._steps_per_bucket
 
-    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
         return wholes(step, self._link.rank, sets)
 
     def run(self, prepared: list[Whole], turn: Turn) -> None:
@@ -80,7 +80,7 @@ class RingMethod:
     def _pass_on(self, given: Tensor, taken: Tensor, tag: int, turn: Turn) -> None:
         turn.wait(list(self._issue(given, taken, tag)))
 
-    def _issue(self, given: Tensor, taken: Tensor, tag: int) -> Iterator[Work]:
+    def _issue(self, given: Tensor, taken: Tensor, tag: int) -> Iterator[PendingTransfer]:
         """Of two members the lower one sends first, for links that go by order alone."""
         rank, size = self._link.rank, self._link.size
         ways = ("send", "receive") if rank < (rank - 1) % size else ("receive", "send")
@@ -100,7 +100,7 @@ class NativeMethod:
     def __init__(self, link: CollectiveLink) -> None:
         self._link = link
 
-    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
         return wholes(step, self._link.rank, sets)
 
     def run(self, prepared: list[Whole], turn: Turn) -> None:
@@ -115,7 +115,7 @@ class NativeMethod:
             whole.divide(turn.divisor)
 
 
-def wholes(step: Step, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
+def wholes(step: StepPlan, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
     """By bucket."""
     num_partials = len(step.nodes[rank])
     return [

@@ -33,7 +33,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class FlatVector:
     """A flat vector that is exchanged as a whole."""
 
     dtype: torch.dtype
@@ -45,10 +45,10 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketLayout:
     slots: tuple[Slot, ...]
     """In the order of the parameters."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[FlatVector, ...]
     """The last one is the extras."""
 
     @property
@@ -63,7 +63,7 @@ def plan_layout(
     *,
     num_extras: int,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Layout:
+) -> BucketLayout:
     """Fills buckets greedily in reverse order; a bucket has one dtype and at least one slot."""
     slots: list[Slot] = []
     dtypes: list[torch.dtype] = []
@@ -80,8 +80,8 @@ def plan_layout(
             sizes.append(0)
         slots.append(Slot(index, name, len(sizes) - 1, sizes[-1], shape))
         sizes[-1] += numel
-    buckets = [Bucket(d, n) for d, n in zip(dtypes, sizes, strict=True)]
-    return Layout(tuple(reversed(slots)), (*buckets, Bucket(torch.float64, num_extras)))
+    buckets = [FlatVector(d, n) for d, n in zip(dtypes, sizes, strict=True)]
+    return BucketLayout(tuple(reversed(slots)), (*buckets, FlatVector(torch.float64, num_extras)))
 
 
 def _bucket_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, Layout, plan_layout
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, BucketLayout, plan_layout
 
 
 class GradientBuckets:
@@ -29,7 +29,7 @@ class GradientBuckets:
         frozen = [name for name, param in params if not param.requires_grad]
         if frozen:
             raise ValueError(f"parameters without gradient do not belong here: {frozen}")
-        self.layout: Layout = plan_layout(
+        self.layout: BucketLayout = plan_layout(
             [(name, param.dtype, param.shape) for name, param in params],
             num_extras=num_extras,
             bucket_bytes=bucket_bytes,

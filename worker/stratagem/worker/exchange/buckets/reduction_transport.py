@@ -5,11 +5,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.mesh.link import ExchangeError
 
 
-class Transport(Protocol):
+class ReductionTransport(Protocol):
     """Turns every member's partial sums of each bucket into the sum, in set 0 of every member."""
 
     @property
@@ -17,7 +17,7 @@ class Transport(Protocol):
         """Which engine this is, for people: "solo", "shm", "gloo ring", ..."""
 
     def begin(
-        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         """A step starts. sets holds set 0 and every set with a partial sum of this member.
         The sums of all buckets but the last, the extras, are divided by divisor."""
@@ -48,7 +48,7 @@ class SoloTransport:
         self._is_cut = False
 
     def begin(
-        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         self._sums, self._divisor = sets[0], divisor
 

@@ -10,7 +10,7 @@ from stratagem.common.numerics.batch_shards import Node, assign_shards, parent, 
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class ShardOwners:
     """The members among whom the logical shards are divided, and which one this is."""
 
     rank: int
@@ -30,7 +30,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class PartialSum:
     """After a shard: add the set `source` onto the set `target`."""
 
     target: int
@@ -38,7 +38,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepPlan:
     """What this member does in a step with num_live shards."""
 
     num_live: int
@@ -46,14 +46,14 @@ class Step:
     """Its own shards that have rows."""
     sets: tuple[int, ...]
     """For each live shard of its own, the set that its gradients go into."""
-    folds: tuple[tuple[Fold, ...], ...]
+    folds: tuple[tuple[PartialSum, ...], ...]
     """For each live shard of its own, what is added once it is there."""
     nodes: tuple[tuple[Node, ...], ...]
     """By rank: the partial sums that each member ends up with, in order. Its own lie in the sets
     0, 1, ... in the same order."""
 
 
-def plan_step(party: Party, num_live: int) -> Step:
+def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
     """Keeps partial sums on a stack and adds the top two whenever they are siblings."""
     if not 1 <= num_live <= party.num_shards:
         raise ValueError(f"num_live must be 1 to {party.num_shards}, got {num_live}")
@@ -61,22 +61,22 @@ def plan_step(party: Party, num_live: int) -> Step:
     live = range(owned.start, max(owned.start, min(owned.stop, num_live)))
     stack: list[Node] = []
     sets: list[int] = []
-    folds: list[tuple[Fold, ...]] = []
+    folds: list[tuple[PartialSum, ...]] = []
     for shard in live:
         sets.append(len(stack))
         stack.append(Node(shard, shard + 1))
-        now: list[Fold] = []
+        now: list[PartialSum] = []
         while len(stack) > 1 and (above := parent(stack[-2], stack[-1], num_live)):
             stack[-2:] = [above]
-            now.append(Fold(len(stack) - 1, len(stack)))
+            now.append(PartialSum(len(stack) - 1, len(stack)))
         folds.append(tuple(now))
     nodes = tuple(
         tree_nodes(shards, num_live) for shards in assign_shards(party.num_shards, party.size)
     )
     assert nodes[party.rank] == tuple(stack)
-    return Step(num_live, live, tuple(sets), tuple(folds), nodes)
+    return StepPlan(num_live, live, tuple(sets), tuple(folds), nodes)
 
 
-def num_sets(party: Party) -> int:
+def num_sets(party: ShardOwners) -> int:
     """How many sets the member needs at most; with fewer live shards it needs no more."""
     return max([0, *plan_step(party, party.num_shards).sets]) + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class StepScalars:
     """Float64 values. Some lie in a list, where Python wants them and making a tensor of them would
     take longer than anything else that becomes of them in a small model's step."""
 
@@ -18,7 +18,7 @@ class Extras:
     """On the CPU."""
 
     @classmethod
-    def of(cls, flat: Tensor, num_head: int) -> Extras:
+    def of(cls, flat: Tensor, num_head: int) -> StepScalars:
         """From one tensor on the CPU."""
         return cls(flat[:num_head].tolist(), flat[num_head:])
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.mesh.device_staging import SideStream
-from stratagem.worker.mesh.link import ExchangeError, Link, Work
+from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
 MAX_TAG = 2**31 - 1
 ABANDON_S = 0.2
@@ -37,7 +37,7 @@ class Turn(Protocol):
     def await_launch(self, bucket: int) -> int:
         """Blocks until the bucket was launched; how many are by now. Raises ExchangeError."""
 
-    def wait(self, works: list[Work]) -> None:
+    def wait(self, works: list[PendingTransfer]) -> None:
         """Waits for all works and empties the list. Raises ExchangeError."""
 
 
@@ -52,7 +52,7 @@ class Method(Protocol):
     def num_tags(self) -> int:
         """How many tags one step uses."""
 
-    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> Any:
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> Any:
         """What `run` needs for all steps with so many live shards. Makes tensors, moves nothing."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
@@ -69,7 +69,7 @@ class _Turn:
     def await_launch(self, bucket: int) -> int:
         return self.transport.await_launch(bucket)
 
-    def wait(self, works: list[Work]) -> None:
+    def wait(self, works: list[PendingTransfer]) -> None:
         self.transport.wait(works)
 
 
@@ -98,7 +98,7 @@ class MeshTransport:
         return f"{self._link.name}{self._method.suffix}"
 
     def begin(
-        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         if step.num_live not in self._prepared:
             self._prepared[step.num_live] = self._method.prepare(step, sets)
@@ -184,7 +184,7 @@ class MeshTransport:
             self._side.follow(self._mark)
             return self._num_launched
 
-    def wait(self, works: list[Work]) -> None:
+    def wait(self, works: list[PendingTransfer]) -> None:
         for work in works:
             self._set_waiting(True)
             work.wait(self.deadline_s)

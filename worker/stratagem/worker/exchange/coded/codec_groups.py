@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from stratagem.common.compression import Codec
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.coded.gradient_coder import Coder, HostCoder
 
 
@@ -35,7 +35,7 @@ class Portion:
 
 
 def plan_portions(
-    layout: Layout, codec: Codec, coder: Coder, device: torch.device
+    layout: BucketLayout, codec: Codec, coder: Coder, device: torch.device
 ) -> list[Portion]:
     """In order of their buckets, which are all buckets of the layout. coder: of the codec, for all
     tensors, where gradients lie on `device`."""
@@ -58,7 +58,7 @@ def plan_portions(
     return found
 
 
-def _places(layout: Layout, bucket: int) -> range:
+def _places(layout: BucketLayout, bucket: int) -> range:
     """Buckets take parameters one after the other, so what one holds are neighbours."""
     held: Sequence[int] = [slot.index for slot in layout.slots if slot.bucket == bucket]
     return range(min(held), max(held) + 1)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import Node, assign_shards, split_node
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.shard_owners import Party, Step
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
 from stratagem.worker.exchange.coded.codec_groups import Portion
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.mesh.device_staging import host_room
-from stratagem.worker.mesh.link import Link, Work
+from stratagem.worker.mesh.link import Link, PendingTransfer
 
 ON_DEVICE: Final = ("nccl",)
 """Engines that send from the memory of the device only."""
@@ -35,7 +35,7 @@ def pays_off(compressor: Compressor, num_shards: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    step: Step
+    step: StepPlan
     sets: Sequence[Sequence[Tensor]]
     incoming: Sequence[Mapping[int, Tensor]]
     """By portion, and by shard of another member: where its piece arrives."""
@@ -47,7 +47,7 @@ class PayloadMethod:
     suffix = " payloads"
 
     def __init__(
-        self, link: Link, buckets: GradientBuckets, party: Party, compressor: Compressor
+        self, link: Link, buckets: GradientBuckets, party: ShardOwners, compressor: Compressor
     ) -> None:
         self._link, self._buckets, self._party = link, buckets, party
         self._compressor = compressor
@@ -59,7 +59,7 @@ class PayloadMethod:
         }
         self.num_tags = party.num_shards * len(self._portions)
 
-    def prepare(self, step: Step, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
         foreign = [shard for shard in range(step.num_live) if shard not in step.live]
         device = sets[0][0].device
         incoming = [
@@ -118,10 +118,10 @@ class PayloadMethod:
 
     def _mirrored(
         self, prepared: _Prepared, portion: Portion, first_tag: int
-    ) -> tuple[list[Work], list[Work]]:
+    ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
         """(receives, sends) for links that go by order alone: of two members the lower one sends
         first."""
-        receives, sends = list[Work](), list[Work]()
+        receives, sends = list[PendingTransfer](), list[PendingTransfer]()
         for peer in range(self._link.size):
             if peer < self._link.rank:
                 receives += self._receive(prepared, portion, first_tag, (peer,))
@@ -133,7 +133,7 @@ class PayloadMethod:
 
     def _send(
         self, prepared: _Prepared, portion: Portion, first_tag: int, to: Sequence[int] = ()
-    ) -> list[Work]:
+    ) -> list[PendingTransfer]:
         """To these peers; to all, if none are named."""
         device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
         is_last = self._is_last(portion)
@@ -149,7 +149,7 @@ class PayloadMethod:
 
     def _receive(
         self, prepared: _Prepared, portion: Portion, first_tag: int, of: Sequence[int] = ()
-    ) -> list[Work]:
+    ) -> list[PendingTransfer]:
         """From these peers; from all, if none are named."""
         return [
             self._link.recv(self._owners[shard], self._tag(first_tag, shard, portion), room)
@@ -172,9 +172,9 @@ class _UnderWay:
 
     portions: Sequence[Portion]
     turn: Turn
-    receives: list[list[Work]] = field(default_factory=list)
+    receives: list[list[PendingTransfer]] = field(default_factory=list)
     """By portion."""
-    sends: list[Work] = field(default_factory=list)
+    sends: list[PendingTransfer] = field(default_factory=list)
     num_sent: int = 0
     """Portions."""
 

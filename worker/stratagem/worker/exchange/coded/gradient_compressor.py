@@ -24,7 +24,7 @@ from stratagem.common.compression.coded_step import unit
 from stratagem.common.compression.error_feedback import RESIDUAL
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.coded.codec_groups import Portion, plan_portions
 from stratagem.worker.exchange.coded.gradient_coder import State, coder_of
 from stratagem.worker.mesh.device_staging import to_host
@@ -95,7 +95,7 @@ class Compressor:
         self._units: dict[int, float] = {}  # of its own shards
         self._step = 0
 
-    def portions(self, layout: Layout) -> list[Portion]:
+    def portions(self, layout: BucketLayout) -> list[Portion]:
         """In what portions shards are coded whose gradients lie in these buckets."""
         if layout.digest not in self._portions:
             found = plan_portions(layout, self._codec, self._coder, self._device)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from stratagem.worker.exchange.buckets.transfer_thread import ABANDON_S
-from stratagem.worker.mesh.link import ExchangeError, Link, Work
+from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
 
 class Waiter:
@@ -19,12 +19,12 @@ class Waiter:
     def __init__(self, link: Link, *, deadline_s: float) -> None:
         self._link, self._deadline_s = link, deadline_s
         self._changed = threading.Condition()
-        self._works: list[Work] | None = None  # guarded by _changed, as all below
+        self._works: list[PendingTransfer] | None = None  # guarded by _changed, as all below
         self._error = ""
         self._is_closed = False
         threading.Thread(target=self._main, name="gossip", daemon=True).start()
 
-    def wait(self, works: Sequence[Work]) -> None:
+    def wait(self, works: Sequence[PendingTransfer]) -> None:
         """Returns when all have ended well. Raises ExchangeError, soon after a cut in any case."""
         with self._changed:
             if works and not self._error:
@@ -64,7 +64,7 @@ class Waiter:
                 self._works = None
                 self._changed.notify_all()
 
-    def _next(self) -> list[Work] | None:
+    def _next(self) -> list[PendingTransfer] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._works is not None or self._is_closed)
             return self._works

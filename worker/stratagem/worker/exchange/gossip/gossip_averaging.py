@@ -21,7 +21,7 @@ from stratagem.worker.exchange.coded.coded_all_gather import ON_DEVICE
 from stratagem.worker.exchange.gossip.abandonable_wait import Waiter
 from stratagem.worker.exchange.gossip.gossip_distances import Distances
 from stratagem.worker.exchange.gossip.public_copies import PublicCopies
-from stratagem.worker.mesh.link import ExchangeError, Link, Work
+from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 
 WINDOW: Final = 3
 """Buckets under way at once."""
@@ -46,8 +46,8 @@ class _Transit:
     """One bucket under way: by node its parameters, own and received, and the transfers."""
 
     flats: dict[int, Tensor]
-    receives: list[Work]
-    sends: list[Work]
+    receives: list[PendingTransfer]
+    sends: list[PendingTransfer]
 
 
 class GossipExchange:
@@ -171,7 +171,7 @@ class GossipExchange:
             if before >= 0
             else []
         )
-        going: list[Work] = []
+        going: list[PendingTransfer] = []
         for index, total in enumerate(totals):
             if before >= 0:
                 self._wait([coming[index]])
@@ -200,7 +200,7 @@ class GossipExchange:
 
     def _pass_back(self, totals: Sequence[Tensor], first_tag: int) -> None:
         before, after = self._rank - 1, self._rank + 1
-        works: list[Work] = []
+        works: list[PendingTransfer] = []
         for index, total in enumerate(totals):
             if after < self._size:
                 self._wait([self._receive(after, first_tag + index, total)])
@@ -228,10 +228,10 @@ class GossipExchange:
 
     def _exchange(
         self, flats: Mapping[int, Tensor], first_tag: int
-    ) -> tuple[list[Work], list[Work]]:
+    ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
         """Sends what the neighbours' owners need and asks for theirs; (receives, sends)."""
-        receives: list[Work] = []
-        sends: list[Work] = []
+        receives: list[PendingTransfer] = []
+        sends: list[PendingTransfer] = []
         for peer in range(self._size):
             # Of two members the lower one sends first, for links that match by order.
             for is_send in (True, False) if self._rank < peer else (False, True):
@@ -291,16 +291,16 @@ class GossipExchange:
         self._next_tag += count
         return first
 
-    def _send(self, peer: int, tag: int, tensor: Tensor) -> Work:
+    def _send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
         assert self._link is not None
         self.num_sent_bytes += tensor.nbytes
         return self._link.send(peer, tag, tensor)
 
-    def _receive(self, peer: int, tag: int, tensor: Tensor) -> Work:
+    def _receive(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
         assert self._link is not None
         return self._link.recv(peer, tag, tensor)
 
-    def _wait(self, works: Sequence[Work]) -> None:
+    def _wait(self, works: Sequence[PendingTransfer]) -> None:
         if self._waiter is not None:
             self._waiter.wait(works)
         elif self._is_cut:

@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
 from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.tensor_pb2 import TensorSpec
-from stratagem.worker.exchange.parameter_server.server_payloads import Entry
+from stratagem.worker.exchange.parameter_server.server_payloads import StreamVector
 from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
 from stratagem.worker.mesh.link import ExchangeError
 
@@ -163,11 +163,11 @@ async def _stage(
     transport.commit(step)
 
 
-def _manifest(entries: tuple[Entry, ...], codec: str) -> Manifest:
+def _manifest(entries: tuple[StreamVector, ...], codec: str) -> Manifest:
     named = [(_name(entry), entry.dtype, (entry.numel,)) for entry in entries]
     return build_manifest(named, Purpose.GRADIENTS, codec=codec)
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: StreamVector) -> str:
     node = entry.node
     return f"{entry.bucket}" if node is None else f"{entry.bucket}/{node.first}:{node.stop}"

@@ -19,16 +19,16 @@ from torch import Tensor
 from stratagem.common.compression import TensorLayout
 from stratagem.common.compression.coded_step import are_forwarded
 from stratagem.common.numerics.batch_shards import Node
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.coded.coded_all_gather import Summing, put
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.mesh.device_staging import host_room
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StreamVector:
     """One vector of a stream. `node` is None in the inbox, where vectors are whole sums."""
 
     bucket: int
@@ -48,10 +48,12 @@ class Freight(Protocol):
     def layout(self) -> tuple[TensorLayout, ...]:
         """What is coded; nothing where the entries are sums."""
 
-    def begin(self, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None) -> None:
+    def begin(
+        self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
         """As Transport.begin."""
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[StreamVector, ...]:
         """What goes up, in order."""
 
     def part(self, bucket: int) -> list[Tensor]:
@@ -66,7 +68,7 @@ class SumFreight:
 
     layout: tuple[TensorLayout, ...] = ()
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, rank: int, device: torch.device) -> None:
         """device: where the buckets are."""
         self._rank = rank
         self.inbox = [host_room((each.numel,), each.dtype, device) for each in layout.buckets]
@@ -74,17 +76,19 @@ class SumFreight:
         self._sets: Sequence[Sequence[Tensor]] = ()
         self._divisor: float | None = None
 
-    def begin(self, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None) -> None:
+    def begin(
+        self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
         self._nodes, self._sets, self._divisor = step.nodes[self._rank], sets, divisor
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[StreamVector, ...]:
         return tuple(
             _entry(index, node, one_set[index])
             for index in range(len(self.inbox))
             for node, one_set in zip(self._nodes, self._sets, strict=False)
         )
 
-    def staged(self) -> tuple[Entry, ...]:
+    def staged(self) -> tuple[StreamVector, ...]:
         return tuple(_entry(index, None, tensor) for index, tensor in enumerate(self.inbox))
 
     def part(self, bucket: int) -> list[Tensor]:
@@ -101,17 +105,19 @@ class CodedFreight:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank
         self.layout, self.codec = compressor.layout, compressor.name
         self.inbox: list[Tensor] = []
-        self._step: Step | None = None
+        self._step: StepPlan | None = None
         self._sets: Sequence[Sequence[Tensor]] = ()
         self._divisor: float | None = None
 
-    def pays_off(self, step: Step) -> bool:
+    def pays_off(self, step: StepPlan) -> bool:
         """Whether all members together send fewer bytes so than as partial sums."""
         num_sums = sum(len(nodes) for nodes in step.nodes)
         compressor = self._compressor
         return step.num_live * compressor.message_bytes < num_sums * compressor.raw_bytes
 
-    def begin(self, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None) -> None:
+    def begin(
+        self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
+    ) -> None:
         self._step, self._sets, self._divisor = step, sets, divisor
         compressor = self._compressor
         if self._are_forwarded:
@@ -133,10 +139,10 @@ class CodedFreight:
         compressor = self._compressor
         return are_forwarded(self._step.num_live, compressor.message_bytes, compressor.raw_bytes)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[StreamVector, ...]:
         assert self._step is not None
         size = self._compressor.message_bytes
-        return tuple(Entry(0, Node(s, s + 1), "uint8", size, size) for s in self._step.live)
+        return tuple(StreamVector(0, Node(s, s + 1), "uint8", size, size) for s in self._step.live)
 
     def part(self, bucket: int) -> list[Tensor]:
         assert self._step is not None
@@ -154,7 +160,7 @@ class CodedFreight:
         compressor = self._compressor
         compressor.count(num_messages * compressor.message_bytes, num_sums * compressor.raw_bytes)
 
-    def _add_up(self, step: Step) -> None:
+    def _add_up(self, step: StepPlan) -> None:
         compressor, size = self._compressor, self._compressor.message_bytes
         portions = compressor.portions(self._buckets.layout)
         pieces = {
@@ -179,9 +185,9 @@ class CodedFreight:
         put(self._sets[0], self._sets[0], self._divisor, has_extras=True)
 
 
-def _entry(bucket: int, node: Node | None, tensor: Tensor) -> Entry:
+def _entry(bucket: int, node: Node | None, tensor: Tensor) -> StreamVector:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Entry(bucket, node, dtype, tensor.numel(), tensor.nbytes)
+    return StreamVector(bucket, node, dtype, tensor.numel(), tensor.nbytes)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

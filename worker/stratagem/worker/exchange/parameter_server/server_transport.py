@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stratagem.common.compression import TensorLayout
-from stratagem.worker.exchange.buckets.bucket_layout import Layout
-from stratagem.worker.exchange.buckets.shard_owners import Step
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
+from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.parameter_server.server_payloads import (
     CodedFreight,
-    Entry,
     Freight,
+    StreamVector,
     SumFreight,
     bytes_of,
 )
@@ -53,7 +53,7 @@ class ServerTransport:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: BucketLayout,
         rank: int,
         side: SideStream,
         *,
@@ -73,7 +73,7 @@ class ServerTransport:
     # The torch thread.
 
     def begin(
-        self, number: int, step: Step, sets: Sequence[Sequence[Tensor]], divisor: float | None
+        self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
         freight: Freight = self._sums
         if self._coded is not None and self._coded.pays_off(step):
@@ -131,7 +131,7 @@ class ServerTransport:
                 waiter = self._waiter()
             await self._wait(waiter)
 
-    async def header(self, step: int) -> tuple[Entry, ...]:
+    async def header(self, step: int) -> tuple[StreamVector, ...]:
         """What this member will send in the step, in order. Waits for the step to begin."""
         return (await self._until(step, lambda _: True)).freight.entries()
 
@@ -154,7 +154,7 @@ class ServerTransport:
     def num_buckets(self) -> int:
         return self._num_buckets
 
-    def sums(self) -> tuple[Entry, ...]:
+    def sums(self) -> tuple[StreamVector, ...]:
         """What must be staged, in order, in a step that is not coded."""
         return self._sums.staged()
 

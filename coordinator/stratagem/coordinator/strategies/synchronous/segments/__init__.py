@@ -19,10 +19,18 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     Parts,
     PartyRun,
     Placed,
-    Shape,
+    SegmentRules,
     one_part,
     part_per_member,
 )
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
 
-__all__ = ["Parts", "PartyRun", "Placed", "Shape", "one_part", "part_per_member", "synchronous"]
+__all__ = [
+    "Parts",
+    "PartyRun",
+    "Placed",
+    "SegmentRules",
+    "one_part",
+    "part_per_member",
+    "synchronous",
+]

@@ -6,15 +6,21 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
 from stratagem.coordinator.core.facts import SKIPPED_STEPS
-from stratagem.coordinator.strategies.scheduling.segment_schedule import Schedule, schedule_of
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import PartyRun, Shape
+from stratagem.coordinator.strategies.scheduling.segment_schedule import (
+    SegmentSchedule,
+    schedule_of,
+)
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    PartyRun,
+    SegmentRules,
+)
 
 MAX_UNCOMMITTED = 2
 """Finished segments whose snapshots may wait for their commit; bounds the workers' memory."""
 
 
 def pending(
-    run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape, horizon: int | None = None
+    run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
     """The commit that is due, and the segment to train."""
     if run.committed is None:
@@ -45,12 +51,12 @@ def _has_room(run: PartyRun) -> bool:
     return len(run.finished) < MAX_UNCOMMITTED
 
 
-def _has_open(schedule: Schedule, run: PartyRun) -> bool:
+def _has_open(schedule: SegmentSchedule, run: PartyRun) -> bool:
     return 0 < run.open_segment <= len(schedule.ends())
 
 
 def _segment(
-    run_id: RunId, job: JobSpec, run: PartyRun, shape: Shape, schedule: Schedule
+    run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, schedule: SegmentSchedule
 ) -> RunSegment:
     assert run.committed is not None
     to_step = schedule.ends()[run.open_segment - 1]

@@ -13,12 +13,12 @@ from stratagem.coordinator.strategies.scheduling.placement import eligible
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     Placed,
-    Shape,
+    SegmentRules,
     num_segments,
 )
 
 
-def decide(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Fact | None:
+def decide(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Fact | None:
     """The next fact: a death too many, the end, or other members."""
     if run.deaths.are_too_many:
         reason = why(f"segment {run.open_segment}", run.deaths)
@@ -35,7 +35,9 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
     return f"{run.num_rows[split]} rows of {split} evaluated"
 
 
-def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> MembersFormed | None:
+def members_due(
+    job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
+) -> MembersFormed | None:
     """Other members than the present ones, if there should be."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
@@ -53,7 +55,7 @@ def members_due(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Memb
     )
 
 
-def _any_workers(shape: Shape) -> Callable[[JobSpec, PartyRun, World], Placed]:
+def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
     """The members that are left and any that can join, up to one per shard."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
@@ -65,7 +67,7 @@ def _any_workers(shape: Shape) -> Callable[[JobSpec, PartyRun, World], Placed]:
 
 
 def _joining(
-    job: JobSpec, run: PartyRun, shape: Shape, world: World, alive: tuple[Member, ...]
+    job: JobSpec, run: PartyRun, shape: SegmentRules, world: World, alive: tuple[Member, ...]
 ) -> tuple[Member, ...]:
     if shape.is_sole_copy and run.finished and alive == run.members:
         # They would return the party to its last commit: let them wait until there is a new one.
@@ -79,7 +81,7 @@ def _joining(
 
 
 def _why_reformed(
-    old: tuple[Member, ...], new: tuple[Member, ...], shape: Shape, world: World
+    old: tuple[Member, ...], new: tuple[Member, ...], shape: SegmentRules, world: World
 ) -> str:
     gone = [member for member in old if member not in new]
     by_how = {

@@ -11,7 +11,7 @@ from stratagem.coordinator.strategies.scheduling.placement import why_none
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
-    Shape,
+    SegmentRules,
     num_segments,
 )
 
@@ -39,7 +39,7 @@ def progress(run: PartyRun) -> NestedProgress:
     return NestedProgress(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
 
 
-def status(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Status:
+def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Status:
     """How the party stands."""
     ends: tuple[int, ...] = ()
     if run.committed is not None:
@@ -58,7 +58,9 @@ def status(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> Status:
     )
 
 
-def _phase(job: JobSpec, run: PartyRun, shape: Shape, world: World) -> tuple[RunPhase, str, str]:
+def _phase(
+    job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
+) -> tuple[RunPhase, str, str]:
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
         reason = f"{need}: {why_none(job, world, run.fingerprint)}"

@@ -84,7 +84,7 @@ def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Par
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SegmentRules:
     """What tells one synchronous strategy from another."""
 
     num_shards: int
@@ -101,7 +101,7 @@ class Shape:
     any change of members, and any failed exchange, returns the party to its last commit."""
 
 
-def transition(run: PartyRun, fact: Fact, shape: Shape, now_s: float) -> PartyRun:
+def transition(run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float) -> PartyRun:
     """Fold a fact; facts of other kinds leave the party as it is."""
     match fact:
         case MembersFormed():
@@ -141,7 +141,7 @@ def transition(run: PartyRun, fact: Fact, shape: Shape, now_s: float) -> PartyRu
             return run
 
 
-def _with_members(run: PartyRun, fact: MembersFormed, shape: Shape) -> PartyRun:
+def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> PartyRun:
     formed = replace(
         run,
         membership=fact.membership,

@@ -11,11 +11,14 @@ from stratagem.coordinator.strategies.synchronous.segments import (
     party_views,
     synchronous_run,
 )
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import PartyRun, Shape
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    PartyRun,
+    SegmentRules,
+)
 
 
 def synchronous(
-    shape: Callable[[JobSpec], Shape],
+    shape: Callable[[JobSpec], SegmentRules],
     check: Callable[[JobSpec], list[Violation]] = lambda _: [],
 ) -> Strategy:
     """The strategy of a party that trains segment after segment; nothing depends on time.
