@@ -1,7 +1,8 @@
 # Everything a developer or CI runs. Nothing beyond Python >= 3.11 and the package index is needed.
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
-TORCH_FREE := tests/core tests/common_job --ignore=tests/common_job/test_nesting.py
+TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/common/job \
+	--ignore=tests/common/job/test_nested_strategies.py
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -44,13 +45,13 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/buf lint
 	$(BIN)/mypy
 
-test: setup  ## all tests but the long ones; ARGS="-k x tests/core" chooses
+test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile $(ARGS)
 
 coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails
 	$(BIN)/python -m pytest -q --numprocesses 2 --cov=stratagem.coordinator.core \
 		--cov=stratagem.coordinator.strategies --cov-report=term-missing:skip-covered \
-		--cov-fail-under=94 tests/core
+		--cov-fail-under=94 tests/coordinator/core tests/coordinator/strategies
 
 matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
 	for python in $(PYTHONS); do \
