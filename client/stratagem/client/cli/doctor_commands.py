@@ -30,7 +30,8 @@ WORKER_SETTINGS: Final = "--worker-settings"
 
 
 class DoctorCommand(TyperCommand):
-    """What follows `--worker-settings` are options of a worker, and not of this command."""
+    """Typer command that passes all after `--worker-settings` on unparsed: these are options of a
+    worker, and not of this command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if WORKER_SETTINGS in args:
@@ -78,7 +79,8 @@ def doctor(
 
 
 def _of_worker(options: Sequence[str]) -> list[Finding]:
-    """By a process of its own, with torch in it and the user's modules."""
+    """Return the findings of a worker's own checks, made by a process of its own that loads torch
+    and the user's modules."""
     if importlib.util.find_spec("torch") is None:
         advice = "pip install 'stratagem[worker]', or run this where the worker runs"
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]

@@ -25,7 +25,7 @@ PLAIN_INTERVAL_S: Final = 5.0
 
 @dataclass(slots=True)
 class ProgressLine:
-    """What is known of a run now, as one line."""
+    """Collects the latest events and progress of one run and shows them as one line."""
 
     name: str
     phase: Phase = Phase.PENDING

@@ -1,4 +1,4 @@
-"""How a command ends: what stands on stderr and in the exit code.
+"""Ends a command: writes its failure or complaints to stderr and sets the exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong use of a command (typer ends so), 130 interrupted. Owns the
 wording of failures; a failure that is the user's to mend is shown without a traceback of ours.
@@ -56,7 +56,7 @@ def complain(text: str) -> None:
 
 
 def complain_of_warnings() -> None:
-    """What the SDK warns of becomes complaints too; stdout, where structlog would print, is for
+    """Show warnings of the SDK as complaints on stderr; stdout, where structlog would print, is for
     results. For a process that is the command line, and nothing else."""
     structlog.configure(
         processors=[_complaint],

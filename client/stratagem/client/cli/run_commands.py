@@ -261,7 +261,8 @@ def _follow_local(following: _Following, local: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """What a local cluster must be told to run a job: kept, so that `resume --local` knows it."""
+    """Settings with which a local cluster runs a job; they are saved so that `resume --local` knows
+    them."""
 
     allow: tuple[str, ...]
     import_path: tuple[str, ...]

@@ -62,7 +62,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def amount_text(status: RunStatus) -> str:
-    """How far the run is: "round 3/40" or "step 120/600"."""
+    """Return the run's progress as text: "round 3/40" or "step 120/600"."""
     if status.strategy.startswith("Federated"):
         return f"round {status.segment}/{status.num_segments}"
     return f"step {status.step}/{status.num_steps}" if status.num_steps else f"step {status.step}"
@@ -123,8 +123,8 @@ def _phase_text(status: RunStatus) -> str:
 
 
 def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """With what the best state of a population was trained, and that of the result if it is another
-    one."""
+    """Yield the hyperparameters with which the best state of a population was trained, and those of
+    the result if it is another state."""
     best, final = status.commit("best"), status.commit()
     for name, commit in (("best", best), ("final" if status.phase.is_final else "newest", final)):
         if commit is not None and commit.member is not None and (name == "best" or commit != best):
@@ -135,7 +135,8 @@ def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
-    """What changed, and at which steps: "lr 0.1 from step 0; lr 0.11 from step 5"."""
+    """Return which hyperparameters changed at which steps: "lr 0.1 from step 0; lr 0.11 from step
+    5"."""
     parts, known = [], dict[str, Any]()
     for each in schedule:
         changed = {n: v for n, v in each.values.items() if n not in known or known[n] != v}
@@ -151,7 +152,8 @@ def _submitted_text(status: RunStatus) -> str:
 
 
 def _engine_text(status: RunStatus) -> str:
-    """What carries the exchange, and while there are workers who may read it."""
+    """Return the engine that carries the exchange and, while there are workers, the data plane,
+    which says who may read it."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
     return ", ".join(each for each in (status.engine, plane) if each)
 

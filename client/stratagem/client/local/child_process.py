@@ -21,7 +21,7 @@ TAIL_BYTES: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run under a name."""
+    """A program to run as a child process, and the name under which it runs."""
 
     name: str
     argv: Callable[[Mapping[str, str]], Sequence[str]]
@@ -74,7 +74,7 @@ def read_address(path: Path) -> str:
 
 
 def size_of(log_file: Path) -> int:
-    """How much it holds; nothing once somebody has removed it."""
+    """Return the size of a log file in bytes; 0 if it has been removed."""
     try:
         return log_file.stat().st_size
     except OSError:

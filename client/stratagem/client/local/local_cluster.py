@@ -43,7 +43,7 @@ Argv = Callable[[Mapping[str, str]], list[str]]
 
 
 def local_names(num_workers: int) -> tuple[str, ...]:
-    """What the workers of a local cluster are called."""
+    """Return the names of a local cluster's workers."""
     return tuple(f"worker-{number}" for number in range(num_workers))
 
 
@@ -136,7 +136,7 @@ class LocalCluster:
 
     @property
     def folder(self) -> Path:
-        """Where journal, states and logs lie."""
+        """Return the folder that holds the journal, states and logs."""
         return self._folder
 
     @property
@@ -155,13 +155,13 @@ class LocalCluster:
         return Client(self.address)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until every process serves (again)."""
+        """Wait until every process serves (again)."""
         self._running().wait_ready(timeout_s)
 
     def wait_restarted(
         self, name: str, num_starts: int, timeout_s: float = READY_TIMEOUT_S
     ) -> None:
-        """Until a process serves and has been started more than num_starts times."""
+        """Wait until a process serves and has been started more than num_starts times."""
         self._running().wait_restarted(name, num_starts, timeout_s)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:

@@ -41,7 +41,7 @@ MAX_STATUS_BYTES: Final = 4096
 
 
 class Process(Protocol):
-    """What subprocess.Popen and a fork have in common."""
+    """The interface that subprocess.Popen and a fork have in common."""
 
     @property
     def pid(self) -> int: ...
@@ -238,7 +238,8 @@ _servers: Final[dict[Early, _ForkServer]] = {}
 
 
 def _server_for(environment: Mapping[str, str]) -> _ForkServer | None:
-    """Where libraries were loaded as they would be in the environment; None for a strange one."""
+    """Return the fork server whose libraries were loaded as they would be in the environment; None
+    if the environment would load them differently."""
     early = _read_early(environment)
     if early not in _servers and early == _read_early(os.environ):
         _servers[early] = _ForkServer()

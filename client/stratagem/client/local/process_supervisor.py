@@ -97,7 +97,8 @@ class ProcessSupervisor:
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Until every process is ready; an error that quotes the log when one cannot start."""
+        """Wait until every process is ready; raise an error that quotes the log when one cannot
+        start."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not all(child.is_ready for child in self._children.values()):
@@ -110,7 +111,7 @@ class ProcessSupervisor:
                 self._changed.wait(left_s)
 
     def wait_restarted(self, name: str, num_starts: int, timeout_s: float) -> None:
-        """Until a process is ready and has been started more than num_starts times."""
+        """Wait until a process is ready and has been started more than num_starts times."""
         with self._changed:
             child = self._child(name)
             is_back = self._changed.wait_for(
@@ -262,7 +263,8 @@ class ProcessSupervisor:
         self._changed.notify_all()
 
     def _next_look_s(self) -> float | None:
-        """When to look again if nothing wakes us; None: not before that."""
+        """Return after how many seconds to look again if no event comes first; None if only an
+        event is awaited."""
         looks: list[float] = []
         for child in self._children.values():
             if child.process is None:

@@ -40,7 +40,7 @@ _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 @dataclass(frozen=True, slots=True)
 class ForkProgram:
-    """What a fork becomes."""
+    """The program that a fork runs, with its arguments, environment and working folder."""
 
     argv: list[str]
     """As after `python`: -m MODULE ARGUMENT..., or FILE.py ARGUMENT..."""

@@ -192,7 +192,8 @@ class RunHandle:
 
     @property
     def note(self) -> str:
-        """Of a run that was submitted here: why its parallelism became its strategy."""
+        """Return why the parallelism of the job became its strategy, for a run that was submitted
+        here."""
         return self._run.note
 
     def status(self) -> RunStatus:
@@ -267,13 +268,15 @@ class RunResult:
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
-        """Of a population: what the member trained with whose state is the result; else empty."""
+        """Return the hyperparameters of the population member whose state is the result; empty for
+        a run that is no population."""
         commit = self.status.commit()
         return commit.hyperparameters if commit else {}
 
     @property
     def schedule(self) -> tuple[Hyperparameters, ...]:
-        """Of a population: all that this state was trained with, in order of step."""
+        """Return all hyperparameters that this state of a population was trained with, in order of
+        step."""
         commit = self.status.commit()
         return commit.schedule if commit else ()
 

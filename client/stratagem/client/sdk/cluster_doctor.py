@@ -73,7 +73,7 @@ def _no_answer(address: str, error: StratagemError) -> Finding:
 
 
 def judge(address: str, measured: Measured) -> Iterator[Finding]:
-    """What follows from what was measured; pure."""
+    """Yield the findings that follow from the measurements; pure."""
     answer = measured.answer
     yield findings.connection(address, measured.round_trip_s, answer.term)
     yield from _versions(measured)

@@ -27,7 +27,7 @@ def note_closed(connection: object) -> None:
 
 
 def is_lost() -> bool:
-    """Whether this is a fork of a process in which a client was open."""
+    """Return whether this process is a fork of one in which a client was open."""
     return _parent is not None
 
 

@@ -1,4 +1,4 @@
-"""What a job will need and which settings fit, asked of a process that has torch.
+"""Asks a process that has torch how much memory a job will need and which settings fit.
 
 The questions build the user's model, so they are answered by `stratagem.tools.planning` in a
 process of its own: this one loads neither torch nor the user's code.
@@ -87,7 +87,7 @@ def estimate_memory(
     device: str = "",
     import_path: Sequence[Path] = (),
 ) -> MemoryEstimate:
-    """What one worker of the job will need.
+    """Estimate the memory that one worker of the job will need.
 
     num_workers: that share it, as many as the strategy has room for unless given. inference: only
     run the model. measure: also do real steps here and correct the estimate by them. device: cpu
@@ -177,7 +177,8 @@ def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
 
 
 def import_folders(job: Job) -> tuple[Path, ...]:
-    """Where user code is looked for: this folder, and that of the job file."""
+    """Return the folders in which user code is looked for: the current folder, and that of the job
+    file."""
     folders = [Path.cwd()]
     if isinstance(job, str | PathLike):
         folders.append(Path(job).absolute().parent)

@@ -147,8 +147,9 @@ class Connection:
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
     ) -> AsyncIterator[Response]:
-        """What a stream brings. Of several coordinators, one that is silent is asked now and then
-        whether it is there at all, so that the next one is found when it is frozen."""
+        """Yield the messages of a stream. If there are several coordinators, a silent one is called
+        now and then to see that it still answers, so that a frozen one is found out and the next
+        one is tried."""
         if not self._coordinators.are_several:
             async for message in stream:
                 yield message
@@ -167,7 +168,8 @@ class Connection:
 
     @property
     def stream_retry(self) -> Retry:
-        """For the tensor streams, which repeat by themselves; greet() first."""
+        """Return the retry policy of the tensor streams, which repeat by themselves; call greet()
+        first."""
         num_pauses = math.ceil(self._patience_s / MAX_PAUSE_S)
         return Retry(max_attempts=num_pauses + 1, max_pause_s=MAX_PAUSE_S)
 
@@ -202,7 +204,8 @@ class Connection:
 
 
 def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
-    """Whether somebody took the connection and closed it, or has no lead yet; and not for long."""
+    """Return whether a server that is still starting closed the connection or has no leader yet;
+    false once this has lasted STARTING_S."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > since_s + STARTING_S:
         return False
     found = from_rpc_error(error)

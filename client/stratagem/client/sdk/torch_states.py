@@ -1,4 +1,4 @@
-"""What of the client needs torch: states as tensors, and tensors as inline data.
+"""Converts states to tensors, and tensors to inline data: the parts of the client that need torch.
 
 Imported only when a caller asks for tensors or hands some in.
 """

@@ -65,7 +65,7 @@ async def upload(connection: Connection, packed: PackedData) -> None:
 async def send(
     connection: Connection, manifest: Manifest, content: Source | Sequence[memoryview]
 ) -> None:
-    """The same for any blob whose manifest has its digest."""
+    """Send any blob whose manifest has its digest to the coordinator, as `upload` does."""
     await connection.greet()
     header = pb.UploadDataHeader(digest=manifest.digest, manifest=to_proto(manifest))
     await push(

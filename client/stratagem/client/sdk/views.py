@@ -1,4 +1,4 @@
-"""What a client is told about runs and workers, as frozen values.
+"""Holds the client's view of runs and workers as frozen values.
 
 Owns the translation from the messages of the coordinator; field names and units are those of
 coordinator.proto. Knows neither channels nor how anything is shown.
@@ -17,7 +17,7 @@ from stratagem.v1 import types_pb2
 
 
 class Phase(StrEnum):
-    """Where a run stands in its life."""
+    """The phase of a run's life."""
 
     PENDING = "PENDING"
     PLACING = "PLACING"
@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What a member of a population has trained with from a step on."""
+    """The hyperparameters with which a member of a population has trained from a step on."""
 
     from_step: int
     values: Mapping[str, Any]
@@ -105,7 +105,7 @@ class RunStatus:
 
     @property
     def seconds(self) -> float | None:
-        """From submission to the end; None while the run lives."""
+        """Return the time from submission to the end; None while the run has not ended."""
         return None if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
 
     def commit(self, which: str = "final") -> Commit | None:

@@ -124,7 +124,7 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
 
 
 async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:
-    """Whether `--listen` can be bound, or is bound by this very worker."""
+    """Check that `--listen` can be bound, or is bound by this very worker."""
     server = make_server()
     try:
         security.listen(server)
@@ -143,7 +143,7 @@ async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Find
 
 
 def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
-    """Whether the files of the metrics can be used."""
+    """Check that the TLS and token files of the metrics endpoint can be used."""
     if settings.metrics_port is None:
         return
     try:
@@ -159,7 +159,7 @@ def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
-    """Whether others can find the address that this worker gives them."""
+    """Check that other processes can resolve and reach the address that this worker advertises."""
     host = split_address(advertised(settings, split_address(settings.listen)[1]))[0].strip("[]")
     advice = "set --advertise to a HOST by which the coordinator and other workers reach this one"
     try:

@@ -1,4 +1,4 @@
-"""What a worker's settings find on its machine: disk, folders, devices, code that jobs may name.
+"""Checks a worker's settings against its machine: disk, folders, devices, code that jobs may name.
 
 Each check is a function from the settings to findings. Imports the modules that `--allow` names, as
 a job would have it done; changes nothing else. Blocking.

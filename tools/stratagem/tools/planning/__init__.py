@@ -1,1 +1,1 @@
-"""What a job will need, found out before it runs: memory, and settings that fit."""
+"""Finds out what a job will need before it runs: memory, and settings that fit."""

@@ -1,4 +1,4 @@
-"""What a codec takes of a worker's memory: asked of itself, on a small copy of the layout.
+"""Measures the memory that a codec takes of a worker by coding a small copy of the layout.
 
 All codecs take memory in proportion to the elements, so a layout of the same proportions says how
 much per element; whoever changes a codec need not change a formula here. Of codecs on the host.
@@ -35,7 +35,7 @@ class CodecMemory:
 def codec_memory(
     spec: CompressionSpec, layout: Layout, *, with_feedback: bool = True
 ) -> CodecMemory:
-    """Of the codec that the section names, for tensors of these shapes."""
+    """Measure the memory of the codec that the section names, for tensors of these shapes."""
     small = scaled_down(layout, _MAX_ELEMENTS)
     times = max(1.0, _numel(layout) / max(1, _numel(small)))
     codec = make_codec(spec, small, 0, with_feedback=with_feedback)

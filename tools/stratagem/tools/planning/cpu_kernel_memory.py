@@ -1,4 +1,5 @@
-"""What some CPU kernels take beside their outputs, which no fake tensor tells.
+"""Computes the memory that some CPU kernels take besides their outputs, which fake tensors do not
+show.
 
 The LSTM of oneDNN hands its workspace over as an opaque tensor, and torch's shape function says
 that it is empty. It grows by the same amount with each time step, so the kernel is run for one and
@@ -32,14 +33,15 @@ def with_workspace(made: Any, args: tuple[Any, ...]) -> Any:
 
 
 def workspace_bytes(args: tuple[Any, ...]) -> int:
-    """From the arguments of the layer; the input is (time, rows, features)."""
+    """Return the workspace of the layer with these arguments; the input is (time, rows,
+    features)."""
     one, two = (_run(args, num_steps) for num_steps in (1, 2))
     num_steps: int = args[0].shape[0]
     return one + (num_steps - 1) * (two - one)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], made: Any) -> int:
-    """What an operation has for a moment, from its arguments and what it has made."""
+    """Return the temporary memory of an operation, computed from its arguments and its result."""
     if func is BACKWARD:  # its last argument is the workspace
         return int(SCRATCH_FRACTION * args[-1].untyped_storage().nbytes())
     if func in _CONVOLUTIONS:

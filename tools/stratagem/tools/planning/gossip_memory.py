@@ -1,4 +1,4 @@
-"""What a worker holds of nodes under Decentralized, beside the models of its own.
+"""Computes the memory that a worker needs for nodes under Decentralized besides its own models.
 
 Every own node and every neighbour of one lies there again: bucket by bucket while they are mixed,
 or, with a codec, as a public copy that stays. Of the member that listens to most nodes.
@@ -36,7 +36,8 @@ class NodeCopies:
 
 
 def num_known(topology: str, num_nodes: int, num_members: int, seed: int) -> int:
-    """How many nodes, own and neighbours, the member has to do with that has most."""
+    """Return the largest number of nodes, own ones and their neighbours, that any one member
+    handles."""
     try:
         neighbours = graph_of(topology, num_nodes, seed)
     except ValueError as error:

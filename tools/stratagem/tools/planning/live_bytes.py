@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
         self._is_in_backward = False
 
     def forget_peak(self) -> None:
-        """From now on the peaks are those of what follows."""
+        """Restart the peaks from the bytes that are live now."""
         self.peak, self.before_backward = self.live, 0
 
     def size_of(self, tensors: Iterable[Tensor]) -> int:

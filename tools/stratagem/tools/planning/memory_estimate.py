@@ -1,4 +1,4 @@
-"""How much memory one worker of a job needs, found by playing its steps with fake tensors.
+"""Estimates how much memory one worker of a job needs by playing its steps with fake tensors.
 
 An estimate is of the worker that needs most. What is divided is what the strategy really divides:
 data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
@@ -77,7 +77,8 @@ class StepMemory:
 
     @property
     def needed(self) -> int:
-        """Of the device's memory; on a CPU the snapshot lies in the same."""
+        """Return the bytes needed of the device's memory; on a CPU the snapshot is in the same
+        memory."""
         return self.total + (self.snapshot if self.device == "cpu" else 0)
 
     @property
@@ -86,7 +87,7 @@ class StepMemory:
         return "a measured step" if self.measured is not None else ""
 
     def document(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return the estimate as plain values, for JSON."""
         fields = asdict(self)
         del fields["layout"]
         return {
@@ -121,7 +122,7 @@ def estimate_memory(
     inference: bool = False,
     measure: bool = False,
 ) -> StepMemory:
-    """What the worker that needs most will need.
+    """Estimate the memory of the worker that needs most.
 
     num_workers: that share the job; by default as many as its strategy has room for. inference:
     only run the model, over the batch of one step, as a job that trains nothing does. measure: do
@@ -149,7 +150,8 @@ def estimate_memory(
 
 
 def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
-    """Of a model that is only run; with the predictions that the worker keeps until all is done."""
+    """Estimate a model that is only run, with the predictions that the worker keeps until all is
+    done."""
     reading = play_forward(job, site, job.batch_size)
     estimate = _estimate(reading, site, job.batch_size, ())
     if isinstance(job.strategy, ModelParallel):
@@ -200,8 +202,8 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
-    """With what a codec takes: of each shard that the worker owns its state, before and after the
-    step, and its message; and for a moment, when no activations are left, the scratch of one."""
+    """Add the memory of the codec: for each shard that the worker owns its state, before and after
+    the step, and its message; and temporarily, when no activations are left, the scratch of one."""
     spec = job.compression
     if spec is None or spec.codec == "none":
         return estimate
@@ -225,7 +227,7 @@ def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> 
 
 
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
-    """With the gradients that phase training keeps: its history, the forecast of the back-test, and
+    """Add the gradients that phase training keeps: its history, the forecast of the back-test, and
     those of a predicted step, flat and by parameter."""
     if job.phases is None:
         return estimate
@@ -306,7 +308,7 @@ def _gossip(
 
 
 def _with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
-    """With what is needed for a moment when no activations are left."""
+    """Add memory that is needed temporarily, at a time when no activations are left."""
     more = num_bytes - estimate.activations - estimate.workspace
     return replace(estimate, workspace=estimate.workspace + max(0, more))
 

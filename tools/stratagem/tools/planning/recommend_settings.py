@@ -58,7 +58,7 @@ class JobRecommendation:
     reasons: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return the recommendation as plain values, for JSON."""
         return {
             "fits": self.fits,
             "execution": self.job.document()["execution"],
@@ -172,7 +172,8 @@ def _fleet(
 
 
 def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
-    """What the job says, or, where it leaves that open, what suits these workers."""
+    """Return the strategy that the job names or, where it leaves that open, one that suits these
+    workers."""
     num_workers = len(fleet)
     if job.execution.parallelism not in ("None", "Automatic"):
         return choose(job, site, fleet)
@@ -187,7 +188,8 @@ def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 
 
 def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterator[_Attempt]:
-    """From what changes least to what changes most; each is estimated when it is asked for."""
+    """Yield changed jobs, those that change least first; each is estimated only when it is
+    requested."""
 
     def attempt(execution: ExecutionSpec, reason: str) -> _Attempt:
         changed = job.model_copy(update={"execution": execution})

@@ -76,7 +76,8 @@ class Fleet:
 
     @property
     def memory_bytes(self) -> int:
-        """What each worker may use: the least, where several share the memory of their host."""
+        """Return the bytes that each worker may use: the least of all workers, after those of one
+        host have shared its memory."""
         return min((self._own(each) for each in self.members), default=0)
 
     @classmethod

@@ -47,7 +47,8 @@ MAX_STEPS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a job would run: what may be imported, where data lie, on which kind of device."""
+    """The place where a job would run: what may be imported, where data are, and the kind of
+    device."""
 
     entrypoints: EntryPoints
     device: torch.device
@@ -79,7 +80,7 @@ class Reading:
 
 
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
-    """What the first steps of a member hold, by fake tensors."""
+    """Measure, with fake tensors, what the first steps of a member hold."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
@@ -117,7 +118,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
 
 
 def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
-    """What running the model without gradients over some rows holds, by fake tensors."""
+    """Measure, with fake tensors, what running the model without gradients over some rows holds."""
     data = load_data(job, site.entrypoints, site.sources)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
@@ -164,7 +165,7 @@ def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
 
 
 def library_workspace(device: torch.device) -> int:
-    """What torch reserves for libraries, whatever the model."""
+    """Return the bytes that torch reserves for libraries, whatever the model."""
     if device.type != "cuda":
         return 0
     is_large = torch.cuda.get_device_capability(device) >= HOPPER
@@ -206,7 +207,7 @@ def _steps(
 
 
 def _skips(job: JobSpec) -> bool:
-    """Whether first steps may change nothing, because the loss is still scaled too far."""
+    """Return whether first steps may change nothing because the loss is still scaled too far."""
     return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
 
 
@@ -217,7 +218,7 @@ def _buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
 
 
 def _received(buckets: GradientBuckets, party: ShardOwners) -> object:
-    """What the exchange between machines receives partial sums into."""
+    """Allocate the buffers into which the exchange between machines receives partial sums."""
     if party.size == 1:
         return None
     step = plan_step(party, party.num_shards)

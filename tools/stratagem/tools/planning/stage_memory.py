@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds: its share of the model, and the passes it has under way.
+"""Computes what each stage of a pipeline holds: its share of the model, and the passes in flight.
 
 One micro-batch is run through the whole model with fake tensors, node by node; the schedule says
 how many of them a stage keeps at one time. Must not know which worker gets which stage.
@@ -33,7 +33,8 @@ from stratagem.worker.models.run_program import Slots, run_calls
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Of one node: bytes of parameters and buffers, and what one pass keeps for backward."""
+    """The costs of one node: bytes of parameters and buffers, and what one pass keeps for
+    backward."""
 
     parameters: int
     buffers: int
