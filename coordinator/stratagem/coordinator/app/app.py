@@ -69,13 +69,13 @@ from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.updates.spool import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0
-"""A blob that no fact names yet may be on its way to one; uploads of data wait for their job."""
+"""Seconds for which a blob that no fact names yet is kept: a fact, or a job, may soon name it."""
 
 COLLECT_PAUSE_S = 5.0
-"""Collecting looks at every blob there is, however many runs commit meanwhile."""
+"""Seconds between two collections: each one looks at every blob, whatever was committed."""
 
 KEEP_ROOM_S = 5.0
-"""Less than a full disk is waited for before the coordinator ends."""
+"""Seconds between two checks for free space: less than the coordinator waits on a full disk."""
 
 log = structlog.get_logger()
 
@@ -134,7 +134,7 @@ class App:
             raise
         loop = Loop(journal, lead, strategies)
         app = cls(settings, loop, storage, entrance)
-        await loop.renew()  # its stores were opened by who leads, and by nobody later
+        await loop.renew()  # the stores were opened while this coordinator led
         await loop.replay(app._show, renew_every_s=settings.lease_ttl_s / 3)
         app._forget_resting(loop.state.ended)
         failpoint("coordinator.replay.done")
@@ -164,7 +164,7 @@ class App:
             self.logs.close()
 
     def path_of(self, digest: Digest) -> str:
-        """Where a blob lies, for people."""
+        """Return where a blob is stored, for display."""
         return self.blobs.location(digest)
 
     def is_over(self, run_id: RunId) -> bool:
@@ -175,7 +175,9 @@ class App:
     # ---- what follows from facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
-        """Told by the loop of every batch: all of it is durable and applied."""
+        """Act on a batch of facts, all of it durable and applied; the loop calls this once per
+        batch.
+        """
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
@@ -206,12 +208,12 @@ class App:
             self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
 
     def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
-        """What is asked of these runs is read from the journal."""
+        """Drop these runs from the feed: queries about them are answered from the journal."""
         for run_id in run_ids:
             self.feed.forget(run_id)
 
     async def _history(self, run_id: RunId, from_index: int) -> list[FeedEvent]:
-        """Events that are no longer in memory."""
+        """Return events that are no longer in memory."""
         facts = await self.loop.recorded.read(run_id, from_index)
         run = self.loop.state.find(run_id)
         if run is None:
@@ -268,7 +270,7 @@ class App:
         self.profiles.delete(run_id)
 
     def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
-        """Drop the updates that made a round, and rounds that no late update can come for."""
+        """Delete the updates that made a round, and rounds for which no late update can arrive."""
         party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
         of_run = self._spool_run(run_id)
         what = f"delete the updates of a round of run {run_id}"
@@ -306,13 +308,15 @@ class App:
         await asyncio.to_thread(collect)
 
     async def _keep_room(self) -> None:
-        """Others fill the disk, too, and the journal, which waits then, cannot ask for room."""
+        """Free disk space regularly: others fill the disk too, and a journal that waits cannot ask
+        for it.
+        """
         while True:
             await asyncio.sleep(KEEP_ROOM_S)
             await asyncio.to_thread(self.blobs.keep_room)
 
     def _clean_spool(self) -> None:
-        """What a crash between a run's end and the deletion of its updates has left."""
+        """Delete updates that a crash between a run's end and their deletion has left."""
         runs = self.loop.state.all_runs()
         self.spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
 
@@ -355,7 +359,7 @@ class App:
 
 
 def _written_for(fact: Fact) -> tuple[Digest, ...]:
-    """Blobs that were written to be named by this fact."""
+    """Return the blobs that were written to be named by this fact."""
     match fact:
         case ModelBuilt():
             return (fact.digest,)

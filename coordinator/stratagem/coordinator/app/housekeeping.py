@@ -1,4 +1,5 @@
-"""Forgets what is over: a chore of the leader that nothing waits for.
+"""Deletes what has expired (lost workers, ended runs, old logs): a chore of the leader that nothing
+waits for.
 
 Owns when it is done; what may be forgotten of workers and runs is decided by the core.
 """
@@ -21,7 +22,7 @@ log = structlog.get_logger()
 
 LONGEST_PAUSE_S: Final = 60.0
 RUNS_AT_ONCE: Final = 20
-"""Whose facts are deleted while other commands wait."""
+"""Runs that are deleted by one command, while other commands wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class House:
     profiles: Profiles
 
     async def keep(self) -> None:
-        """Forget, now and again, until cancelled."""
+        """Delete what has expired, at regular intervals, until cancelled."""
         told = self.settings
         spans_s = (told.forget_workers_after, told.keep_runs_for, told.keep_logs_for)
         pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
@@ -43,12 +44,14 @@ class House:
             await asyncio.sleep(pause_s)
 
     async def forget_workers(self) -> None:
-        """Those that were lost long ago."""
+        """Forget the workers that were lost long ago."""
         lost_before_s = self._before(self.settings.forget_workers_after)
         await self.loop.submit(ForgetWorkers(lost_before_s, self.settings.max_workers))
 
     async def expire_runs(self) -> None:
-        """Those that ended long ago, and the oldest of too many."""
+        """Delete the runs that ended long ago, and the oldest ones beyond the number that is
+        kept.
+        """
         num_kept, kept_for = self.settings.keep_runs, self.settings.keep_runs_for
         reason = f"kept are {num_kept} ended runs, for {kept_for / 86400:g} days"
         while True:
@@ -57,7 +60,9 @@ class House:
                 return
 
     async def delete_logs(self) -> None:
-        """Logs and profiles of runs that ended long ago, and what a crash has left of others."""
+        """Delete logs and profiles of runs that ended long ago, and those that a crash has left
+        behind.
+        """
         before_s = self._before(self.settings.keep_logs_for)
         for place in (self.logs, self.profiles):
             for run_id in await asyncio.to_thread(place.run_ids):

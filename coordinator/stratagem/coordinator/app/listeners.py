@@ -1,8 +1,8 @@
-"""Where a coordinator listens, and whom it lets in there.
+"""The addresses that a coordinator listens on, and the credentials that it asks for on each.
 
 With certificates `--listen` asks every caller for one, and `--token-listen` for a token instead.
-Without them everything is in plaintext and nobody has to prove anything, so nothing but loopback is
-bound unless the operator wants it. Health is always in plaintext: it says nothing but SERVING.
+Without them everything is in plaintext and no caller proves its identity, so only loopback is bound
+unless the operator allows more. Health is always in plaintext: it says nothing but SERVING.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ log = structlog.get_logger()
 
 
 class CoordinatorSecurity:
-    """What the settings say about identity; InvalidInputError when that makes no sense."""
+    """The TLS files, tokens and revocations of the settings; InvalidInputError if they contradict
+    each other.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -36,7 +38,7 @@ class CoordinatorSecurity:
         self.gate = Authorizer(_trust_domain(self.tls), tokens, revoked)
 
     def listen(self, server: grpc.aio.Server) -> str:
-        """Bind the service; the host:port to tell others."""
+        """Bind the service and return the host:port to give to others."""
         settings = self._settings
         host, port = host_and_port("listen", settings.listen)
         if self.tls is None:
@@ -47,7 +49,7 @@ class CoordinatorSecurity:
         return f"{host}:{bind_tls(server, host, port, self.tls)}"
 
     def listen_for_probes(self, server: grpc.aio.Server) -> int:
-        """Bind the health service; its port."""
+        """Bind the health service and return its port."""
         host, _ = host_and_port("listen", self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return bind(server, host, self._settings.health_port, allow_insecure_network=allowed)
@@ -75,12 +77,12 @@ class CoordinatorSecurity:
 
 
 def tls_of(settings: Settings) -> TlsFiles | None:
-    """The certificate files of the settings."""
+    """Return the certificate files of the settings, or None without TLS."""
     return tls_files(settings.tls_ca, settings.tls_cert, settings.tls_key, needs_cert=True)
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """Both parts of HOST:PORT; InvalidInputError names the setting."""
+    """Split HOST:PORT into both parts; InvalidInputError names the setting."""
     try:
         return split_address(address)
     except ValueError as error:

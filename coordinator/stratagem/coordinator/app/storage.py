@@ -1,4 +1,4 @@
-"""Where a coordinator keeps blobs and updates: folders of its own, or an object store.
+"""The storage of blobs and updates: local folders of the coordinator, or an object store.
 
 Opened before the lead is taken: wrong keys are to be found when a standby starts, not when it has
 to take over. What the stores then do is bound to the term of the lead.
@@ -30,17 +30,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """objects: None where everything lies below data_dir."""
+    """The places for blobs and updates; objects is None where everything is stored below
+    data_dir.
+    """
 
     data_dir: Path
     objects: Objects | None
     cache_bytes: int | None
-    """None: by the size of the disk."""
+    """Limit of the local cache; None: derived from the size of the disk."""
     spool_bytes: int
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
-        """Raises InvalidInputError for an object store that cannot be used, with what to do."""
+        """Open the storage that the settings name. Raises InvalidInputError, with a remedy, for an
+        object store that cannot be used.
+        """
         objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
         if objects is not None:
             _log.info("blobs and updates lie in an object store", url=objects.url)
@@ -66,7 +70,7 @@ class Storage:
             self.objects.put(mine, [b""], 0)
 
     def blobs(self, term: int) -> BlobStore:
-        """The blobs, for the leader of a term."""
+        """Return the blob store for the leader of a term."""
         if self.objects is None:
             return DirectoryBlobs(self.data_dir / "blobs")
         limit_bytes = self.cache_bytes or default_limit_bytes(self.data_dir)
@@ -74,8 +78,9 @@ class Storage:
         return SharedBlobs(self.objects, cache, term)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
-        """The updates of open rounds, for the leader of a term; make_room: of its blobs, on the
-        same disk."""
+        """Return the spool of the updates of open rounds, for the leader of a term; make_room frees
+        space among its blobs, on the same disk.
+        """
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
         return Spool(
             self.data_dir / "spool",

@@ -1,1 +1,1 @@
-"""What people and programs see of runs: events, logs, profiles, what a run waits for."""
+"""Observation of runs: events, logs, profiles, the reasons why a run waits."""

@@ -1,9 +1,10 @@
-"""What watchers see: per run its events by index, the latest progress, and a wake-up for both.
+"""The feed of each run for its watchers: events by index, the latest progress, and a wake-up for
+both.
 
-Lives on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
+Runs on the event loop; knows neither gRPC nor the journal. Events are the journaled facts, so a
 watcher can leave and come back by index; progress is a latest value without one. In memory are the
-newest events of runs that have not ended; all others are asked for when somebody wants them. Of a
-run at rest nothing is in memory but who still watches it.
+newest events of runs that have not ended; all others are read on demand. Of a run at rest only its
+present watchers are in memory.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class FeedEvent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgress:
-    """step and loss of the segment in flight; loss is NaN until the first step."""
+    """Step and loss of the segment in flight; loss is NaN until the first step."""
 
     step: int
     loss: float
@@ -35,21 +36,22 @@ class SegmentProgress:
     grad_norm: float = 0.0
     """2-norm of the latest step's gradient before clipping."""
     num_skipped_steps: int = 0
-    """Since the run began, because they were not finite."""
+    """Steps skipped since the run began, because they were not finite."""
     training_phase: str = ""
-    """Of phase training."""
+    """Name of the current phase of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of that step, by metric."""
+    """Values of that step, by metric."""
     reason: str = ""
-    """What a run waits for that has no workers, or whose work keeps failing; nothing else is set
-    then."""
+    """Why a run without workers waits, or why its work keeps failing; no other field is set
+    then.
+    """
 
 
 MAX_EVENTS: Final = 1024
-"""Of a run, in memory; up to twice as many until they are cut."""
+"""Events of a run in memory; up to twice as many until they are cut."""
 
 History = Callable[[RunId, int], Awaitable[Sequence[FeedEvent]]]
-"""Some events of a run from an index on, as many as are good at once; none when it is gone."""
+"""Returns events of a run from an index on, as many as suit one read; none when it is gone."""
 
 
 @dataclass(slots=True)
@@ -60,10 +62,10 @@ class _Run:
     last_wall_s: float = 0.0
     progress: SegmentProgress | None = None
     trouble: str = ""
-    """What keeps failing since the newest event, and why."""
+    """The effect that keeps failing since the newest event, and the reason."""
     is_closed: bool = False
     changed: asyncio.Event | None = None
-    """Set at the next change; made by who waits for it."""
+    """Set at the next change; made by the watcher that waits for it."""
 
 
 class Feed:
@@ -95,29 +97,29 @@ class Feed:
             self._wake(run)
 
     def set_trouble(self, run_id: RunId, reason: str) -> None:
-        """What keeps failing, until the next event; watchers see it until there is progress."""
+        """Set what keeps failing, until the next event; watchers see it until there is progress."""
         if run_id in self._runs:
             self._runs[run_id].trouble = reason
             waiting = SegmentProgress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
             self.set_progress(run_id, waiting)
 
     def trouble(self, run_id: RunId) -> str:
-        """What keeps failing, and why; "" where nothing does."""
+        """Return what keeps failing, and why; "" where nothing does."""
         run = self._runs.get(run_id)
         return run.trouble if run else ""
 
     def progress(self, run_id: RunId) -> SegmentProgress | None:
-        """The latest progress."""
+        """Return the latest progress."""
         run = self._runs.get(run_id)
         return run.progress if run else None
 
     def last_wall_s(self, run_id: RunId) -> float:
-        """When the newest event happened; 0 before the first."""
+        """Return when the newest event happened; 0 before the first."""
         run = self._runs.get(run_id)
         return run.last_wall_s if run else 0.0
 
     def newest(self, run_id: RunId, is_wanted: Callable[[Fact], bool]) -> Fact | None:
-        """The newest fact of a run that is wanted, of those in memory."""
+        """Return the newest fact of a run that is wanted, of those in memory."""
         run = self._runs.get(run_id)
         events = reversed(run.events) if run else ()
         return next((event.fact for event in events if is_wanted(event.fact)), None)
@@ -132,8 +134,9 @@ class Feed:
     async def watch(
         self, run_id: RunId, from_index: int, num_events: int
     ) -> AsyncIterator[FeedEvent | SegmentProgress]:
-        """Events from an index on and progress between them, until the run has ended; num_events:
-        how many there are by now."""
+        """Yield events from an index on and progress between them, until the run has ended;
+        num_events: how many there are by now.
+        """
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = from_index
         shown: SegmentProgress | None = None

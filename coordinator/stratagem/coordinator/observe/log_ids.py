@@ -1,4 +1,4 @@
-"""What a log line or a span about an effect or a fact says that it is about."""
+"""The identifiers that a log line or a span carries about an effect or a fact."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 
 
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
-    """run_id, party, segment or round, worker_id, member of a population: those that it has."""
+    """Return run_id, party, segment or round, worker_id, member of a population: those that
+    it has.
+    """
     found: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)

@@ -1,11 +1,11 @@
-"""One recording of a worker: read with care, and as a file.
+"""One recording of a worker's profile: validated as it is parsed, and stored as a file.
 
 What a worker sends is compressed JSON, {"base_ns": ..., "events": [[name, category, begin_us,
 duration_us, thread], ...]}, and may be anything: sixty kilobytes unpack to as many megabytes, and a
 JSON parser that is given these holds the interpreter for seconds. So no more is unpacked than a
 limit, and rows are parsed one by one, each of a bounded length.
 
-A file is one line of JSON, the head, and behind it the events as they came.
+A file is one line of JSON, the head, followed by the events as they came.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stratagem.common.base.printable_text import printable
 from stratagem.v1 import worker_pb2
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
-"""Unpacked; our workers record 20,000 events, of 100 bytes each as a rule."""
+"""Limit of the unpacked size; our workers record 20,000 events, of about 100 bytes each."""
 MAX_ROWS: Final = 32_768
 MAX_ROW_CHARS: Final = 4096
 MAX_NAME_CHARS: Final = 256
@@ -38,12 +38,14 @@ Row = tuple[str, str, float, float, int | str]
 
 
 class UnreadableError(Exception):
-    """No worker of ours sends such a recording."""
+    """A recording is not of the form that workers of this project send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Who recorded what; `events` is compressed, and empty where only the head was read."""
+    """One recording with its origin; `events` is compressed, and empty where only the head was
+    read.
+    """
 
     worker_id: str
     party: str
@@ -52,12 +54,12 @@ class Recording:
     clock_error_s: float | None
     base_ns: int
     num_bytes: int
-    """Of the events, unpacked."""
+    """Size of the events, unpacked."""
     events: bytes = b""
 
     @classmethod
     def of(cls, profile: worker_pb2.Profile) -> Self:
-        """A recording that can be read. Raises UnreadableError."""
+        """Return the recording of a message, checked to be readable. Raises UnreadableError."""
         text = _unpacked(profile.events_gzip)
         base_ns = _base_of(text)
         for _ in _rows(text):
@@ -76,20 +78,20 @@ class Recording:
 
     @classmethod
     def head_in(cls, path: Path) -> Self:
-        """What a file says of its recording, without the events."""
+        """Read a recording from a file, without the events."""
         with path.open("rb") as file:
             return cls(**json.loads(file.readline()))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The recording in a file."""
+        """Read a recording from a file."""
         with path.open("rb") as file:
             head = cls(**json.loads(file.readline()))
             return replace(head, events=file.read())
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether a file has the form that is written here."""
+        """Return True if a file has the form that is written here."""
         try:
             Recording.head_in(path)
         except (OSError, ValueError, TypeError):  # deleted meanwhile; or a power cut has damaged it
@@ -97,12 +99,12 @@ class Recording:
         return True
 
     def packed(self) -> bytes:
-        """The content of its file."""
+        """Return the content of the recording's file."""
         head = {key: value for key, value in asdict(self).items() if key != "events"}
         return json.dumps(head).encode() + b"\n" + self.events
 
     def rows(self) -> Iterator[Row]:
-        """The events, in order."""
+        """Yield the events, in order."""
         return _rows(_unpacked(self.events))
 
 
@@ -132,7 +134,7 @@ def _head_of(text: str) -> re.Match[str]:
 
 
 def _rows(text: str) -> Iterator[Row]:
-    """Each row by itself: between two of them other threads have their turn."""
+    """Parse each row by itself, so that other threads get their turn between two rows."""
     at, decoder = _head_of(text).end(), json.JSONDecoder()
     num_rows = 0
     while not (num_rows == 0 and _END.fullmatch(text, at)):

@@ -1,10 +1,14 @@
-"""What workers recorded of their training steps: one file for each worker and segment of a run.
+"""Profiles that workers recorded of their training steps: one file for each worker and segment of a
+run.
 
 Joined into one trace in the Trace Event Format, which Chrome and Perfetto show: a process for each
-worker, all in the coordinator's time. Not needed for anything else; lost in no crash but a disk's.
+worker, all in the coordinator's time. Not needed for anything else; survives every crash but that
+of the disk.
 
-A recording is made by a worker, which may be anybody's: no more of it is unpacked than a limit, and
-it is read row by row, so that no thread holds the interpreter for long; see `profile_recording.py`.
+A recording is made by a worker, which may be of another party: no more of it is unpacked than a
+limit, and it is read row by row, so that no thread holds the interpreter for long; see
+`profile_recording.py`.
+
 All of this blocks: call it in a thread.
 """
 
@@ -28,13 +32,13 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 MAX_RUN_BYTES: Final = 256 * 2**20
-"""What a run has recorded beyond this, unpacked, is dropped."""
+"""Limit of a run's recordings, unpacked; later ones are dropped."""
 PIECE_BYTES: Final = 2**20
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Profiles:
-    """Files below `root`, in a folder for each run."""
+    """The recordings in files below `root`, in a folder for each run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -43,7 +47,7 @@ class Profiles:
         """Keep a recording; one of the same worker, party and segment replaces an earlier one.
 
         One that cannot be read, which no worker of ours sends, is dropped, and so is one that the
-        disk does not take: the run that it is of goes on.
+        disk does not take: the run continues without it.
         """
         try:
             self._add(run_id, Recording.of(profile))
@@ -63,15 +67,16 @@ class Profiles:
             file.write(recording.packed())
 
     def delete(self, run_id: RunId) -> None:
-        """Forget what a run has recorded."""
+        """Delete the recordings of a run."""
         shutil.rmtree(self._root / run_id, ignore_errors=True)
 
     def run_ids(self) -> list[RunId]:
-        """Of the runs that have recorded something."""
+        """Return the runs that have recorded something."""
         return [RunId(path.name) for path in self._root.glob("*")]
 
     def trace(self, run_id: RunId) -> Iterator[bytes]:
-        """All of a run as one JSON text, piece by piece: one recording is in memory at a time.
+        """Yield all recordings of a run as one JSON text, piece by piece: one recording is in
+        memory at a time.
 
         Raises NotFoundError when nothing was recorded.
         """
@@ -86,14 +91,17 @@ class Profiles:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """Recordings; what cannot be read, or another version has written, is not one."""
+    """Return the recordings in a folder; a file that is damaged, or of another version, is
+    not one.
+    """
     found = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
     return [path for path in found if Recording.is_one(path)]
 
 
 def joined(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[dict[str, Any]]:
-    """The events of one trace; times are microseconds since the earliest, by the coordinator's
-    clock."""
+    """Yield the events of one trace; times are microseconds since the earliest, by the
+    coordinator's clock.
+    """
     first_ns = min(head.base_ns for head in heads)
     workers = {head.worker_id: head for head in heads}
     pids = {worker: number for number, worker in enumerate(sorted(workers), start=1)}
@@ -121,7 +129,7 @@ def _text(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[s
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[bytes]:
-    """The same in pieces that are worth a message each."""
+    """Join texts into pieces that are each worth a message."""
     waiting, num_bytes = [], 0
     for text in texts:
         raw = text.encode()

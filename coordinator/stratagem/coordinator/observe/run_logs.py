@@ -18,16 +18,18 @@ from stratagem.common.base.ids import RunId
 
 MAX_LINE_CHARS = 8192
 MAX_FILE_BYTES = 64 * 2**20
-"""A run that prints more than this has its later lines dropped, and says so once."""
+"""Size of a log beyond which later lines are dropped, which the log says once."""
 READ_BYTES = 2**18
-"""Read for one follower at once; longer than every line."""
+"""Bytes that are read for one follower at once; longer than every line."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class RunLogLine:
-    """worker_id is "" for the coordinator's own lines; time_s counts from 1970."""
+    """One line of a run's log; worker_id is "" for the coordinator's own lines; time_s counts from
+    1970.
+    """
 
     time_s: float
     worker_id: str
@@ -44,7 +46,7 @@ class RunLogs:
         self._changed: dict[RunId, asyncio.Event] = {}
 
     def add(self, run_id: RunId, line: RunLogLine) -> None:
-        """Append a line and wake who follows. Lines that the disk does not take are lost."""
+        """Append a line and wake its followers. Lines that the disk does not take are lost."""
         if run_id in self._full:
             return
         try:
@@ -68,12 +70,14 @@ class RunLogs:
         file.flush()
 
     def close_run(self, run_id: RunId) -> None:
-        """The run has ended: followers end when they have read what there is."""
+        """Close the log of a run that has ended: followers end when they have read what there
+        is.
+        """
         self._drop_file(run_id)
         self._wake(run_id)
 
     def _drop_file(self, run_id: RunId) -> None:
-        """Close it; what it could not write then is lost."""
+        """Close the file; what it could not write then is lost."""
         file = self._files.pop(run_id, None)
         if file is not None:
             with suppress(OSError):
@@ -85,19 +89,19 @@ class RunLogs:
             self.close_run(run_id)
 
     def delete(self, run_id: RunId) -> None:
-        """Forget a run's log."""
+        """Delete a run's log."""
         self.close_run(run_id)
         self._full.discard(run_id)
         self._path(run_id).unlink(missing_ok=True)
 
     def run_ids(self) -> list[RunId]:
-        """Of the logs that there are."""
+        """Return the runs that have a log."""
         return [RunId(path.stem) for path in self._root.glob("*.jsonl")]
 
     async def tail(
         self, run_id: RunId, *, follow: bool, is_over: Callable[[RunId], bool]
     ) -> AsyncIterator[RunLogLine]:
-        """The lines so far; with follow, later ones too, until the run is over."""
+        """Yield the lines so far; with follow, later ones too, until the run is over."""
         position = 0
         while True:
             over = is_over(run_id)
@@ -106,7 +110,7 @@ class RunLogs:
             for line in lines:
                 yield line
             if position > before:
-                continue  # there may be more; whoever writes meanwhile is read at the next look
+                continue  # there may be more; lines written meanwhile are read in the next turn
             if not follow or over:
                 return
             await self._changed.setdefault(run_id, asyncio.Event()).wait()
@@ -132,7 +136,9 @@ class RunLogs:
 
 
 def _line(raw: bytes) -> RunLogLine | None:
-    """None for what a crash or a full disk has cut off, and the line that was written behind it."""
+    """Parse a line; None for one cut off by a crash or a full disk, and for one joined to its
+    end.
+    """
     try:
         return RunLogLine(**json.loads(raw))
     except (ValueError, TypeError):

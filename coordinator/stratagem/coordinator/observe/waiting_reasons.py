@@ -1,5 +1,6 @@
-"""Tells watchers what a run waits for, where no fact does: workers that are missing, and work that
-fails and is tried again."""
+"""Publishes why a run waits when no fact says it: missing workers, and work that fails and is
+retried.
+"""
 
 from collections.abc import Set
 
@@ -15,8 +16,9 @@ from stratagem.coordinator.observe.log_ids import ids_of
 def say_what_is_missing(
     feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]
 ) -> None:
-    """After facts of these runs (or of the cluster, which concern all): the sentence as progress,
-    when it is another one; and none once there are workers."""
+    """Publish as progress the sentence about missing workers of these runs (all runs, where the
+    cluster changed) when it is another one; clear it once there are workers.
+    """
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)
@@ -28,7 +30,7 @@ def say_what_is_missing(
 
 
 def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
-    """Until the next fact of the run: what is done again and again, and why."""
+    """Publish, until the next fact of the run, which effect keeps failing, and why."""
     kind = type(effect).__name__
     worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
     where = f" on {worker_id}" if worker_id else ""

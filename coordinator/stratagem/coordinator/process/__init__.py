@@ -1,1 +1,1 @@
-"""The coordinator process: how it starts, what it tells Prometheus, how it ends."""
+"""The coordinator process: its start, its Prometheus metrics, its end."""

@@ -1,10 +1,10 @@
-"""What a coordinator tells Prometheus: the definitions, and where their values come from.
+"""The Prometheus metrics of a coordinator: their definitions, and where the values come from.
 
-Takes hold of what the event loop owns when somebody scrapes, and looks at it in another thread:
-the state is a frozen value. Served from before the lead is taken, so that a coordinator that waits
-for it can be seen. No run, worker or client has a series of its own: their number has no bound.
-What counts is told as 0 from the first scrape on, with every value of its labels: nobody sees a
-series rise that appears with its first event.
+A scrape takes references to what the event loop owns and evaluates them in another thread: the
+state is a frozen value. Served from before the lead is taken, so that a waiting coordinator can be
+observed. No run, worker or client has a series of its own: their number has no bound. Counters are
+exposed as 0 from the first scrape on, with every value of their labels: a series that appeared with
+its first event would show no increase.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ _COUNTED: Final = (
 
 
 class CoordinatorMonitor:
-    """Of one process; `app` is set once it leads."""
+    """The metrics of one coordinator process; `app` is set once it leads."""
 
     def __init__(self, settings: Settings, now: Callable[[], float] = time.monotonic) -> None:
         self.app: App | None = None
@@ -167,10 +167,10 @@ class CoordinatorMonitor:
         self.process = ProcessStats(settings, CallStats(methods_of(service)))
         self._settings, self._now = settings, now
         self._not_running: Mapping[RunId, float] = {}
-        """Since when each run is not."""
+        """Per run that is not running: the time at which that was first found."""
 
     def served(self, host: str) -> AbstractAsyncContextManager[str]:
-        """Serves on `--metrics-port`, where it is set."""
+        """Serve the metrics on `--metrics-port`, where it is set."""
         return metrics_served(
             self.sample,
             self.process.lag,
@@ -182,7 +182,9 @@ class CoordinatorMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """On the event loop."""
+        """Take what only the event loop may read, and return the function that makes all readings.
+        Call it on the event loop.
+        """
         app = self.app
         held = list(_waiting() if app is None else _held(app))
         return lambda: self._readings(app, held)
@@ -190,7 +192,7 @@ class CoordinatorMonitor:
     def _readings(
         self, app: App | None, held: list[tuple[Metric, Values]]
     ) -> Iterator[tuple[Metric, Values]]:
-        """In any thread."""
+        """Yield all readings; may run in any thread."""
         yield from held
         if app is not None:
             phases = _phases(app.loop.state)
@@ -225,7 +227,7 @@ class CoordinatorMonitor:
 
 
 def _held(app: App) -> Iterator[tuple[Metric, Values]]:
-    """What only the event loop may look at."""
+    """Yield the readings that only the event loop may take."""
     loop, supervisor = app.loop, app.supervisor
     yield LEASE_HELD, one(float(app.entrance.is_open))
     yield LEASE_AGE, one(time.monotonic() - loop.renewed_s)
@@ -239,7 +241,7 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
 
 
 def _waiting() -> Iterator[tuple[Metric, Values]]:
-    """Of a process without the lead: it has done nothing yet."""
+    """Yield the readings of a process without the lead: all counters are zero."""
     yield LEASE_HELD, one(0.0)
     yield from _counted(Counter(), Counter(), Counter())
 
@@ -271,7 +273,7 @@ def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
 
 
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
-    """Every phase is named, also one that no run is in."""
+    """Count the runs in each phase, phases without runs included."""
     counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
     return {(each.value,): counts[each] for each in RunPhase}
 

@@ -33,7 +33,7 @@ from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0
 FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Leave", "Rendezvous", "Suspect")
-"""Calls that keep workers alive: however many clients there are, these get in."""
+"""Calls that keep workers alive: no limit on the number of calls applies to them."""
 EXIT_FENCED = 3
 
 log = structlog.get_logger()
@@ -106,7 +106,7 @@ async def _serve_calls(
 
 
 def _dialled(bound: str) -> str:
-    """HOST:PORT at which others reach what is bound there."""
+    """Return the HOST:PORT at which others reach what is bound at this address."""
     host, port = split_address(bound)
     return f"{dialled_host(host)}:{port}"
 

@@ -1,1 +1,1 @@
-"""What runs the core: the command loop, effects under supervision, leases, links, rendezvous."""
+"""The runtime around the core: the command loop, effect supervision, leases, links, rendezvous."""

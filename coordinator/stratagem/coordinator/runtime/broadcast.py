@@ -1,8 +1,8 @@
-"""The chunks of one file for several receivers that read it at about the same time.
+"""Chunks of one file, shared by several receivers that read it at about the same time.
 
-A chunk is read, checksummed and framed once; the newest ones are kept, so a receiver that is a
-little behind finds them made, and one that is far behind makes its own. Memory is a few chunks,
-whatever the file's size and the number of receivers. Lives on the event loop.
+A chunk is read, checksummed and framed once; the newest ones are kept, so a receiver that is
+slightly behind finds them ready, and one that is far behind makes its own. Memory is a few chunks,
+whatever the file's size and the number of receivers. Runs on the event loop.
 """
 
 from collections import OrderedDict
@@ -17,19 +17,21 @@ NUM_KEPT: Final = 4
 
 
 class SharedFrames:
-    """Frames of the range that `source` reads, which is total_bytes long."""
+    """The frames of the range that `source` reads, which is total_bytes long."""
 
     def __init__(
         self, source: FileSource, total_bytes: int, check: Callable[[int, bytes], None]
     ) -> None:
-        """check: looks at each frame, with its offset, when it has been made."""
+        """Set up without reading; check is called with the offset and bytes of each frame once it
+        is made.
+        """
         self._source = source
         self._check = check
         self._total_bytes = total_bytes
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def __call__(self, offset: int) -> Iterator[bytes]:
-        """The frames from an offset on."""
+        """Yield the frames from an offset on."""
         pieces: Iterator[bytes] | None = None  # stands at the offset, or is not open
         while offset < self._total_bytes:
             made = self._kept.get(offset)

@@ -1,4 +1,4 @@
-"""Tasks that nothing waits for: a chore outlives whoever asks for it, but not the process."""
+"""Background tasks that nothing waits for: a chore outlives its caller, but not the process."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,14 +13,15 @@ log = structlog.get_logger()
 
 
 class Chores:
-    """The chores that are under way. An error of one is logged; the next one of its kind mends
-    it."""
+    """The chores that are under way. An error of one is logged; the next one of its kind makes up
+    for it.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        """Begin a chore; `what` names it in the log."""
+        """Start a chore; `what` names it in the log."""
         task = asyncio.create_task(coroutine, name=what)
         self._tasks.add(task)
         task.add_done_callback(self._done)

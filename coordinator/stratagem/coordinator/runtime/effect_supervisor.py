@@ -1,6 +1,8 @@
 """Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
-the set, then cancelled. What is cancelled may clean up; closing waits for that, too. Effects that
-need compute slots start when all of them are free.
+the set, then cancelled.
+
+A cancelled task may clean up; closing waits for that, too. Effects that need compute slots start
+when all of them are free.
 
 Level-triggered: what must run is read off the set, never remembered. One of the two places that
 catch every exception, because a failing effect must be reported and tried again.
@@ -25,9 +27,9 @@ from stratagem.coordinator.runtime.task_group import stop_if_cancelled
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
-"""What is stopped may take this long to end before the supervisor is closed without it."""
+"""Seconds that close waits for stopped tasks to end before it gives up on them."""
 TROUBLE = 6
-"""Attempts that fail one after the other, in a second or two, before watchers are told."""
+"""Consecutive failed attempts, within a second or two, after which watchers are notified."""
 
 log = structlog.get_logger()
 
@@ -38,12 +40,14 @@ class RunSupervisor:
         perform: Callable[[Effect], Awaitable[None]],
         on_trouble: Callable[[Effect, str], None] = lambda effect, reason: None,
     ) -> None:
-        """on_trouble is told of every effect that keeps failing, and why."""
+        """Set up without tasks; on_trouble is called with every effect that keeps failing, and the
+        reason.
+        """
         self._perform = perform
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Stopped, and not at their end yet."""
+        """Tasks that are stopped but have not ended yet."""
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
         self._waiting: list[Request[Effect, Member]] = []
@@ -53,17 +57,20 @@ class RunSupervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Effects that wait for compute slots."""
+        """Return the number of effects that wait for compute slots."""
         return len(self._waiting)
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
-        """How many effects of each kind (run, wait for compute slots)."""
+        """Return the number of effects by kind that run, and the number that wait for compute
+        slots.
+        """
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
 
     def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
-        """Make what runs equal to what is due: these effects, all there are of some runs or, with
-        None, of all."""
+        """Start and stop tasks so that exactly these effects run: all effects of the runs `of` or,
+        with None, of all runs.
+        """
         concerned = self._of_run if of is None else set(of)
         running = [each for run_id in concerned for each in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
@@ -81,13 +88,13 @@ class RunSupervisor:
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
-        """The effect goes on without its slots: what is left of it needs no compute."""
+        """Free the slots of an effect that continues: what is left of it needs no compute."""
         if effect in self._tasks:
             self._yielded.add(effect)
             self._start_granted()
 
     async def close(self) -> None:
-        """Stop everything and wait until it has ended, also what was stopped before."""
+        """Stop all effects and wait until they have ended, those stopped earlier included."""
         self._waiting.clear()
         for effect in list(self._tasks):
             self._stop(effect)
@@ -145,7 +152,7 @@ class RunSupervisor:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, effect: Effect, pause_s: float) -> str:
-        """Why it failed; "" when it did not."""
+        """Perform the effect once and return why it failed, or "" when it did not."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
         reason = ""
         try:

@@ -1,8 +1,8 @@
 """Leases of the workers: renewed by heartbeats, expired by one timer, never journaled.
 
 Only the loss that an expired lease leads to is a fact. When a coordinator takes over, every worker
-that the journal calls alive gets a full ttl: nothing expires while nobody leads. Nor while this
-process is frozen: the leader's clock leaves that time out.
+that the journal calls alive gets a full ttl: nothing expires while no coordinator leads, nor while
+this process is frozen, because the leader's clock leaves that time out.
 """
 
 import asyncio
@@ -18,7 +18,9 @@ class Leases:
         clock: Callable[[], float],
         lose: Callable[[Member, str], Awaitable[object]],
     ) -> None:
-        """clock: leader time; lose: called with each member whose lease has expired."""
+        """Set up without leases; clock: leader time; lose: called with each member whose lease has
+        expired.
+        """
         self._ttl_s = ttl_s
         self._clock = clock
         self._lose = lose
@@ -27,39 +29,41 @@ class Leases:
         self._is_deaf = False
 
     def grant(self, members: Iterable[Member]) -> None:
-        """A full ttl from now for each."""
+        """Give each of these members a full ttl from now."""
         now = self._clock()
         for member in members:
             self._beats[member] = now
         self._changed.set()
 
     def suspend(self) -> None:
-        """Nobody is heard from now on, so nothing expires."""
+        """Stop expiring leases: no heartbeat can arrive from now on."""
         self._is_deaf = True
 
     def resume(self) -> None:
-        """All are heard again, and have a full ttl to be."""
+        """Expire leases again, with a full ttl for each from now."""
         self._is_deaf = False
         self.grant(list(self._beats))
 
     def renew(self, member: Member) -> bool:
-        """False when the member holds no lease (any more)."""
+        """Renew a member's lease. Return False when the member holds none (any more)."""
         if member not in self._beats:
             return False
         self._beats[member] = self._clock()
         return True
 
     def drop(self, member: Member) -> None:
-        """The member is lost or was replaced; its beats count for nothing."""
+        """End the lease of a member that is lost or was replaced; its later beats are ignored."""
         self._beats.pop(member, None)
 
     def silent_s(self, member: Member) -> float | None:
-        """Seconds since the last beat; None without a lease."""
+        """Return the seconds since the member's last beat; None without a lease."""
         beat = self._beats.get(member)
         return None if beat is None else self._clock() - beat
 
     def longest_silence_s(self) -> float:
-        """Of the member that has been silent for longest; 0 where there is none."""
+        """Return the seconds since the last beat of the member silent for longest; 0 without
+        members.
+        """
         return self._clock() - min(self._beats.values()) if self._beats else 0.0
 
     async def expire(self) -> None:

@@ -1,8 +1,8 @@
-"""Who is let in: nobody while this coordinator does not lead, or may no longer lead.
+"""Admits calls only while this coordinator leads; refuses all of them before and after.
 
-A server starts with its entrance shut: each call is refused with the reason, and with the address
-of the leader as far as the lease tells it. Health says the same: "" is SERVING while the entrance
-is open; LIVE from the start, for probes that ask only whether the process is well.
+A server starts with its gate shut: each call is refused with the reason, and with the leader's
+address as far as the lease names it. Health reports the same: "" is SERVING while the gate is open;
+LIVE is SERVING from the start, for probes that ask only whether the process is well.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = structlog.get_logger()
 
 
 class LeaderGate(grpc.GenericRpcHandler):
-    """CoordinatorService on a server that was started before there was a leader to serve it."""
+    """The CoordinatorService of a server that is started before this coordinator leads."""
 
     def __init__(self, address: str, health: HealthService) -> None:
-        """address: host:port at which others reach this coordinator."""
+        """Set up shut; address: host:port at which others reach this coordinator."""
         self.address = address
         self._health = health
         self._refusing = _handlers_of(_Refusing(self))
@@ -45,36 +45,36 @@ class LeaderGate(grpc.GenericRpcHandler):
 
     @property
     def is_open(self) -> bool:
-        """Whether this coordinator leads, as far as it knows, and serves."""
+        """Return True while this coordinator leads, as far as it knows, and serves."""
         return self._is_open
 
     async def open(
         self, servicer: coordinator_pb2_grpc.CoordinatorServiceServicer | None = None
     ) -> None:
-        """Let callers in, to this servicer or to the one of before."""
+        """Admit calls, to this servicer or to the previous one."""
         if servicer is not None:
             self._serving = _handlers_of(servicer)
         self._leader, self._is_open = None, True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def shut(self, reason: str) -> None:
-        """Refuse all calls that come from now on, until it is opened again."""
+        """Refuse all calls from now on, until the gate is opened again."""
         log.info("serving nobody", reason=reason)
         self._reason, self._is_open = reason, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def say(self, reason: str) -> None:
-        """The reason from now on: what this coordinator does."""
+        """Set the reason that refusals give: what this coordinator does now."""
         self._reason, self._leader = reason, None
 
     def note_leader(self, seen: Lease) -> None:
-        """Another one leads. From any thread."""
+        """Record that another coordinator leads. May be called from any thread."""
         if seen.holder != self._leader and seen.holder is not None:
             log.info("standing by", leader=seen.holder.name, address=seen.holder.address)
         self._leader = seen.holder
 
     def refusal(self) -> StandbyError:
-        """Why a call is refused now."""
+        """Return the error that says why a call is refused now."""
         leader = self._leader
         if leader is None:
             return StandbyError(f"the coordinator at {self.address} {self._reason}")
@@ -106,7 +106,7 @@ class _Refusing:
 
 
 class _Collector:
-    """Takes from the generated code what it would add to a server."""
+    """A stand-in for a server that keeps the handlers which the generated code would add to one."""
 
     handler: grpc.GenericRpcHandler
 
@@ -114,7 +114,7 @@ class _Collector:
         (self.handler,) = handlers
 
     def add_registered_method_handlers(self, _service: str, _handlers: object) -> None:
-        """The generic handler has them, too."""
+        """Ignore these: the generic handler has them, too."""
 
 
 def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:

@@ -44,12 +44,12 @@ from stratagem.coordinator.store.journal.fact_log import Recorded
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
-"""Commands that share one transaction at most; bounds how long the first one waits."""
+"""Greatest number of commands in one transaction; bounds how long the first one waits."""
 
 SUMMED_UP_FACTS = 50_000
 SUMMED_UP_RUNS = 500
-"""At the start, what has ended is put to rest whenever so many facts, or runs, have been read: one
-who is stopped before the end has not read them for nothing."""
+"""During replay, ended runs are summarized after every so many facts, or runs: a replay that is
+interrupted keeps what it has summarized."""
 
 log = structlog.get_logger()
 
@@ -62,11 +62,13 @@ class _Ask:
 
 @dataclass(slots=True)
 class _Batch:
-    """What one transaction will hold, and whom to tell."""
+    """The facts of one transaction, the state that they lead to, and the answers to its
+    commands.
+    """
 
     state: CoordinatorState
     num_of_cluster: int
-    """Facts of the cluster, of which no run keeps count."""
+    """Number of facts of the cluster, which no run counts."""
     committed: list[Committed] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[JournalEntry, ...] | StratagemError]] = field(
         default_factory=list
@@ -74,7 +76,7 @@ class _Batch:
 
     @property
     def walls_s(self) -> dict[RunId, float]:
-        """When the newest fact of each run happened."""
+        """Return per run the wall-clock time of its newest fact in the batch."""
         return {item.entry.run_id: item.wall_s for item in self.committed}
 
     @property
@@ -92,7 +94,7 @@ class Loop:
         self.state = CoordinatorState(strategies)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
-        """What strategies may look at, of the same state."""
+        """The view of the same state that strategies may read."""
         self.term = lead.term
         self.clock = LeaderClock(lead.last_time_s)
         self.recorded = Recorded(journal, lead.term)
@@ -102,23 +104,23 @@ class Loop:
         self._num_of_cluster = 0
         self._deadline: asyncio.TimerHandle | None = None
         self.facts: Counter[str] = Counter()
-        """Journaled since the start, by kind."""
+        """Facts journaled since the start, by kind."""
         self.append_seconds = Durations(APPEND_BOUNDS_S)
         self.renewed_s = time.monotonic()
-        """When the lead was last shown to be ours."""
+        """Monotonic time at which the lead was last confirmed."""
 
     @property
     def num_waiting(self) -> int:
-        """Commands that wait to be decided."""
+        """Return the number of commands that wait to be decided."""
         return self._queue.qsize()
 
     async def replay(
         self, show: Callable[[list[Committed]], None], renew_every_s: float = math.inf
     ) -> None:
-        """Rebuild the state from the journal: runs at rest from their summaries, the others from
-        their facts, of which show is told run by run.
+        """Rebuild the state from the journal: finished runs from their summaries, the others from
+        their facts, which are passed to show run by run.
 
-        May take minutes, in which others run on the event loop, and the lead is kept.
+        May take minutes, in which other tasks run on the event loop, and the lead is renewed.
         """
         resting, others = await self.recorded.runs()
         self.state = put_to_rest(self.state, resting)
@@ -154,8 +156,9 @@ class Loop:
         self.world = world_of(self.state)
 
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
-        """Of these runs, all of whose facts were read: put to rest what has ended under a version
-        that made other summaries, or none, and forget what was being deleted."""
+        """Summarize those of these runs, all of whose facts were read, that have ended without a
+        summary of this version, and forget those whose deletion was under way.
+        """
         found = _at_rest(self.state, self.world, walls_s)
         await self.recorded.append((), found)
         self.state = put_to_rest(self.state, [run for run, _ in found])
@@ -164,8 +167,9 @@ class Loop:
                 await self.recorded.forget(run_id)
 
     async def submit(self, command: Command) -> tuple[JournalEntry, ...]:
-        """Have a command decided; the facts it led to, durable. Raises what it was refused with,
-        and CancelledError where the loop has ended."""
+        """Have a command decided and return the facts that it led to, durable. Raises the error it
+        was refused with, and CancelledError once the loop has ended.
+        """
         answer: asyncio.Future[tuple[JournalEntry, ...]] = (
             asyncio.get_running_loop().create_future()
         )
@@ -177,7 +181,7 @@ class Loop:
     async def run(self, on_change: Callable[[list[Committed]], None]) -> None:
         """Serve commands until cancelled; raises FencedError when the lead is lost.
 
-        on_change is told of every batch after it is durable and applied, on the event loop.
+        on_change is called with every batch after it is durable and applied, on the event loop.
         """
         try:
             await self._serve(on_change)
@@ -189,7 +193,7 @@ class Loop:
                 self._queue.get_nowait().answer.cancel()
 
     async def renew(self) -> None:
-        """Show that this coordinator leads. Raises FencedError when it does not."""
+        """Confirm that this coordinator leads. Raises FencedError when it does not."""
         await self.recorded.renew()
         self.renewed_s = time.monotonic()
 
@@ -290,7 +294,7 @@ class Loop:
 def _at_rest(
     state: CoordinatorState, world: World, walls_s: Mapping[RunId, float]
 ) -> list[tuple[EndedRun, RunView]]:
-    """Of these runs, with the time of their newest fact, those that are at rest."""
+    """Return those of these runs that are at rest; walls_s: per run the time of its newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
     found = (at_rest(world, run, at_s) for run, at_s in runs)
     return [each for each in found if each is not None]

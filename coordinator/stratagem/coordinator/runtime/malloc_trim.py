@@ -1,8 +1,8 @@
-"""Gives free memory back to the system in the pauses between transfers.
+"""Returns free memory to the system in the pauses between transfers.
 
-The allocator is tuned to keep what it once had (common/process/malloc.py), which makes transfers
-fast; what it keeps depends on how many chunks once waited for the disk together. In a pause nobody
-needs it.
+The allocator is tuned to keep memory that it once had (common/process/malloc.py), which makes
+transfers fast; how much it keeps depends on how many chunks once waited for the disk together. In a
+pause that memory is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAUSE_S: Final = 10.0
 async def rest(
     num_bytes_moved: Callable[[], int], give_back: Callable[[], object], pause_s: float = PAUSE_S
 ) -> None:
-    """Give back once in every pause of at least pause_s seconds, until cancelled."""
+    """Call give_back once in every pause of at least pause_s seconds, until cancelled."""
     given = seen = num_bytes_moved()
     while True:
         await asyncio.sleep(pause_s)

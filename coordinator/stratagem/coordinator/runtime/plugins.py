@@ -1,7 +1,7 @@
 """Finds the strategies that this coordinator has: the built-in ones and those of other packages.
 
-The only code of the coordinator that imports code of others. What it finds is a value, made once at
-the start; what is installed later counts from the next start on.
+The only module of the coordinator that imports code of other packages. The result is a value, made
+once at the start; a package that is installed later counts from the next start on.
 """
 
 from collections.abc import Iterable
@@ -39,12 +39,14 @@ log = structlog.get_logger()
 
 @cache
 def installed() -> Strategies:
-    """The built-in strategies and those that packages of this environment have registered."""
+    """Return the built-in strategies and those that packages of this environment have
+    registered.
+    """
     return with_plugins(entry_points(group=GROUP))
 
 
 def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
-    """The built-in strategies and these; of a name that several register, the first."""
+    """Return the built-in strategies and these; of a name that several register, the first."""
     found: dict[str, Strategy] = {}
     broken: dict[str, str] = {}
     for point in points:
@@ -65,7 +67,9 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
-    """A strategy of version 1 is a module, or an object, with the functions as attributes."""
+    """Say why the contract's version excludes it. A strategy of version 1 is a module, or an
+    object, with the functions as attributes.
+    """
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"
     return (

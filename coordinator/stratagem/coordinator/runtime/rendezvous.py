@@ -1,7 +1,7 @@
 """The membership barrier: answers all members of (run, party, membership) once each has called.
 
-Lives on the event loop and in memory: after a restart of the coordinator the members simply call
-again. Who belongs to which membership is asked of the state, never remembered here.
+Runs on the event loop and in memory: after a restart of the coordinator the members simply call
+again. The members of a membership are read from the state each time, never remembered here.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from stratagem.common.base.ids import Party, RunId
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a member says at the barrier; applied_step is None when it holds no state."""
+    """The data that a member brings to the barrier; applied_step is None when it holds no state."""
 
     endpoint: bytes
     applied_step: int | None
@@ -35,14 +35,16 @@ Key = tuple[RunId, Party, int]
 
 class Barriers:
     def __init__(self, current: Callable[[RunId, Party], tuple[int, int] | None]) -> None:
-        """current: (membership, number of members) of a party; None when there is no such party."""
+        """Set up without barriers; current: (membership, number of members) of a party; None
+        without such a party.
+        """
         self._current = current
         self._open: dict[Key, _Barrier] = {}
 
     async def join(
         self, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
     ) -> tuple[Arrival, ...]:
-        """Wait for all members; their arrivals in order of rank.
+        """Wait for all members and return their arrivals in order of rank.
 
         A member that calls twice (its answer was lost) replaces its first arrival. Raises
         StaleError when the membership is not the current one, now or later.
@@ -54,23 +56,23 @@ class Barriers:
         return await asyncio.shield(barrier.done)
 
     def missing(self, run_id: RunId, party: Party, membership: int) -> tuple[int, ...]:
-        """Ranks that have not called yet; none when the barrier is not open."""
+        """Return the ranks that have not called yet; none when the barrier is not open."""
         barrier = self._open.get((run_id, party, membership))
         if barrier is None or barrier.done.done():
             return ()
         return tuple(r for r in range(barrier.size) if r not in barrier.arrivals)
 
     def drop_stale(self) -> None:
-        """Let go of everybody who waits at a barrier of a membership that is over."""
+        """End the wait of all members at barriers of memberships that are no longer current."""
         for key in [k for k in self._open if not self._is_current(k)]:
             barrier = self._open.pop(key)
             if not barrier.done.done():
                 barrier.done.set_exception(_stale(key))
-                # Consumed here, in case nobody waits any more.
+                # Consumed here, in case no member waits any more.
                 barrier.done.exception()
 
     def close(self) -> None:
-        """Let go of everybody: this coordinator no longer leads."""
+        """End the wait of all members: this coordinator no longer leads."""
         for barrier in self._open.values():
             if not barrier.done.done():
                 barrier.done.set_exception(UnavailableError("the coordinator is shutting down"))

@@ -11,11 +11,11 @@ from stratagem.common.process.settings_rules import HEARTBEATS_PER_TTL, at_least
 from stratagem.common.rpc.grpc_options import MAX_MESSAGE_BYTES
 
 MAX_JOB_BYTES: Final = MAX_MESSAGE_BYTES // 4
-"""In the event of its submission a job stands as a text inside a text, beside other fields."""
+"""Largest size of a job: in the event of its submission it is a text inside a text, with others."""
 
 
 class Settings(BaseSettings):
-    """What an operator can set; every field is also a flag of `stratagem coordinator`."""
+    """The settings of a coordinator; every field is also a flag of `stratagem coordinator`."""
 
     model_config = SettingsConfigDict(
         env_prefix="STRATAGEM_COORDINATOR_",
@@ -174,5 +174,5 @@ class Settings(BaseSettings):
 
     @property
     def may_serve_plaintext(self) -> bool:
-        """Whether health, which is always in plaintext, may listen on any address."""
+        """Return True if health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None

@@ -1,9 +1,9 @@
-"""What a cancellation becomes that meets a failure.
+"""Task groups that keep a cancellation apart from a failure of one of their tasks.
 
 A TaskGroup of Python before 3.13 that is cancelled while one of its tasks fails raises the failure
-alone. Whoever catches failures in order to go on must ask here whether it should. Such a group also
-counts its own task as cancelled for ever when a member fails after the body has ended, so whoever
-may be asked later uses `task_group`.
+alone. Code that catches failures and continues must ask here whether it should. Such a group also
+counts its own task as cancelled permanently when a member fails after the body has ended, so code
+that may ask later uses `task_group`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 
 def stop_if_cancelled() -> None:
-    """Raises CancelledError when somebody has asked the present task to end."""
+    """Raise CancelledError when the cancellation of the present task was requested."""
     task = asyncio.current_task()
     if task is not None and task.cancelling() > 0:
         raise asyncio.CancelledError
@@ -21,7 +21,7 @@ def stop_if_cancelled() -> None:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """An asyncio.TaskGroup whose failures leave no cancellation behind."""
+    """Open an asyncio.TaskGroup whose failures leave no cancellation behind."""
     group = asyncio.TaskGroup()
     was_requested = False
     try:

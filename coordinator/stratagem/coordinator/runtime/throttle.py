@@ -1,4 +1,4 @@
-"""A chore that many ask for, done once for all that ask meanwhile, and not too often."""
+"""Runs a chore once for all requests that arrive meanwhile, with a pause between two runs."""
 
 import asyncio
 import time
@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 
 
 class Paced:
-    """Lives on the event loop."""
+    """A chore that runs at most once per pause, however often it is asked for; runs on the event
+    loop.
+    """
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """pause_s: from the end of one time to the beginning of the next."""
+        """Set up without a run; pause_s: from the end of one run to the beginning of the next."""
         self._chore = chore
         self._pause_s = pause_s
         self._is_asked = False
@@ -17,7 +19,9 @@ class Paced:
         self._lock = asyncio.Lock()
 
     async def ask(self) -> None:
-        """Have it done, beginning after this call; returns at once when that is due anyway."""
+        """Have the chore run, beginning after this call; returns at once when such a run is due
+        anyway.
+        """
         if self._is_asked:
             return
         self._is_asked = True

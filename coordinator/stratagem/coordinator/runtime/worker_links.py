@@ -1,7 +1,7 @@
-"""Everything the coordinator says to workers goes through here: one link per start of a worker.
+"""The coordinator's connections to workers: one link per start of a worker, for all calls to it.
 
-A link owns a channel and turns status codes into our errors. The seam for an outbound tunnel one
-day: nothing else in the coordinator dials a worker.
+A link owns a channel and turns status codes into our errors. Nothing else in the coordinator dials
+a worker, so an outbound tunnel would be added here.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ class WorkerLink:
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def fence(self, membership: int) -> types_pb2.Fence:
-        """What this coordinator believes to be current."""
+        """Return the term and the membership that this coordinator believes to be current."""
         return types_pb2.Fence(term=self._term, membership=membership)
 
     async def execute(
         self, request: worker_pb2.ExecuteRequest
     ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """The messages of an execution. Raises UnavailableError when the stream breaks."""
+        """Yield the messages of an execution. Raises UnavailableError when the stream breaks."""
         call = self.stub.Execute(request)
         try:
             async for response in call:
@@ -51,7 +51,7 @@ class WorkerLink:
         raise UnavailableError(f"worker {self.member.worker_id} ended the stream early")
 
     async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """True when exactly this start of the worker answers at its address."""
+        """Return True when exactly this start of the worker answers at its address."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:
@@ -59,7 +59,7 @@ class WorkerLink:
         return described.incarnation == self.member.incarnation
 
     async def why_silent(self) -> str:
-        """Why a worker that does not answer does not, where identity is the reason; else empty."""
+        """Return why a worker does not answer, where its identity is the reason; else ""."""
         proof, name = self._proof, self.member.worker_id
         return await asyncio.to_thread(explain, self.address, proof, name)
 
@@ -103,7 +103,7 @@ class Links:
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
-        """The link to a member; raises UnavailableError when this start of it is gone."""
+        """Return the link to a member; raises UnavailableError when this start of it is gone."""
         record = state.workers.get(member.worker_id)
         if record is None or record.member != member or not record.is_alive:
             raise UnavailableError(f"worker {member.worker_id} is lost")
@@ -113,11 +113,11 @@ class Links:
         return link
 
     def open(self, member: Member, address: str) -> WorkerLink:
-        """A link of its own to a worker that may not be registered yet; the caller closes it."""
+        """Open a separate link to a worker that may not be registered yet; the caller closes it."""
         return WorkerLink(member, address, self._term, self._proof)
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
-        """Forget the links to members that are gone; the caller closes them."""
+        """Forget the links to members that are gone and return them; the caller closes them."""
         alive = {w.member for w in state.workers.values() if w.is_alive}
         lost = [member for member in self._links if member not in alive]
         return [self._links.pop(member) for member in lost]
@@ -130,10 +130,10 @@ class Links:
 
 
 def session(run_id: RunId, party: str = "", member: int = 0) -> types_pb2.SessionRef:
-    """Names a session on a worker."""
+    """Return the name of a session on a worker."""
     return types_pb2.SessionRef(run_id=run_id, party=party, member=member)
 
 
 def state_ref(base: Base) -> worker_pb2.StateRef:
-    """A committed state on the wire."""
+    """Return a committed state as a protobuf message."""
     return worker_pb2.StateRef(segment=base.segment, step=base.step, digest=base.digest)

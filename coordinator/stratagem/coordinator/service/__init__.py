@@ -1,1 +1,1 @@
-"""The gRPC face of the coordinator: decode, one call, encode."""
+"""The gRPC service of the coordinator: decode, one call, encode."""

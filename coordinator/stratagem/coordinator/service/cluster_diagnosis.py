@@ -1,7 +1,7 @@
-"""Asks every worker how it is, and which of the others it reaches; for `stratagem doctor`.
+"""Asks every worker for its condition, and which other workers it reaches; for `stratagem doctor`.
 
-Owns nothing: measures when somebody asks. With many workers each one tries the next few of them, in
-order of name, so that all are tried by somebody.
+Owns nothing: measures on request. With many workers each one probes the next few of them, in order
+of name, so that every worker is probed by another one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stratagem.v1 import types_pb2, worker_pb2
 
 WORKER_TIMEOUT_S: Final = 8.0
 MAX_PROBES: Final = 8
-"""Per worker; with more than nine workers not every pair is tried."""
+"""Probes per worker; with more than nine workers not every pair is probed."""
 _PACKAGES: Final = ("sqlalchemy", "safetensors")
 
 
 async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseResponse:
-    """All workers at once; the coordinator's own disk meanwhile."""
+    """Diagnose all workers at once, and the coordinator's own environment meanwhile."""
     settings = app.settings
     environment, diagnosed = await asyncio.gather(
         asyncio.to_thread(environment_of, settings.data_dir, _PACKAGES, tls_of(settings)),
@@ -57,7 +57,7 @@ async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
 
 
 def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[WorkerRecord]:
-    """The next ones, around the circle."""
+    """Return the workers that follow this one, around the circle."""
     if worker not in alive:
         return []
     place = alive.index(worker)

@@ -76,7 +76,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     @property
     def app(self) -> App:
-        """Whose service this is."""
+        """Return the app that this service serves."""
         return self._app
 
     # ---- clients ----

@@ -1,4 +1,4 @@
-"""Tells a dead worker from a broken exchange, by asking the workers themselves."""
+"""Distinguishes a dead worker from a broken exchange, by asking the workers themselves."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 async def look_into(app: App, run_id: RunId, party: Party, membership: int, reason: str) -> None:
-    """An exchange has failed. Lose the members that do not answer; re-form those that do.
+    """Handle a failed exchange: lose the members that do not answer; re-form if all of them do.
 
     Does nothing when the membership is over already.
     """
@@ -34,9 +34,10 @@ async def look_into(app: App, run_id: RunId, party: Party, membership: int, reas
 
 
 async def meet(app: App, member: Member, address: str) -> None:
-    """Dial a worker back before it is believed: it must answer, under the name it gives.
+    """Call a worker back before its registration is accepted: it must answer, under the name it
+    gives.
 
-    Raises AlreadyExistsError when another process of that name lives.
+    Raises AlreadyExistsError when another process of that name is alive.
     """
     known = app.loop.state.workers.get(member.worker_id)
     is_other = known is not None and known.is_alive and known.member != member

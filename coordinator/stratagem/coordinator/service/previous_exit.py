@@ -1,7 +1,7 @@
-"""What a registering worker tells of how the process before it has ended, as a value.
+"""Decodes how the previous process of a registering worker ended, as the worker reports it.
 
-It is journaled and shown to people, so it is cut down to what it should be; none of it is a reason
-to keep a worker out.
+It is journaled and displayed, so it is cut down to what it should be; nothing in it is a reason to
+keep a worker out.
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ MAX_STATUS: Final = 1 << 16
 
 
 def ending_of(request: coordinator_pb2.RegisterWorkerRequest) -> Ending | None:
-    """None where it tells of none."""
+    """Return how the previous process ended; None where the request does not say."""
     told = request.previous_exit
     if not told.incarnation:
         return None

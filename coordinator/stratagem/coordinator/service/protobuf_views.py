@@ -1,4 +1,4 @@
-"""State as protobuf, for answers. Shows what is; decides nothing."""
+"""Converts state to protobuf messages, for answers. Shows what is; decides nothing."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from stratagem.coordinator.observe.event_feed import FeedEvent, SegmentProgress
 from stratagem.v1 import coordinator_pb2, types_pb2
 
 Paths = Callable[[Digest], str]
-"""Where a blob lies, for people; "" when it is not a file here."""
+"""Returns where a blob is stored, for display; "" when it is not a file here."""
 
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
 def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
-    """One run."""
+    """Return one run as a message."""
     return coordinator_pb2.RunInfo(
         run_id=run.run_id,
         name=run.name,
@@ -60,7 +60,7 @@ def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
 
 
 def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
-    """One event."""
+    """Return one event as a message."""
     return coordinator_pb2.RunEvent(
         index=item.index,
         time_s=item.wall_s,
@@ -72,7 +72,7 @@ def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
 
 
 def progress(world: World, run: RunRecord, item: SegmentProgress) -> coordinator_pb2.RunProgress:
-    """The latest progress."""
+    """Return the latest progress of a run as a message."""
     status = status_of(run, world)
     return coordinator_pb2.RunProgress(
         step=max(item.step, status.step),
@@ -95,7 +95,9 @@ def progress(world: World, run: RunRecord, item: SegmentProgress) -> coordinator
 def worker_infos(
     state: CoordinatorState, silent_s: Callable[[Member], float | None]
 ) -> list[coordinator_pb2.WorkerInfo]:
-    """All workers, by name; silent_s: seconds since the last beat of one, if it holds a lease."""
+    """Return all workers, by name; silent_s: seconds since a worker's last beat, if it holds a
+    lease.
+    """
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     for run in state.runs.values():
         if run.ended is None:
@@ -121,7 +123,7 @@ def _worker_info(
 
 
 def capability(proto: types_pb2.Capability) -> Capability:
-    """What a worker says of itself."""
+    """Return the capability that a worker reports, as a value."""
     return Capability(
         device=proto.device,
         device_name=proto.device_name,

@@ -1,7 +1,7 @@
-"""What the coordinator accepts of its callers' words, beside what jobs and tensor streams check.
+"""Limits on the fields of requests, apart from those that jobs and tensor streams check.
 
-Owns the sizes that are no settings: nobody needs another one, and every caller's code relies on
-them. Knows no state.
+Owns the sizes that are not settings: no deployment needs other ones, and every caller's code relies
+on them. Knows no state.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 
 def check_note(note: str) -> None:
-    """The sentence that a client gives for a run's log."""
+    """Check the sentence that a client gives for a run's log."""
     if len(note) > MAX_NOTE_CHARS:
         raise LimitError(f"note: {len(note)} characters, the limit is {MAX_NOTE_CHARS}")
     _check_printable("note", note)
 
 
 def clipped_reason(reason: str) -> str:
-    """What a worker says has failed: as much of it as a log needs."""
+    """Return a worker's reason for a failure, cut to the length that a log needs."""
     return printable(reason[:MAX_REASON_CHARS], is_line=True)
 
 
 def check_address(address: str, field: str = "address") -> None:
-    """HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and more."""
+    """Check for HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and
+    more.
+    """
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -52,7 +54,7 @@ def check_address(address: str, field: str = "address") -> None:
 
 
 def check_capability(capability: types_pb2.Capability) -> None:
-    """What a worker says of itself is journaled, and shown to people."""
+    """Check the capability that a worker reports: it is journaled and displayed."""
     for name in ("device", "device_name", "numerics_fingerprint", "data_plane"):
         _check_word(f"capability.{name}", getattr(capability, name))
     _check_word("capability.numerics_description", capability.numerics_description, 4)
@@ -65,23 +67,26 @@ def check_capability(capability: types_pb2.Capability) -> None:
 
 
 def check_endpoint(endpoint: bytes) -> None:
-    """What a member tells the others at the rendezvous."""
+    """Check the endpoint that a member gives to the others at the rendezvous."""
     if len(endpoint) > MAX_ENDPOINT_BYTES:
         raise LimitError(f"endpoint: {len(endpoint)} bytes, the limit is {MAX_ENDPOINT_BYTES}")
 
 
 class Places:
-    """A number of places that calls take while they are open, and how many of them one caller may
-    have."""
+    """A limited number of places for open calls, with a limit of how many of them one caller may
+    take.
+    """
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
-        """setting: that of the first limit; that of the other one is called after it."""
+        """Set up with all places free; setting: the name of the first limit, and the prefix of the
+        other one's.
+        """
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._taken = Counter[str]()
 
     @contextmanager
     def taken(self, caller: Caller = NOBODY) -> Iterator[None]:
-        """Raises LimitError when all are, or all that the caller may have."""
+        """Take a place. Raises LimitError when all are taken, or all that the caller may have."""
         of_all = self._taken.total()
         if of_all >= self._limit:
             raise LimitError(
@@ -105,7 +110,7 @@ class Places:
 
 
 class Keys:
-    """Things that only one call at a time may work on."""
+    """A set of keys of which only one call at a time may hold each."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -117,7 +122,7 @@ class Keys:
 
     @contextmanager
     def holding(self, key: Hashable, shown: str) -> Iterator[None]:
-        """Raises ConflictError while another call holds the key."""
+        """Hold a key. Raises ConflictError while another call holds it."""
         if key in self._held:
             raise ConflictError(f"another stream {self._what} {shown}")
         self._held.add(key)

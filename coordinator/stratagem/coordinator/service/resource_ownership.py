@@ -1,7 +1,8 @@
-"""Whether what a call names is for its caller: the coordinator's part of the table of calls.
+"""Checks that a caller may use the resources a call names: the coordinator's part of the table of
+calls.
 
-Reads the state and decides nothing else. Where nobody has to say who they are, all of it is for
-everybody.
+Reads the state and decides nothing else. Where callers need not identify themselves, every caller
+may use everything.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from stratagem.v1 import types_pb2
 
 
 def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
-    """One that is not known is no secret: the handler says so."""
+    """Refuse a run of another owner. A run that is not known is no secret: the handler says so."""
     app: App = servicer.app
     run = app.loop.state.find(RunId(request.run_id))
     if run is not None:
@@ -58,7 +59,7 @@ def _check_member(
     run = app.loop.state.runs.get(RunId(session.run_id))
     found = None if run is None else parties_of(run).get(Party(session.party))
     if found is None or found.membership != membership:
-        return  # what is stale is told so by the handler, and nothing else
+        return  # the handler answers a stale membership with StaleError, whoever asks
     members = found.members if rank is None else found.members[rank : rank + 1]
     if not caller.is_one_of(member.worker_id for member in members):
         where = f"{session.run_id}/{session.party}".rstrip("/")

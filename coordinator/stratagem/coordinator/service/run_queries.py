@@ -1,4 +1,4 @@
-"""Runs as clients see them: active ones from memory, those at rest from the journal."""
+"""Answers queries about runs: active ones from memory, those at rest from the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from stratagem.coordinator.service.protobuf_views import run_info
 from stratagem.v1 import coordinator_pb2
 
 MAX_PAGE_BYTES: Final = 2 * 2**20
-"""Of a page with several runs; one alone is never larger than a message."""
+"""Size of a page with several runs; one alone is never larger than a message."""
 
 READ_AT_ONCE: Final = 16
-"""Runs at rest, a few KB each, but as large as a job may be."""
+"""Runs at rest that are read at once: a few KB each, but each may be as large as a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,20 @@ class Runs:
     app: App
 
     async def view(self, run_id: str) -> RunView:
-        """One run. Raises NotFoundError."""
+        """Return one run. Raises NotFoundError."""
         found = await self._views([RunId(run_id)])
         if not found:
             raise NotFoundError(f"run {run_id!r} is not known")
         return found[0]
 
     async def info(self, run_id: str) -> coordinator_pb2.RunInfo:
-        """The same as a message."""
+        """Return one run as a message. Raises NotFoundError."""
         return run_info(await self.view(run_id), self.app.path_of)
 
     async def page(self, page_token: str) -> coordinator_pb2.ListRunsResponse:
-        """The runs behind the token, newest first, as many as fit into one message.
+        """Return the runs behind the token, newest first, as many as fit into one message.
 
-        The token is the place of the last run of a page, so that one that is deleted does no harm.
+        The token is the position of the last run of a page, so that deleting that run does no harm.
         """
         behind = _place_in(page_token) if page_token else None
         runs = self.app.loop.state.all_runs()
@@ -57,7 +57,7 @@ class Runs:
         return response
 
     async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
-        """Those of them that there are, in this order; they may be deleted meanwhile."""
+        """Return those of the runs that exist, in this order; they may be deleted meanwhile."""
         ended = [run_id for run_id in run_ids if run_id in self.app.loop.state.ended]
         read = await self.app.loop.recorded.views(ended) if ended else {}
         runs = self.app.loop.state.runs  # one may have been resumed meanwhile

@@ -38,7 +38,9 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 
 def which(run: RunView, name: str) -> Digest:
-    """The digest of what a client names: final, best, a segment's number; or predictions."""
+    """Return the digest of the state that a client names: final, best, a segment's number; or
+    predictions.
+    """
     if name in ("", "final"):
         if run.commits:
             return run.commits[-1].digest
@@ -63,7 +65,7 @@ def which(run: RunView, name: str) -> Digest:
 async def download(
     blobs: BlobStore, digest: Digest, offset: int
 ) -> AsyncIterator[pb.DownloadStateResponse]:
-    """A blob as a tensor stream; every byte is checked before it leaves."""
+    """Send a blob as a tensor stream; every byte is checked before it is sent."""
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
         manifest, _ = await asyncio.to_thread(header_of, file, digest)
@@ -74,7 +76,7 @@ async def download(
 
 
 class Uploads:
-    """The data sets that are on their way in."""
+    """The data sets that are being uploaded."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -92,7 +94,7 @@ class Uploads:
         )
         manifest = from_proto(header.manifest, limits, Purpose.DATA)
         digest, caller = check_digest(header.digest), current_caller()
-        # Of others nobody is told whether the bytes are here: they bring all of them.
+        # Other callers must not learn whether the bytes are here: they send all of them.
         is_theirs = caller.is_admin or has_brought(self._app.loop.state, caller.owner, digest)
         if is_theirs and await _is_kept(self._app.blobs, digest):
             yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
@@ -105,7 +107,7 @@ class Uploads:
                 try:
                     async for response in responses:
                         yield response
-                except NoSpaceError as error:  # the sender need not wait until somebody makes room
+                except NoSpaceError as error:  # the sender need not wait until space is freed
                     raise LimitError(str(error)) from error
 
 
@@ -144,8 +146,10 @@ async def _store(
 
 
 async def check_job(app: App, job_json: str, caller: Caller) -> None:
-    """A job may only name data and a state that lie here already and are for the caller, and have
-    so many nodes. Whether others have brought what is refused here, nobody is told."""
+    """Check that a job has at most max_graph_nodes nodes, and names only data and a state that are
+    stored here already and that the caller may use. A refusal does not reveal what other callers
+    have uploaded.
+    """
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -166,14 +170,18 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
-    """Whether the caller may name a blob, and it is kept for the run."""
+    """Return True if the caller may name a blob that is stored here, which is then kept for the
+    run.
+    """
     if digest is None or not await may_name(app, caller, digest):
         return False
     return await _is_kept(app.blobs, digest)
 
 
 async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
-    """Whether a job of the caller may name a blob, wherever that is; see `core.owners`."""
+    """Return True if a job of the caller may name a blob, wherever it is stored; see
+    `core.owners`.
+    """
     state = app.loop.state
     if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):
         return True
@@ -191,7 +199,7 @@ async def _is_kept(blobs: BlobStore, digest: Digest) -> bool:
 async def rendezvous(
     app: App, run_id: RunId, party: Party, membership: int, rank: int, arrival: Arrival
 ) -> tuple[Arrival, ...]:
-    """Wait for the other members; those that stay away are suspected."""
+    """Wait for the other members; those that do not arrive in time are suspected."""
     try:
         async with asyncio.timeout(app.settings.rendezvous_timeout_s):
             return await app.barriers.join(run_id, party, membership, rank, arrival)
