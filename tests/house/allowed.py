@@ -26,8 +26,6 @@ UNUSED_NAMES: frozenset[str] = frozenset(
         "common.strategy.wire_values.dump_value",
         "common.strategy.wire_values.parse_distribution",
         "common.strategy.wire_values.parse_value",
-        "coordinator.core.state_machine.decide.settle",
-        "coordinator.core.state_machine.pending_effects.next_deadline",
     }
 )
 """Public names that nobody uses but a test."""

@@ -45,10 +45,11 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.decide import decide, settle, world_of
-from stratagem.coordinator.core.state_machine.pending_effects import next_deadline, pending
+from stratagem.coordinator.core.state_machine.decide import decide, world_of
+from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
+from tests.coordinator.core.ask_every_run import next_deadline, settle
 
 F = TypeVar("F", bound=Fact)
 

@@ -8,10 +8,10 @@ from stratagem.coordinator.core.commands import LoseWorker, SubmitRun, Tick
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.pending_effects import next_deadline
 from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
+from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.simulation import RUN, Simulation, job, member, register
 
 pytestmark = pytest.mark.core

@@ -31,13 +31,10 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import (
-    live_blobs,
-    next_deadline,
-    pending,
-)
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.strategies.federated.client_selection import select
 from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
+from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,

@@ -23,11 +23,12 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, RunRecord
-from stratagem.coordinator.core.state_machine.pending_effects import next_deadline, pending
+from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
 from stratagem.coordinator.effects.federated.client_failures import defect
 from stratagem.coordinator.strategies.federated.model_building import may_move
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
+from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,

@@ -3,8 +3,8 @@
 A strategy decides by its run, the workers with their load, and the time, of which it says
 beforehand when it matters. So a run that had nothing to add has nothing to add until a fact has
 changed it, the workers or their load are others, or its deadline has passed: only then is it asked
-again. `decide.settle` is the same without a memory; the tests of the core compare the two at every
-command. So following a fact costs the same however many runs there are.
+again. So following a fact costs the same however many runs there are. Asking all runs after every
+fact comes to the same facts in the same order; the tests of the core compare the two.
 """
 
 from collections import Counter

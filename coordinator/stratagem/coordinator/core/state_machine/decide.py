@@ -1,11 +1,10 @@
 """Command in, facts or a refusal out.
 
-decide answers the command itself; settle then asks every active run's strategy what follows from
-how things stand now, one fact at a time, until nobody has anything to add. Both only read.
+decide answers the command itself, and only reads. What follows from how things stand then, the
+agenda asks the runs' strategies.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId, WorkerId
@@ -58,13 +57,12 @@ from stratagem.coordinator.core.state import (
     RunRecord,
     World,
 )
-from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.crash_attribution import deaths_at_work
 from stratagem.coordinator.core.state_machine.retention import expire_runs, forget_workers
 from stratagem.coordinator.core.state_machine.rollback import resumed_from
 from stratagem.coordinator.core.state_machine.strategy_boundary import (
     Raised,
-    ask,
     objections_to,
     parties_of,
     reform_of,
@@ -119,16 +117,6 @@ def _decide_about_workers(
             return forget_workers(state, command)
 
 
-def settle(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
-    """Facts that follow from the state; each is applied before the next is asked for."""
-    counts = Counter[RunId]()
-    while (entry := next(_decisions(state, now_s), None)) is not None:
-        counts[entry.run_id] += 1
-        entry = limited(entry, counts[entry.run_id])
-        yield entry
-        state = apply(state, entry.run_id, entry.fact, now_s)
-
-
 def limited(entry: JournalEntry, number: int) -> JournalEntry:
     """The number-th decision of a run after one command; too many of them fail it."""
     if number <= MAX_DECISIONS:
@@ -147,16 +135,6 @@ def world_of(state: CoordinatorState) -> World:
             # Earlier starts of a worker burden nobody.
             load.update({member.worker_id for member in run.touched & now})
     return World(state.workers, load)
-
-
-def _decisions(state: CoordinatorState, now_s: float) -> Iterator[JournalEntry]:
-    world = world_of(state)
-    for run_id, run in state.runs.items():
-        if run.ended is not None:
-            continue
-        fact = ask(run, world, now_s)
-        if fact is not None:
-            yield JournalEntry(run_id, fact, key_of(fact, run.num_returns))
 
 
 def key_of(fact: Fact, num_returns: int = 0) -> str | None:

@@ -5,8 +5,6 @@ from itertools import chain
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core.effects import Effect, Release
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
-from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import deadline_of
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
@@ -21,13 +19,6 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
     if run.is_released:
         return frozenset()
     return frozenset({Release(run.run_id, run.touched)})
-
-
-def next_deadline(state: CoordinatorState) -> float | None:
-    """Leader-clock time at which a Tick is due."""
-    world = world_of(state)
-    deadlines = [deadline_of(run, world) for run in state.runs.values() if run.ended is None]
-    return min((d for d in deadlines if d is not None), default=None)
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
