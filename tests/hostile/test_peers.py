@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.v1 import peer_pb2 as ppb
 from stratagem.v1 import types_pb2
 from tests.cluster.jobs import data_parallel, job, model_parallel, outcome_of
+from tests.common.tensors.chunk_messages import iter_chunks
 from tests.hostile.generate import conversations, damaged, noise
 from tests.hostile.promises import method
 from tests.hostile.rig import Rig, calm_runs, nothing_left_behind, under_attack

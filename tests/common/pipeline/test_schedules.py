@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.pipeline.schedule_simulation import (
     check,
-    format_grid,
     format_lists,
     peak_live,
     simulate,
@@ -141,12 +140,6 @@ def test_interleaved_order_is_that_of_torch(size: int, chunks: int, count: int) 
             for each in theirs
             if each is not None
         ]
-
-
-def test_a_grid_shows_who_waits() -> None:
-    grid = format_grid(one_f_one_b(2, 3)).splitlines()
-    assert grid[0] == "rank 0: F0 F1 .  B0 F2 B1 .  B2"
-    assert grid[1] == "rank 1: .  F0 B0 F1 B1 F2 B2 ."
 
 
 def test_a_deadlock_is_found_and_shown() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.schema.json_text import dump_json
 from stratagem.common.strategy import Tag
 from stratagem.common.strategy.search_space import (
     Categorical,
@@ -18,7 +19,7 @@ from stratagem.common.strategy.search_space import (
     Int,
     Scale,
     SearchSpace,
-    dumps_search_space,
+    dump_search_space,
     parse_search_space,
 )
 from stratagem.common.strategy.wire_values import (
@@ -59,7 +60,7 @@ FLOAT: dict[str, Any] = {
 
 def test_a_search_space_round_trips() -> None:
     space = parse_search_space(SPACE)
-    assert dumps_search_space(space) == SPACE
+    assert dump_json(dump_search_space(space)) == SPACE
     assert space == SearchSpace(
         (
             Float("lr", 1e-4, 0.1, Scale.LOG),

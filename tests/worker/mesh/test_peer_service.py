@@ -19,7 +19,6 @@ import torch
 from stratagem.common.base.errors import StaleError
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose, to_proto
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, types_pb2
@@ -28,6 +27,7 @@ from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.mailbox import Route
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
+from tests.common.tensors.chunk_messages import iter_chunks
 from tests.patience import AT_ONCE_S, PATIENCE_S
 from tests.worker.mesh.late_device import LateDevice
 

@@ -11,9 +11,9 @@ import pytest
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import to_proto
 from stratagem.v1 import worker_pb2 as pb
+from tests.common.tensors.chunk_messages import iter_chunks
 from tests.worker.service.gate import Gate
 from tests.worker.service.rig import Worker
 from tests.worker.service.saying import (

@@ -18,7 +18,6 @@ from stratagem.common.base.errors import (
     StaleError,
     UnavailableError,
 )
-from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
@@ -39,6 +38,7 @@ from stratagem.worker.session.plan_control import (
     ViewChanged,
 )
 from stratagem.worker.session.session_states import StateStore, freeze
+from tests.common.tensors.chunk_messages import iter_chunks
 
 FENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from("ab")))
 

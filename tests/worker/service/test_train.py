@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.common.tensors.chunks import iter_chunks
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.common.tensors.chunk_messages import iter_chunks
 from tests.reference.loops import sharded_loop
 from tests.worker.service.gate import Gate
 from tests.worker.service.rig import Rig, Worker

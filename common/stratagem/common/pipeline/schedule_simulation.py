@@ -20,9 +20,8 @@ EQUAL_COSTS: Final[Mapping[TaskKind, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a schedule begins and ends, in the units of the costs."""
+    """How long a schedule takes and its ranks are busy, in the units of the costs."""
 
-    spans: Mapping[Action, tuple[float, float]]
     makespan: float
     busy: tuple[float, ...]
     """Per rank."""
@@ -86,7 +85,7 @@ def simulate(
             waits.append(f"rank {rank} at {action} waits for {awaited}")
         text = f"deadlock: {'; '.join(waits)}\n{format_lists(schedule, at)}"
         raise InvalidInputError.at("schedule", text)
-    return Timeline(spans, max(clocks), tuple(busy))
+    return Timeline(max(clocks), tuple(busy))
 
 
 def peak_live(schedule: Schedule) -> dict[int, int]:
@@ -99,21 +98,6 @@ def peak_live(schedule: Schedule) -> dict[int, int]:
             live[action.stage] = live.get(action.stage, 0) + change
             peak[action.stage] = max(peak.get(action.stage, 0), live[action.stage])
     return peak
-
-
-def format_grid(schedule: Schedule, timeline: Timeline | None = None) -> str:
-    """Ranks downwards, time to the right, in units of one action; idle is a dot."""
-    timeline = timeline or simulate(schedule, _chain(1 + max(_stages(schedule), default=0)))
-    multi = any(len({a.stage for a in actions}) > 1 for actions in schedule)
-    rows = []
-    for rank, actions in enumerate(schedule):
-        cells = ["."] * round(timeline.makespan)
-        for action in actions:
-            begin, end = timeline.spans[action]
-            for column in range(round(begin), round(end)):
-                cells[column] = str(action) if multi else f"{action.kind}{action.micro_batch}"
-        rows.append((f"rank {rank}", cells))
-    return _aligned(rows)
 
 
 def format_lists(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
@@ -138,10 +122,6 @@ def _aligned(rows: Sequence[tuple[str, list[str]]]) -> str:
 
 def _chain(num_stages: int) -> list[tuple[int, ...]]:
     return [(stage - 1,) if stage else () for stage in range(num_stages)]
-
-
-def _stages(schedule: Schedule) -> set[int]:
-    return {action.stage for actions in schedule for action in actions}
 
 
 def _ready_at(

@@ -30,7 +30,6 @@ from stratagem.common.schema.json_forms import (
 from stratagem.common.schema.json_text import (
     JSON,
     check_json,
-    dump_json,
     load_json,
     not_one_of,
     sort_keys,
@@ -181,11 +180,6 @@ def dump_search_space(space: SearchSpace) -> dict[str, JSON]:
     written = _SPACE.write(space)
     assert isinstance(written, dict)
     return written
-
-
-def dumps_search_space(space: SearchSpace) -> str:
-    """The compact JSON text."""
-    return dump_json(dump_search_space(space))
 
 
 def _check_bounds(low: float, high: float, scale: Scale) -> None:

@@ -85,15 +85,6 @@ def iter_messages(make: Callable[[], M], pieces: Iterable[bytes], offset: int = 
         yield message
 
 
-def iter_chunks(buffers: Sequence[memoryview], offset: int = 0) -> Iterator[tensor_pb2.Chunk]:
-    """The concatenation of `buffers` from `offset` on, as chunks."""
-    for piece in iter_pieces(buffers, offset):
-        chunk = tensor_pb2.Chunk()
-        fill_chunk(chunk, offset, piece)
-        offset += len(piece)
-        yield chunk
-
-
 def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
     """Make `chunk` the one that carries `piece` at `offset`."""
     chunk.offset = offset

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -80,24 +79,6 @@ def from_file(path: Path, data_start: int, total_bytes: int) -> FileSource:
             yield from _pieces(file.fileno(), path.name, data_start + offset, total_bytes - offset)
 
     return pieces
-
-
-def from_open(file: BinaryIO, name: str, data_start: int, total_bytes: int) -> FileSource:
-    """The same of an open file, which may be closed meanwhile, and be deleted."""
-    held = _Held(file.fileno())
-
-    def pieces(offset: int) -> Iterator[bytes]:
-        return _pieces(held.descriptor, name, data_start + offset, total_bytes - offset)
-
-    return pieces
-
-
-class _Held:
-    """A descriptor of its own, open as long as someone holds it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = os.dup(descriptor)
-        weakref.finalize(self, os.close, self.descriptor)
 
 
 def _pieces(descriptor: int, name: str, start: int, num_bytes: int) -> Iterator[bytes]:

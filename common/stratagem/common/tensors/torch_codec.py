@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.chunks import Sink, iter_pieces
+from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
 from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import (
@@ -28,7 +28,7 @@ from stratagem.common.tensors.manifest import (
     Purpose,
     build_manifest,
 )
-from stratagem.common.tensors.safetensors_file import from_file, header_bytes, read_header
+from stratagem.common.tensors.safetensors_file import from_file, read_header
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     each.name: getattr(torch, each.name) for each in DTYPES if hasattr(torch, each.name)
@@ -128,16 +128,6 @@ def load_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Te
         sink(offset, piece)
         offset += len(piece)
     return finish(), manifest
-
-
-def save_file(path: Path, named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Manifest:
-    """Write tensors as a canonical file; not durable and not atomic, that is the caller's part."""
-    manifest, buffers = manifest_of(named, Purpose.STATE, metadata=metadata)
-    with path.open("wb") as file:
-        file.write(header_bytes(manifest))
-        for piece in iter_pieces(buffers):
-            file.write(piece)
-    return manifest
 
 
 def torch_dtype(name: str) -> torch.dtype:
