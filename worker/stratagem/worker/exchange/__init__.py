@@ -1,4 +1,4 @@
-"""Summing the gradients of logical shards, whoever computes them.
+"""Gradient exchange: sums the gradients of logical shards, whichever members compute them.
 
 `GradientBuckets` is the storage, `GradientReducer` the reducer, and a transport carries partial
 sums: none (solo), member to member (mesh, or shared where they share memory), or through the

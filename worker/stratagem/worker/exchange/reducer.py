@@ -1,6 +1,6 @@
 """The reducer: one training step's gradients, from shards to the sum over all shards.
 
-The sum has the same bits whoever computes which shards and whatever carries the bytes: shards are
+The sum has the same bits whichever member computes a shard and any transport: shards are
 added in the tree of `common.shards`, each slot in its fixed place. Overlaps with backward: while
 the last own shard runs, each bucket is handed to the transport when it is full, in order; with a
 codec, when the buckets that are coded together are full and coded.
@@ -61,9 +61,9 @@ class GradientReducer:
     ) -> None:
         """Starts step number `step`; shards from num_live on have no rows and do not exist.
 
-        Who knows the total weight already, and all members must, passes it as divisor: the sums
-        come divided, with the bits that dividing afterwards would give, for a fraction of the
-        memory traffic. The extras are never divided.
+        A caller that knows the total weight already, as all members must then, passes it as
+        divisor: the sums come divided, with the bits that dividing afterwards would give, for a
+        fraction of the memory traffic. The extras are never divided.
         """
         if owned != self.party.owned:
             raise ValueError(f"member {self.party.rank} owns {self.party.owned}, not {owned}")
@@ -99,18 +99,18 @@ class GradientReducer:
         self.buckets.go_on(self._on_full(self._current()))
 
     def reached(self) -> list[bool]:
-        """By parameter: whether backward has reached it in this shard."""
+        """Returns for each parameter whether backward has reached it in this shard."""
         return self.buckets.reached()
 
     def weigh(self, weight: float) -> None:
-        """Of no use here: the weight of a shard is not that of the step."""
+        """Does nothing: the weight of one shard is not that of the step."""
 
     def divide(self, divisor: float) -> None:
-        """Divides the sums, after finish, where nobody knew the divisor before."""
+        """Divides the sums, after finish, where the divisor was not known before."""
         self.buckets.divide(divisor)
 
     def norms(self) -> list[Tensor] | None:
-        """The 2-norms of the summed gradients: not known here."""
+        """Returns None: the 2-norms of the summed gradients are not known here."""
         return None
 
     def discard(self) -> None:
@@ -168,7 +168,7 @@ class GradientReducer:
         return self._step
 
     def _on_full(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Who hears of full buckets in the next backward."""
+        """Returns the callback for full buckets of the next backward; None before the last one."""
         is_last = self._num_to_come == 0 and self._num_done == len(plan.live) - 1
         return self._mark_full if is_last else None
 
@@ -180,7 +180,8 @@ class GradientReducer:
         self._launch()
 
     def _is_full(self, portion: int) -> bool:
-        """The extras, which come last, are not coded."""
+        """Returns whether all buckets of the portion are full; the extras, which come last, are not
+        coded."""
         buckets = self._portions[portion].buckets
         return all(self._full[bucket] for bucket in buckets if bucket < len(self._full) - 1)
 
@@ -199,7 +200,7 @@ class GradientReducer:
             self.transport.launch(bucket)
 
     def _may_launch(self, bucket: int) -> bool:
-        """Only what is coded already, of a shard that is coded."""
+        """Returns whether the bucket is full and, where shards are coded, coded already."""
         is_done = not self._portions or self._num_done == len(self._current().live)
         return self._full[bucket] and (is_done or bucket < self._coded_buckets)
 

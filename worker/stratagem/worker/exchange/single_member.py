@@ -1,4 +1,4 @@
-"""The exchange of a member that has nobody to exchange with, and only one shard.
+"""The exchange of a member that has no peers and only one shard.
 
 Its gradients are the sums already. They stay where autograd puts them, and large ones are divided
 and measured while they are warm, as backward finishes each; small ones all at once. The bits are
@@ -26,7 +26,8 @@ SMALL_BYTES: Final = 1 << 20
 
 
 class SingleMemberReducer:
-    """Of these parameters, which `fits` has looked at. A step goes as with `Exchange`."""
+    """Divides and measures the gradients of the only member in place; `fits` must hold of the
+    parameters. A step has the same calls as with `GradientReducer`."""
 
     name = "solo"
 
@@ -52,13 +53,14 @@ class SingleMemberReducer:
 
     @staticmethod
     def fits(params: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Whether gradients have the same bits, wherever they lie: wide enough, and in order."""
+        """Returns whether the gradients need no buckets to have the same bits: float32 or float64,
+        and contiguous."""
         return all(p.dtype in _AS_SUMMED and p.is_contiguous() for _, p in params)
 
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
     ) -> None:
-        """As in `Exchange`; the one shard is always live."""
+        """Starts a step as `GradientReducer.begin_step` does; the one shard is always live."""
         if owned != range(1) or num_live != 1:
             raise ValueError(f"one shard is owned here, not {owned} of {num_live}")
         self._divisor, self._extras, self._is_divided = divisor, None, False
@@ -79,11 +81,11 @@ class SingleMemberReducer:
         self._is_last = self._num_to_come == 0
 
     def weigh(self, weight: float) -> None:
-        """The sums are to be divided by this; known before the last backward."""
+        """Sets the divisor of the sums, which must be known before the last backward."""
         self._divisor = weight
 
     def reached(self) -> list[bool]:
-        """By parameter: whether backward has reached it in this shard."""
+        """Returns for each parameter whether backward has reached it in this shard."""
         return [param.grad is not None for param in self._params]
 
     def end_shard(self, shard: int, extras: StepScalars) -> None:
@@ -93,7 +95,8 @@ class SingleMemberReducer:
         self._is_last, self._extras = False, extras
 
     def finish(self, num_head: int = 0) -> StepScalars:
-        """The extras as they came. Raises ExchangeError after cut."""
+        """Divides what is not divided yet and returns the extras as they came. Raises ExchangeError
+        after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")
         if self._extras is None:
@@ -115,7 +118,8 @@ class SingleMemberReducer:
                 self._norms[index] = divided(param.grad, divisor, self._numerics)
 
     def norms(self) -> list[Tensor] | None:
-        """What `parts_of` says of each gradient there is, where it is known."""
+        """Returns the result of `gradient_norm.parts_of` for the gradients that exist; None where
+        it is not known."""
         if self._is_small:
             return self._few.parts([param.grad for param in self._params], self._numerics)
         found = [norm for norm in self._norms if norm is not None]
@@ -139,7 +143,7 @@ class SingleMemberReducer:
         self._is_cut = True
 
     def close(self) -> None:
-        """Gradients are none of its business any more."""
+        """Removes the hooks; gradients are left alone from now on."""
         for hook in self._hooks:
             hook.remove()
 

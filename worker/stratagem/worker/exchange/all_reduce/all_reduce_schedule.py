@@ -3,8 +3,8 @@
 A bucket is cut into pieces, and each piece into one slice per member. A member sends its partial
 sums of slice p to member p (phase 1), adds what it received of its own slice in tree order and
 sends the sum back to all (phase 2): the bandwidth of a ring, two latencies, and bits that depend
-on nothing but the shards. A small bucket is not cut: among few members everybody sends everything
-to everybody and adds for itself, among more it goes up and down a tree.
+on nothing but the shards. A small bucket is not cut: among few members each sends everything
+to all others and adds for itself, among more it goes up and down a tree.
 Prepares only; moves nothing and waits for nothing.
 """
 
@@ -38,7 +38,7 @@ Sets = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where one piece lies: the elements [start, stop) that each member adds up, by rank."""
+    """One piece of a bucket: by rank, the elements [start, stop) that each member adds up."""
 
     bucket: int
     is_gathered: bool
@@ -48,7 +48,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """All that one member does for one part of a bucket."""
+    """All that one member does for one piece of a bucket."""
 
     bucket: int
     is_extras: bool
@@ -66,21 +66,21 @@ class Piece:
 
 
 def cut_pieces(layout: BucketLayout, size: int) -> tuple[Cut, ...]:
-    """The pieces of all buckets in order; the same on all members."""
+    """Returns the pieces of all buckets in order; the same on all members."""
     buckets = enumerate(layout.buckets)
     return tuple(cut for index, bucket in buckets for cut in _cut_bucket(index, bucket, size))
 
 
 def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
-    """How many tags one step uses: for each piece one per shard, and one for the sum."""
+    """Returns how many tags one step uses: for each piece one per shard, and one for the sum."""
     return len(cuts) * (party.num_shards + 1)
 
 
 def prepare(
     cuts: Sequence[Cut], party: ShardOwners, step: StepPlan, sets: Sets, window: int
 ) -> tuple[Piece, ...]:
-    """This member's part in all pieces. What it receives in phase 1 lies in buffers that piece i
-    shares with piece i + window, so at most `window` pieces may be under way."""
+    """Returns this member's part in all pieces. What it receives in phase 1 is in buffers that
+    piece i shares with piece i + window, so at most `window` pieces may be under way."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)

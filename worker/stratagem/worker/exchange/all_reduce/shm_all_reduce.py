@@ -1,10 +1,10 @@
 """Sums in shared memory: every member's buckets are mapped by all, and nothing is sent.
 
-Once all members say that a bucket is full, each adds its own slice over everybody's partial sums,
-in the tree, and writes the sum into the same slice of every member's set 0. Nobody else reads or
-writes that slice, so one barrier per bucket is enough, and one at the end of the step.
-Has no thread: a bucket is added when the torch thread comes by with the next one, or in `finish`.
-Adding costs little, and waking another thread costs as much and takes a core from backward.
+Once all members say that a bucket is full, each adds its own slice over all members' partial sums,
+in the tree, and writes the sum into the same slice of every member's set 0. No other member reads
+or writes that slice, so one barrier per bucket is enough, and one at the end of the step. Has no
+thread: a bucket is added when the torch thread comes by with the next one, or in `finish`. Adding
+costs little, and waking another thread costs as much and takes a core from backward.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Block:
 
     additions: tuple[Addition, ...]
     total: Tensor
-    """What the additions end in; lies in this member's set 0."""
+    """What the additions end in; a part of this member's set 0."""
     copies: tuple[Tensor, ...]
     """The same place in the set 0 of every other member."""
     is_extras: bool
@@ -49,8 +49,8 @@ class Block:
 
 
 class SharedTransport:
-    """A `Transport` among the members of a group, which it owns. The buckets lie in its memory
-    until it is closed."""
+    """A `ReductionTransport` among the members of a group, which it owns. The buckets are in its
+    memory until it is closed."""
 
     name = SharedGroup.name
 
@@ -134,7 +134,8 @@ class SharedTransport:
 
 
 def prepare_blocks(party: ShardOwners, step: StepPlan, sets: MemberSets) -> list[list[Block]]:
-    """By bucket, what this member adds; together the members' blocks are each bucket once."""
+    """Returns by bucket the blocks that this member adds; together the members' blocks are each
+    bucket once."""
     own = sets[party.rank][0]
     return [
         [_block(party, step, sets, bucket, start, stop) for start, stop in _ranges(flat, party)]
@@ -143,7 +144,7 @@ def prepare_blocks(party: ShardOwners, step: StepPlan, sets: MemberSets) -> list
 
 
 def _ranges(flat: Tensor, party: ShardOwners) -> list[tuple[int, int]]:
-    """This member's slice of a flat bucket in blocks; each begins on SLOT_BYTES."""
+    """Returns this member's slice of a flat bucket as blocks; each begins on SLOT_BYTES."""
     step = SLOT_BYTES // flat.element_size()
     num_units = -(-flat.numel() // step)
     mine = split_rows(num_units, party.size)[party.rank]
@@ -173,11 +174,11 @@ def _block(
     )
 
 
-# ---- where the sets lie in a segment ----
+# ---- the sets in a segment ----
 
 
 def _offsets(layout: BucketLayout) -> list[int]:
-    """In bytes, of each bucket in a set, and last the size of the set."""
+    """Returns the offset in bytes of each bucket in a set, and last the size of the set."""
     offsets = [0]
     for bucket in layout.buckets:
         offsets.append(offsets[-1] + -(-bucket.size_bytes // SLOT_BYTES) * SLOT_BYTES)

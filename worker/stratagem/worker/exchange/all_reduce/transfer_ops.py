@@ -1,4 +1,5 @@
-"""What every exchange is made of: a tensor that goes to or comes from a peer, and a sum of two."""
+"""The operations of every exchange: a tensor that goes to or comes from a peer, and a sum of
+two."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """out = left + right; a copy when there is no right."""
+    """One sum, out = left + right; a copy when there is no right."""
 
     out: Tensor
     left: Tensor

@@ -1,9 +1,9 @@
 """Tree all-reduce of a small bucket, as the messages of one member, prepared beforehand.
 
-Partial sums go up the tree over shards: who computed the leftmost shard of a node adds it up, and
-receives the right child from whoever did the same there. The sum goes down from member 0 by
-doubling: 2 ceil(log2 N) rounds and, with a shard for each member, 2 (N - 1) messages, for any N.
-Additions are those of the direct exchange, so the bits are too. Moves nothing.
+Partial sums go up the tree over shards: the member that computed the leftmost shard of a node adds
+it up, and receives the right child from the member that did the same there. The sum goes down from
+member 0 by doubling: 2 ceil(log2 N) rounds and, with a shard for each member, 2 (N - 1) messages,
+for any N. Additions are those of the direct exchange, so the bits are too. Moves nothing.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One message."""
+    """One message that a member sends or receives."""
 
     transfer: Transfer
     is_send: bool
@@ -26,7 +26,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What one member does, in order."""
+    """The messages and additions of one member, in order."""
 
     up: tuple[Hop | Addition, ...]
     """Afterwards member 0 holds the sum in its set 0."""
@@ -37,7 +37,8 @@ class Tree:
 def plan_tree(
     party: ShardOwners, step: StepPlan, flats: Sequence[Tensor], first_tag: int, stage: Tensor
 ) -> Tree:
-    """flats: this bucket in every set of the member; stage: room for one message.
+    """Returns one member's part in the tree. flats: this bucket in every set of the member; stage:
+    room for one message.
 
     Uses the tags [first_tag, first_tag + num_shards].
     """
@@ -50,7 +51,7 @@ def plan_tree(
     up: list[Hop | Addition] = []
 
     def add_up(node: Node) -> tuple[int, int]:
-        """Who holds the sum of the node in the end, and in which set."""
+        """Returns (the member that ends up with the sum of the node, the set that it is in)."""
         if node in held:
             return held[node]
         below = split_node(node)
@@ -70,7 +71,8 @@ def plan_tree(
 
 
 def _down(rank: int, size: int, tag: int, total: Tensor) -> tuple[Hop, ...]:
-    """In round k the members below 2^k send to those 2^k above them."""
+    """Returns one member's messages on the way down: in round k the members below 2^k send to those
+    2^k above them."""
     hops = []
     distance = 1
     while distance < size:

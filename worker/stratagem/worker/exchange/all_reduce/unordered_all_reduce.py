@@ -1,8 +1,9 @@
-"""Sums in an order that depends on who is there: only where the job gave up on equal bits.
+"""All-reduces whose order of addition depends on the members: only where the job gave up on equal
+bits.
 
 `RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` hands each bucket to
 the backend's own. In both a member first adds up its own shards, so that every element is sent
-2(N - 1)/N times, whatever the shards. All members end with the same bits, but other members, or
+2(N - 1)/N times, for any number of shards. All members end with the same bits, but other members, or
 another number of them, give others.
 """
 
@@ -42,7 +43,8 @@ class Whole:
 
 
 class RingMethod:
-    """N - 1 steps add a chunk on its way round the ring, N - 1 more bring the sums round.
+    """The ring all-reduce: N - 1 steps add a chunk on its way round the ring, N - 1 more bring the
+    sums round.
 
     Sends 2(N - 1) L elements in total for L elements; chunk sizes differ by at most one.
     """
@@ -81,7 +83,8 @@ class RingMethod:
         turn.wait(list(self._issue(given, taken, tag)))
 
     def _issue(self, given: Tensor, taken: Tensor, tag: int) -> Iterator[PendingTransfer]:
-        """Of two members the lower one sends first, for links that go by order alone."""
+        """Starts both transfers; of two members the lower one sends first, for links that match by
+        order alone."""
         rank, size = self._link.rank, self._link.size
         ways = ("send", "receive") if rank < (rank - 1) % size else ("receive", "send")
         for way in ways:
@@ -92,7 +95,7 @@ class RingMethod:
 
 
 class NativeMethod:
-    """The backend's own all-reduce, all launched buckets under way at once."""
+    """Calls the backend's own all-reduce, with all launched buckets under way at once."""
 
     suffix = " native"
     num_tags = 0
@@ -116,7 +119,7 @@ class NativeMethod:
 
 
 def wholes(step: StepPlan, rank: int, sets: Sequence[Sequence[Tensor]]) -> list[Whole]:
-    """By bucket."""
+    """Returns one `Whole` per bucket."""
     num_partials = len(step.nodes[rank])
     return [
         Whole(

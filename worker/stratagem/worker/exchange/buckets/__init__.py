@@ -1,1 +1,1 @@
-"""Storage of gradients in buckets, and who holds which partial sums."""
+"""Storage of gradients in buckets, and the plan of partial sums that each member computes."""

@@ -1,9 +1,9 @@
-"""Where each parameter's gradient lies: which bucket, which slot.
+"""The layout of gradient buckets: each parameter's bucket, and its slot there.
 
 Follows from names, shapes and dtypes only and never changes afterwards, so that a run which
 resumes, or a member which joins late, adds in the same places. Parameters go in reverse order,
 which is about the order in which backward finishes them; the first bucket is small so that the
-exchange starts early. The last bucket holds the extras. Makes no tensors.
+exchange starts early. The last bucket holds the extras. Allocates no tensors.
 """
 
 import hashlib

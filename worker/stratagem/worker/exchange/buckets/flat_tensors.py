@@ -1,6 +1,6 @@
 """Whole tensors as flat buckets and back; for tensors that travel as they are.
 
-Gradients are another matter: their buckets are storage of their own, see `layout`.
+Gradients are another matter: their buckets are storage of their own, see `bucket_layout`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Bucket:
 
 
 def plan_buckets(tensors: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """The tensors in order, as many to a bucket as fit; follows from shapes and dtypes only."""
+    """Groups the tensors in order, as many to a bucket as fit; follows from shapes and dtypes
+    only."""
     groups: list[list[int]] = []
     numel = 0
     for index, tensor in enumerate(tensors):
@@ -55,7 +56,7 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
 
 
 def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The way back: rounds to each tensor's dtype."""
+    """Copies a flat bucket back into its tensors and rounds to each tensor's dtype."""
     start = 0
     for index in bucket.indices:
         tensor = tensors[index]

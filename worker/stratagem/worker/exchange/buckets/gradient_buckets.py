@@ -16,7 +16,7 @@ from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, Bucket
 
 
 class GradientBuckets:
-    """Fixed buckets for these parameters, and `num_extras` float64 values beside them."""
+    """Fixed buckets for the gradients of these parameters and for `num_extras` float64 values."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class GradientBuckets:
         return flats, self.views_of(flats, which)
 
     def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
-        """From now on the sets lie in this memory, of zeros; without any, in memory of their own.
-        What they held is lost."""
+        """Moves the sets to this memory, which must be zeros; with none given, to memory of their
+        own. What they held is lost."""
         self._sets, self._views = [], []
         for flats in sets:
             self._add_set(list(flats))
@@ -96,7 +96,7 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """All sets have memory again, of zeros where it was freed."""
+        """Allocates the memory that was freed again, as zeros, so that all sets have memory."""
         for index in range(len(self._sets)):
             self._hold_set(index)
         self._is_freed = False
@@ -112,7 +112,8 @@ class GradientBuckets:
             flat.zero_()
 
     def begin(self, index: int, on_full: Callable[[int], None] | None) -> None:
-        """From now on gradients go into this set; on_full hears of each bucket that is full."""
+        """Directs the next gradients into this set; on_full is called with each bucket that is
+        full."""
         self.tensors(index)
         self._filling, self._filling_set = self._views[index], index
         self._on_full = on_full
@@ -130,7 +131,7 @@ class GradientBuckets:
             self._num_missing = list(self._per_bucket)
 
     def reached(self) -> list[bool]:
-        """By parameter: whether the set that was begun has a gradient of it."""
+        """Returns for each parameter whether the set that was begun has its gradient."""
         return list(self._filled)
 
     def discard(self) -> None:
@@ -140,7 +141,8 @@ class GradientBuckets:
             param.grad = None
 
     def fill(self, gradients: Sequence[Tensor]) -> None:
-        """Gradients that were computed elsewhere, by parameter, go into the set that was begun."""
+        """Copies gradients that were computed elsewhere, by parameter, into the set that was
+        begun."""
         if self._filling is None:
             raise RuntimeError("begin comes first")
         for view, gradient in zip(self._filling, gradients, strict=True):
@@ -192,7 +194,8 @@ class GradientBuckets:
         ]
 
     def _add_again(self, index: int, bucket: int, param: Tensor) -> None:
-        """A further gradient of the same shard; autograd added in place unless we took .grad."""
+        """Adds a further gradient of the same shard; autograd added in place unless .grad was
+        taken."""
         if self._on_full is not None and self._num_missing[bucket] == 0:
             name = self.layout.slots[index].name
             raise RuntimeError(
@@ -212,7 +215,7 @@ class GradientBuckets:
             self._on_full(bucket)
 
     def _take(self, index: int, bucket: int, param: Tensor) -> None:
-        """A gradient that backward has just finished goes into its slot."""
+        """Puts a gradient that backward has just finished into its slot."""
         if self._filling is None:
             return  # a backward that is not part of a shard
         if self._filled[index]:
@@ -233,7 +236,7 @@ class GradientBuckets:
 
     def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
         # Autograd keeps hooks where Python's collector does not look: a hook that led back to the
-        # parameter would keep the parameters, and all these sets, for ever.
+        # parameter would keep the parameters, and all these sets, alive until exit.
         found = weakref.ref(self)
 
         def hook(param: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 By the rules of `numerics` 2 each block of 65,536 elements of a parameter gives its norm in float64,
 and the squares of all blocks, in order of parameter, are added over the binary tree of neighbours.
-So whoever holds some blocks only can find its part, and the whole has the same bits, also with
+So a holder of only some blocks can find its part, and the whole has the same bits, also with
 another number of threads. By the rules of 1 it is the norm of the parameters' norms, in their type.
 """
 
@@ -24,15 +24,15 @@ _FEW: Final = 64
 
 
 def parts_of(grads: Sequence[Tensor], numerics: int) -> list[Tensor]:
-    """What `total_norm` wants of each gradient: the norms of its blocks (1-d; 0-d where there is
-    just one), or its norm."""
+    """Returns for each gradient what `total_norm` needs: the norms of its blocks (1-d; 0-d where
+    there is just one), or its norm."""
     if numerics < 2:
         return [torch.linalg.vector_norm(grad, 2.0) for grad in grads]
     return [_of_blocks(grad) for grad in grads]
 
 
 def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
-    """Divides a gradient in place; what `total_norm` wants of it then."""
+    """Divides a gradient in place and returns what `total_norm` needs of the result."""
     if numerics >= 2 and grad.is_cpu and grad.is_contiguous():
         return _of_blocks(grad, divisor)
     (found,) = parts_of([grad.div_(divisor)], numerics)
@@ -58,15 +58,15 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
 
 
 class FewGradients:
-    """The same bits for gradients on the CPU that stay in a core's cache, where calls cost more
-    than numbers: room for their copies is made once."""
+    """Computes the bits of `parts_of` faster for gradients on the CPU that stay in a core's cache,
+    where calls cost more than numbers: room for their copies is made once."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
         self._is_few = all(shape.numel() <= BLOCK for shape in shapes)
 
     def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:
-        """As `parts_of`, of those gradients that there are."""
+        """Returns the result of `parts_of` for the gradients that are not None."""
         here = [grad for grad in grads if grad is not None]
         if numerics < 2:
             return list(torch._foreach_norm(here, 2.0)) if here else []
@@ -80,7 +80,8 @@ class FewGradients:
 
 
 def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
-    """The norm of each block; a divisor comes first, block by block, while they are warm."""
+    """Returns the norm of each block; a divisor is applied first, block by block, while they are in
+    the cache."""
     flat = grad.detach().reshape(-1)
     if not grad.is_cpu:
         return _of_blocks_there(flat)
@@ -96,7 +97,7 @@ def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
 
 
 def _of_blocks_there(flat: Tensor) -> Tensor:
-    """On the device, of all blocks at once."""
+    """Returns the norm of each block, computed on the device for all blocks at once."""
     if flat.numel() <= BLOCK:
         norm: Tensor = torch.linalg.vector_norm(flat, 2.0, dtype=torch.float64)
         return norm
@@ -110,7 +111,7 @@ def _of_blocks_there(flat: Tensor) -> Tensor:
 def _sum_of_squares(norms: list[float]) -> float:
     if len(norms) > _FEW:
         values = np.array(norms)
-        with np.errstate(over="ignore", invalid="ignore"):  # who calls looks at the sum
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sum
             return tree_sum(values * values)
     squares = [each * each for each in norms]
     while len(squares) > 1:  # as `tree_sum` does

@@ -1,4 +1,5 @@
-"""What the reducer asks of whatever carries its partial sums, and the one that carries nothing."""
+"""The interface of the transports that carry the reducer's partial sums, and the transport of a
+lone member, which carries nothing."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,21 +15,21 @@ class ReductionTransport(Protocol):
 
     @property
     def name(self) -> str:
-        """Which engine this is, for people: "solo", "shm", "gloo ring", ..."""
+        """The engine's name for people: "solo", "shm", "gloo ring", ..."""
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
-        """A step starts. sets holds set 0 and every set with a partial sum of this member.
-        The sums of all buckets but the last, the extras, are divided by divisor."""
+        """Starts a step. sets holds set 0 and every set with a partial sum of this member. The sums
+        of all buckets but the last, the extras, are divided by divisor."""
 
     def launch(self, bucket: int) -> None:
-        """This member's partial sums of the bucket are final. Called once per bucket, in order.
-        Returns at once."""
+        """Declares this member's partial sums of the bucket final. Called once per bucket, in
+        order. Returns at once."""
 
     def finish(self) -> None:
-        """Blocks until all sums are here and nobody reads this member's sets any more.
-        Raises ExchangeError."""
+        """Blocks until all sums are here and no peer reads this member's sets any more. Raises
+        ExchangeError."""
 
     def cut(self) -> None:
         """Makes finish raise, soon and from any thread."""
@@ -38,7 +39,7 @@ class ReductionTransport(Protocol):
 
 
 class SoloTransport:
-    """One member: its partial sum is the sum."""
+    """The transport of a lone member, whose partial sum is the sum."""
 
     name = "solo"
 

@@ -1,4 +1,5 @@
-"""Who holds which partial sums in a step, and what a member adds before it talks to anybody.
+"""The plan of a step: which member holds which partial sums, and what it adds locally before any
+exchange.
 
 A step is described by two numbers that all members know: how many shards there are and how many
 of them have rows. Pure; knows neither tensors nor the network.
@@ -31,7 +32,7 @@ class ShardOwners:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """After a shard: add the set `source` onto the set `target`."""
+    """One addition that a member does after a shard: the set `source` onto the set `target`."""
 
     target: int
     source: int
@@ -39,7 +40,7 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What this member does in a step with num_live shards."""
+    """The shards, sets and additions of this member in a step with num_live shards."""
 
     num_live: int
     live: range
@@ -49,12 +50,13 @@ class StepPlan:
     folds: tuple[tuple[PartialSum, ...], ...]
     """For each live shard of its own, what is added once it is there."""
     nodes: tuple[tuple[Node, ...], ...]
-    """By rank: the partial sums that each member ends up with, in order. Its own lie in the sets
+    """By rank: the partial sums that each member ends up with, in order. Its own are in the sets
     0, 1, ... in the same order."""
 
 
 def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
-    """Keeps partial sums on a stack and adds the top two whenever they are siblings."""
+    """Plans a step: keeps partial sums on a stack and adds the top two whenever they are
+    siblings."""
     if not 1 <= num_live <= party.num_shards:
         raise ValueError(f"num_live must be 1 to {party.num_shards}, got {num_live}")
     owned = party.owned
@@ -78,5 +80,5 @@ def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
 
 
 def num_sets(party: ShardOwners) -> int:
-    """How many sets the member needs at most; with fewer live shards it needs no more."""
+    """Returns how many sets the member needs at most; with fewer live shards it needs no more."""
     return max([0, *plan_step(party, party.num_shards).sets]) + 1

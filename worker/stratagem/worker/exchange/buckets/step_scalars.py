@@ -1,4 +1,5 @@
-"""The last bucket: what is added up over shards beside their gradients."""
+"""The values of the last bucket: scalars that are added up over shards together with their
+gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
-    """Float64 values. Some lie in a list, where Python wants them and making a tensor of them would
-    take longer than anything else that becomes of them in a small model's step."""
+    """Float64 values that one shard adds to the step's sums. The first are in a list, where Python
+    needs them and making a tensor of them would take longer than all else done with them in a small
+    model's step."""
 
     head: list[float]
     rest: Tensor
@@ -19,9 +21,9 @@ class StepScalars:
 
     @classmethod
     def of(cls, flat: Tensor, num_head: int) -> StepScalars:
-        """From one tensor on the CPU."""
+        """Splits one tensor on the CPU into the head, `num_head` values, and the rest."""
         return cls(flat[:num_head].tolist(), flat[num_head:])
 
     def flat(self) -> Tensor:
-        """Both as one tensor."""
+        """Returns head and rest as one tensor."""
         return torch.cat([torch.tensor(self.head, dtype=torch.float64), self.rest])

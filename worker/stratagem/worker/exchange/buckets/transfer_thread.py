@@ -3,7 +3,7 @@
 One named thread per exchange issues everything, in an order that is data. How partial sums become
 the sum is the method's: `direct` by default, `ring` or `native` where the job gave up on bits.
 Any failed wait cuts the link, so that the peers fail at once and not at their deadlines.
-On a CUDA device the thread works on a stream of its own, beside backward.
+On a CUDA device the thread works on a stream of its own, concurrently with backward.
 """
 
 import threading
@@ -21,11 +21,11 @@ from stratagem.worker.mesh.link import ExchangeError, Link, PendingTransfer
 MAX_TAG = 2**31 - 1
 ABANDON_S = 0.2
 """After a cut, a wait that has not ended by then never will: when a connection ends while gloo
-writes to it, the transfer under way may be told nothing."""
+writes to it, the transfer under way may never be notified."""
 
 
 class Turn(Protocol):
-    """One step, as a method sees it."""
+    """One step in progress, as a method sees it."""
 
     @property
     def first_tag(self) -> int:
@@ -35,14 +35,15 @@ class Turn(Protocol):
     def divisor(self) -> float | None: ...
 
     def await_launch(self, bucket: int) -> int:
-        """Blocks until the bucket was launched; how many are by now. Raises ExchangeError."""
+        """Blocks until the bucket was launched and returns the number launched by then. Raises
+        ExchangeError."""
 
     def wait(self, works: list[PendingTransfer]) -> None:
         """Waits for all works and empties the list. Raises ExchangeError."""
 
 
 class Method(Protocol):
-    """How the members' partial sums become the sum."""
+    """An algorithm by which the members' partial sums become the sum."""
 
     @property
     def suffix(self) -> str:
@@ -50,10 +51,11 @@ class Method(Protocol):
 
     @property
     def num_tags(self) -> int:
-        """How many tags one step uses."""
+        """The number of tags that one step uses."""
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> Any:
-        """What `run` needs for all steps with so many live shards. Makes tensors, moves nothing."""
+        """Returns what `run` needs for all steps with so many live shards. Makes tensors, moves
+        nothing."""
 
     def run(self, prepared: Any, turn: Turn) -> None:
         """Exchanges one step; afterwards set 0 holds the sums."""
@@ -74,7 +76,7 @@ class _Turn:
 
 
 class MeshTransport:
-    """A `Transport` among the members of a link, which it owns."""
+    """A `ReductionTransport` among the members of a link, which it owns."""
 
     def __init__(self, link: Link, method: Method, side: SideStream, *, deadline_s: float) -> None:
         self.deadline_s = deadline_s

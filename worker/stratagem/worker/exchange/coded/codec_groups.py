@@ -1,4 +1,4 @@
-"""In what portions a shard is coded: bucket by bucket as backward fills them, or all at once.
+"""The portions in which a shard is coded: bucket by bucket as backward fills them, or all at once.
 
 A codec that codes each tensor by itself can begin while backward is still busy with the others, so
 a portion is the tensors of one bucket. Where tensors share a payload, and on a device, which coding
@@ -20,11 +20,11 @@ from stratagem.worker.exchange.coded.gradient_coder import Coder, HostCoder
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What is coded together, when all of its buckets are full."""
+    """The tensors that are coded together as soon as all of their buckets are full."""
 
     index: int
     buckets: range
-    """The last portion has the extras too, in the last one, which nobody codes."""
+    """The last portion has the extras too, in its last bucket, which is not coded."""
     places: range
     """Of its tensors among the parameters."""
     num_bytes: int
@@ -37,8 +37,8 @@ class Portion:
 def plan_portions(
     layout: BucketLayout, codec: Codec, coder: Coder, device: torch.device
 ) -> list[Portion]:
-    """In order of their buckets, which are all buckets of the layout. coder: of the codec, for all
-    tensors, where gradients lie on `device`."""
+    """Returns the portions in order of their buckets, which are all buckets of the layout. coder:
+    of the codec, for all tensors, where gradients are on `device`."""
     buckets = range(len(layout.buckets))
     held = [_places(layout, bucket) for bucket in buckets[:-1]]
     is_here = device.type == "cpu" and isinstance(coder, HostCoder)
@@ -59,6 +59,7 @@ def plan_portions(
 
 
 def _places(layout: BucketLayout, bucket: int) -> range:
-    """Buckets take parameters one after the other, so what one holds are neighbours."""
+    """Returns the parameters that a bucket holds: neighbours, as buckets take parameters in
+    order."""
     held: Sequence[int] = [slot.index for slot in layout.slots if slot.bucket == bucket]
     return range(min(held), max(held) + 1)

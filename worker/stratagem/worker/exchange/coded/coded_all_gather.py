@@ -1,9 +1,9 @@
 """All-gather of coded shards: every member sends its shards' messages to all others.
 
-Everybody decodes all of them and adds them in the tree, so nothing but messages is sent. That is
-fewer bytes than exchanging sums as long as the messages of all shards together are smaller than
-two sets of gradients; `pays_off` is the rule, the same for all members. Messages go portion by
-portion, while backward and coding are still busy with the next ones.
+Every member decodes all of them and adds them in the tree, so nothing but messages is sent. That is
+fewer bytes than exchanging sums as long as the messages of all shards together are smaller than two
+sets of gradients; `pays_off` is the rule, the same for all members. Messages go portion by portion,
+while backward and coding are still busy with the next ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ON_DEVICE: Final = ("nccl",)
 
 
 def pays_off(compressor: Compressor, num_shards: int) -> bool:
-    """Each exchange of sums sends every gradient to where it is added, and the sum back."""
+    """Returns whether messages are fewer bytes than sums: an exchange of sums sends every gradient
+    to where it is added, and the sum back."""
     return num_shards * compressor.message_bytes < 2 * compressor.raw_bytes
 
 
@@ -75,7 +76,7 @@ class PayloadMethod:
         return self._compressor.piece_bytes(portion, is_last=self._is_last(portion))
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """For a piece that goes to this device."""
+        """Allocates the buffer for a piece that goes to this device."""
         if self._link.name in ON_DEVICE:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return host_room((num_bytes,), torch.uint8, device)
@@ -83,8 +84,8 @@ class PayloadMethod:
     def run(self, prepared: _Prepared, turn: Turn) -> None:
         under_way = _UnderWay(self._portions, turn)
         if not self._link.in_order:
-            # Ahead of all sends: gloo tells a peer of a receive behind what it sends itself, so
-            # members that send first would take turns.
+            # Ahead of all sends: gloo announces a receive to the peer behind what it sends itself,
+            # so members that send first would take turns.
             for portion in self._portions:
                 under_way.receives.append(self._receive(prepared, portion, turn.first_tag))
         step, sets = prepared.step, prepared.sets
@@ -119,8 +120,8 @@ class PayloadMethod:
     def _mirrored(
         self, prepared: _Prepared, portion: Portion, first_tag: int
     ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
-        """(receives, sends) for links that go by order alone: of two members the lower one sends
-        first."""
+        """Returns (receives, sends) for links that match by order alone: of two members the lower
+        one sends first."""
         receives, sends = list[PendingTransfer](), list[PendingTransfer]()
         for peer in range(self._link.size):
             if peer < self._link.rank:
@@ -134,7 +135,7 @@ class PayloadMethod:
     def _send(
         self, prepared: _Prepared, portion: Portion, first_tag: int, to: Sequence[int] = ()
     ) -> list[PendingTransfer]:
-        """To these peers; to all, if none are named."""
+        """Starts the sends to these peers; to all, if none are named."""
         device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
         is_last = self._is_last(portion)
         pieces = {
@@ -150,7 +151,7 @@ class PayloadMethod:
     def _receive(
         self, prepared: _Prepared, portion: Portion, first_tag: int, of: Sequence[int] = ()
     ) -> list[PendingTransfer]:
-        """From these peers; from all, if none are named."""
+        """Starts the receives from these peers; from all, if none are named."""
         return [
             self._link.recv(self._owners[shard], self._tag(first_tag, shard, portion), room)
             for shard, room in prepared.incoming[portion.index].items()
@@ -168,7 +169,7 @@ class PayloadMethod:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """What has been posted in a step."""
+    """The transfers that have been started in a step."""
 
     portions: Sequence[Portion]
     turn: Turn
@@ -196,7 +197,7 @@ class Summing:
     """By shard."""
 
     def total(self, num_live: int) -> Sequence[Tensor]:
-        """The portion's flat buckets of the sum."""
+        """Returns the portion's flat buckets of the sum."""
         return self._total(Node(0, num_live))
 
     def _total(self, node: Node) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Codes gradients on the device where they lie; only payloads travel to the host.
+"""Coding of gradients on the device that holds them; only payloads travel to the host.
 
 A *form* is what a codec does there to flat float32 vectors, by the operators of
 `stratagem.worker.kernels`; this is what all forms share: residuals, the way to the host, and the

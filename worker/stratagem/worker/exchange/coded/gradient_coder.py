@@ -1,4 +1,4 @@
-"""Who codes gradients where they lie: numpy on the host, or a device form of the codec.
+"""Coders that code gradients in place: numpy on the host, or a device form of the codec.
 
 Both give the same bits; those of `stratagem.common.compression` are the definition. `coder_of` is
 the only place that knows which codecs have a device form. Knows neither shards nor messages.
@@ -26,16 +26,17 @@ State = Mapping[str, Tensor]
 
 
 class Coder(Protocol):
-    """For the gradients of one model, float32, in the order of the layout."""
+    """Codes and decodes the gradients of one model, float32, in the order of the layout."""
 
     def initial_state(self) -> State: ...
 
     def code(self, gradients: Sequence[Tensor], state: State, key: int) -> tuple[Tensor, State]:
-        """(the payload, uint8 on the CPU; the state after it), and leaves in the gradients what
-        the payload says. Raises NonFiniteError, and has changed nothing then."""
+        """Returns (the payload, uint8 on the CPU; the state after it), and leaves in the gradients
+        what the payload decodes to. Raises NonFiniteError, and has changed nothing then."""
 
     def decode(self, payload: Tensor, key: int, gradients: Sequence[Tensor], *, adds: bool) -> None:
-        """Leaves in the gradients what a payload says, or adds it. payload: uint8, anywhere."""
+        """Leaves in the gradients what a payload decodes to, or adds it. payload: uint8, on any
+        device."""
 
 
 def coder_of(
@@ -45,7 +46,8 @@ def coder_of(
     device: torch.device,
     numerics: int = CURRENT,
 ) -> Coder:
-    """codec: of this section and layout, in numpy. device: where the gradients lie."""
+    """Returns the coder for this codec and device. codec: of this section and layout, in numpy.
+    device: of the gradients."""
     if not kernels.runs_programs(device):
         return HostCoder(codec)
     match spec.codec:
@@ -59,7 +61,8 @@ def coder_of(
 
 
 class HostCoder:
-    """Brings gradients to the host, if they are not there, and what is decoded back."""
+    """Codes in numpy: copies gradients to the host, if they are not there, and what is decoded
+    back."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

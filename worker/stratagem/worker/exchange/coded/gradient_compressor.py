@@ -1,11 +1,11 @@
-"""The codec of a session's gradients: what becomes of a logical shard before anybody adds it up.
+"""Compression of a session's gradients: each logical shard is coded before it is added to others.
 
-The unit is the shard. Whoever owns it codes its gradient, and everybody, the owner too, adds what
-decoding gives. So sums have the same bits whoever owns which shards and whatever carries them, as a
-message or not at all. What the codec keeps (residuals) belongs to the shard and changes only when
-the step has been applied. Portions of a shard are coded in the torch thread, while the thread of an
-exchange sends and decodes those before. What is coded is the shard's mean gradient, and its weight
-stands beside it; see common.compression.step.
+The unit is the shard. The member that owns it codes its gradient, and every member, the owner too,
+adds what decoding gives. So sums have the same bits whichever member owns a shard and by any
+transport, sent as a message or not at all. What the codec keeps (residuals) belongs to the shard
+and changes only when the step has been applied. Portions of a shard are coded in the torch thread,
+while the thread of an exchange sends and decodes those before. What is coded is the shard's mean
+gradient, and its weight is sent with it; see common.compression.coded_step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class _Coded:
-    """What has been made of a shard of the step under way."""
+    """The payloads, state and extras of one shard that is coded in the step under way."""
 
     payloads: dict[int, Tensor]
     """By portion: uint8 on the CPU. The last portion has the first parameters."""
@@ -96,7 +96,8 @@ class Compressor:
         self._step = 0
 
     def portions(self, layout: BucketLayout) -> list[Portion]:
-        """In what portions shards are coded whose gradients lie in these buckets."""
+        """Returns the portions in which shards are coded, for gradients in buckets of this
+        layout."""
         if layout.digest not in self._portions:
             found = plan_portions(layout, self._codec, self._coder, self._device)
             self._portions[layout.digest] = found
@@ -109,7 +110,7 @@ class Compressor:
             self._own(owned)
 
     def weigh(self, shard: int, weight: float) -> None:
-        """The own shard's weight, which is also the first of its extras; before it is coded."""
+        """Sets an own shard's weight, which is also the first of its extras; before it is coded."""
         self._units[shard] = unit(weight, self._numerics)
 
     def code(self, shard: int, portion: Portion, gradients: Sequence[Tensor]) -> None:
@@ -139,14 +140,15 @@ class Compressor:
         coded.state.update(after)
 
     def end(self, shard: int, extras: Tensor) -> None:
-        """All of the shard is coded, and its message is complete. Marks the extras where
-        something was not finite, by which all members know."""
+        """Completes the message of a shard of which all is coded. Marks the extras where something
+        was not finite, by which all members know."""
         if self._coded[shard].is_spoiled:
             extras[self._mark] = torch.nan
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
-        """What others get of a coded portion of an own shard: uint8 on the CPU."""
+        """Returns the piece that others get of a coded portion of an own shard: uint8 on the
+        CPU."""
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
         if not is_last:
@@ -159,19 +161,19 @@ class Compressor:
         return portion.num_bytes + 8 * beside
 
     def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:
-        """A piece that is not the last: what is decoded before the extras come, too, needs the
-        weight. weight: float64 (1,)."""
+        """Returns a piece that is not the last: what is decoded before the extras come, too, needs
+        the weight. weight: float64 (1,)."""
         return payload if self._numerics < 2 else torch.cat([payload, weight.view(torch.uint8)])
 
     def message(self, shard: int) -> Tensor:
-        """Of an own shard: uint8 on the CPU."""
+        """Returns the whole message of an own shard: uint8 on the CPU."""
         coded = self._coded[shard]
         assert coded.extras is not None
         payloads = [coded.payloads[index] for index in sorted(coded.payloads, reverse=True)]
         return torch.cat([*payloads, coded.extras.view(torch.uint8)])
 
     def cut(self, message: Tensor, portions: Sequence[Portion]) -> list[Tensor]:
-        """The pieces of a whole message, by portion."""
+        """Cuts a whole message into its pieces, by portion."""
         sizes = [portion.num_bytes for portion in reversed(portions)]
         *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
         last, *others = payloads
@@ -188,8 +190,8 @@ class Compressor:
         *,
         adds: bool = False,
     ) -> Tensor:
-        """What another member's piece says: the portion's gradients, which it leaves there, or
-        adds; and the extras in it (float64, on the CPU; none but in the last), which it returns."""
+        """Decodes another member's piece: leaves the portion's gradients in `gradients`, or adds
+        them, and returns the extras in the piece (float64, on the CPU; none but in the last)."""
         found = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
         payload, key = piece[: portion.num_bytes], self._key(shard)
         its = unit(float(found[0]), self._numerics) if found.numel() else 1.0
@@ -204,14 +206,14 @@ class Compressor:
         return found if portion.has_extras else found[:0]
 
     def applied(self) -> None:
-        """The step has been applied: its residuals count from now on."""
+        """Makes the step's residuals the shards' state: the step has been applied."""
         if self.keeps_state:
             self._states.update({shard: each.state for shard, each in self._coded.items()})
         self._coded = {}
 
     def rescale(self, factor: float) -> None:
-        """Gradients will be so many times as large from now on: so are their residuals. factor: a
-        power of two. What else is kept says directions only."""
+        """Scales the residuals because gradients will be so many times as large from now on.
+        factor: a power of two. What else is kept holds directions only."""
         self._states = {
             shard: {
                 name: kept * factor if name.startswith(RESIDUAL) else kept
@@ -225,12 +227,13 @@ class Compressor:
         self.traffic.uncompressed_bytes += uncompressed_bytes
 
     def take_traffic(self) -> Traffic:
-        """What was sent since this was last asked."""
+        """Returns the bytes sent since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
     def state(self) -> dict[str, Tensor]:
-        """`residual/shard<k>/<parameter>` and the like, of the own shards; none before a step."""
+        """Returns `residual/shard<k>/<parameter>` and the like, of the own shards; none before a
+        step."""
         return {
             _full_name(shard, name): values
             for shard, state in sorted(self._states.items())
@@ -238,7 +241,7 @@ class Compressor:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up what a state holds of any shards; other tensors are left alone."""
+        """Takes over what a state holds of any shards; other tensors are left alone."""
         found: dict[int, dict[str, Tensor]] = {}
         initial = self._coder.initial_state()
         for full, tensor in tensors.items():
@@ -287,8 +290,8 @@ def compressor_of(
     absorbs: bool,
     numerics: int,
 ) -> Compressor | None:
-    """The one that the job wants, if it wants one. absorbs: the loss is scaled, and a step whose
-    gradient is not finite is tried again with a smaller scale."""
+    """Returns the compressor that the job asks for, or None. absorbs: the loss is scaled, and a
+    step whose gradient is not finite is tried again with a smaller scale."""
     spec = job.compression
     if spec is None or spec.codec == "none":
         return None

@@ -1,7 +1,7 @@
-"""`ternary` on a device: what `common.compression.ternary` does, with its bits.
+"""The codec `ternary` on a device: computes what `common.compression.ternary` does, with its bits.
 
 The host computes thresholds and scales, from one sum per tensor that comes to it; so a payload
-waits for the device two times, whatever the number of tensors, and once for the payload.
+waits for the device two times, for any number of tensors, and once for the payload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from stratagem.worker.exchange.coded.device_coder import (
 
 
 class TernaryForm:
-    """Tensors in order, each a scale and its codes, or its values where that is no more bytes."""
+    """The payload has the tensors in order, each as a scale and its codes, or as its values where
+    that is no more bytes."""
 
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], bypassed: Sequence[str]
@@ -90,8 +91,8 @@ def quantised(
     *,
     leaves_rest: bool,
 ) -> tuple[FloatArray, list[Tensor]]:
-    """(scales, codes of each) of finite tensors whose magnitudes have these sums. leaves_rest:
-    each tensor becomes what its codes do not carry. Waits for the device once."""
+    """Returns (scales, codes of each) of finite tensors whose magnitudes have these sums.
+    leaves_rest: each tensor becomes what its codes do not carry. Waits for the device once."""
     thresholds = [
         float(threshold_of(threshold_fraction, total, x.numel()))
         for x, total in zip(tensors, totals, strict=True)
@@ -113,13 +114,13 @@ def quantised(
 
 
 def largest(tensors: Sequence[Tensor]) -> FloatArray:
-    """max |x| of each, which has elements; never -0. Waits for the device once."""
+    """Returns max |x| of each tensor, which has elements; never -0. Waits for the device once."""
     ends = on_host([torch.stack(torch.aminmax(x)) for x in tensors])
     return np.array([max(-low, high) + 0.0 for low, high in ends], np.float32)
 
 
 def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor]]:
-    """[the scale's bytes, the codes] of each."""
+    """Returns [the scale's bytes, the codes] of each tensor."""
     if not codes:
         return []
     there = bytes_of(torch.from_numpy(scales).to(codes[0].device))
@@ -127,7 +128,7 @@ def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor
 
 
 def unpacked(payload: Tensor, host: ByteArray, numel: int) -> Tensor:
-    """What the bytes of one tensor say."""
+    """Decodes the bytes of one tensor to float32 values."""
     codes, scale = _codes_and_scale(payload, host)
     return kernels.unpack(codes, numel, scale)
 

@@ -1,9 +1,9 @@
 """Gossip: nodes that have parameters of their own average them with their neighbours.
 
-A node is a logical shard. Its parameters go to the members that own neighbours of it and to nobody
-else; who owns which nodes changes no bits, because every sum is taken in order of node number, in
-float64. Works bucket by bucket: while one is mixed, the next ones are under way. Used by one
-thread; only `cut` may come from another. Knows neither model nor optimizer.
+A node is a logical shard. Its parameters go only to the members that own neighbours of it; which
+member owns a node changes no bits, because every sum is taken in order of node number, in float64.
+Works bucket by bucket: while one is mixed, the next ones are under way. Used by one thread; only
+`cut` may come from another. Knows neither model nor optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Term = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """Which nodes travel to and from each other member, ascending."""
+    """The nodes that are sent to and received from each other member, ascending."""
 
     out: Mapping[int, tuple[int, ...]]
     back: Mapping[int, tuple[int, ...]]
@@ -51,8 +51,8 @@ class _Transit:
 
 
 class GossipExchange:
-    """Mixes among the members of one membership. A failed exchange leaves parameters half mixed:
-    whoever meets ExchangeError must drop them."""
+    """Mixes among the members of one membership. A failed exchange leaves parameters half mixed: a
+    caller that gets ExchangeError must drop them."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GossipExchange:
         return len(self._weights)
 
     def mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """One round: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors.
+        """Does one round: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
         often, with tensors of the same shapes. Returns the distances of each own node. Raises
@@ -102,7 +102,8 @@ class GossipExchange:
     def mix_coded(
         self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
     ) -> dict[int, Distances]:
-        """One round over public copies, in place, for the own nodes' tensors; otherwise as mix."""
+        """Does one round over public copies, in place, for the own nodes' tensors; otherwise as
+        mix."""
         try:
             return self._mix_coded(step, tensors, public)
         except ExchangeError as error:
@@ -148,11 +149,12 @@ class GossipExchange:
         return distances
 
     def sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
-        """For each index the sum of term(node, index) over all nodes, in order of node; float64.
+        """Returns for each index the sum of term(node, index) over all nodes, in order of node;
+        float64.
 
-        sizes: elements by index. A running sum goes from member to member and the result comes
-        back the same way, so no member sends more than twice the size of it. Every member gets
-        the same bits, whoever owns which nodes. Raises ExchangeError.
+        sizes: elements by index. A running sum goes from member to member and the result comes back
+        the same way, so no member sends more than twice the size of it. Every member gets the same
+        bits, whichever member owns a node. Raises ExchangeError.
         """
         try:
             return self._sum_in_order(sizes, term)
@@ -246,7 +248,7 @@ class GossipExchange:
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances
     ) -> Tensor:
-        """The node's new values, rounded to the bucket's dtype; adds to its distances."""
+        """Returns the node's new values, rounded to the bucket's dtype; adds to its distances."""
         device = flats[node].device
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
@@ -268,7 +270,7 @@ class GossipExchange:
         return mixed
 
     def _flat(self, node: int, index: int, bucket: Bucket, device: torch.device) -> Tensor:
-        """Storage for a bucket of a node; the next buckets but WINDOW use it again."""
+        """Returns storage for a bucket of a node; the next buckets but WINDOW use it again."""
         key, size_bytes = (node, index % WINDOW), bucket.numel * bucket.dtype.itemsize
         held = self._pool.get(key)
         if held is None or held.numel() < size_bytes or held.device != device:
@@ -284,7 +286,8 @@ class GossipExchange:
         return held
 
     def _tags(self, count: int) -> int:
-        """The first of `count` tags; every member takes them in the same order."""
+        """Reserves `count` tags and returns the first; every member takes them in the same
+        order."""
         if self._next_tag + count > MAX_TAG:
             self._next_tag = 0
         first = self._next_tag
@@ -308,7 +311,7 @@ class GossipExchange:
 
 
 def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, float]]) -> _Routes:
-    """A node goes once to each member that owns a neighbour of it."""
+    """Plans the routes: a node goes once to each member that owns a neighbour of it."""
 
     def needed(by: int, of: int) -> tuple[int, ...]:
         wanted = {j for node in nodes[by] for j in weights[node]}
@@ -322,7 +325,7 @@ def _routes(rank: int, nodes: Sequence[range], weights: Sequence[Mapping[int, fl
 
 
 def _square(flat: Tensor) -> float:
-    """‖flat‖²."""
+    """Returns ‖flat‖²."""
     return float(torch.dot(flat, flat))
 
 

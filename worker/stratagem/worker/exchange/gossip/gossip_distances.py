@@ -1,4 +1,4 @@
-"""How far nodes that gossip are from each other, as far as mixing sees it."""
+"""The distances between gossiping nodes, as mixing measures them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Distances:
-    """What a round of mixing saw of one node i; x before the round, squared norms.
+    """Squared norms that a round of mixing measured of one node i; x before the round.
 
     Under a codec x_j is the public copy of node j.
     """
@@ -21,10 +21,10 @@ class Distances:
 
 
 def neighbour_distance(distances: Sequence[Distances]) -> float:
-    """How far the nodes were from their neighbours before a round of mixing, root mean square.
+    """Returns the nodes' root mean square distance to their neighbours before a round of mixing.
 
     sqrt(Σ_i Σ_j w_ij ‖x_i - x_j‖² / 2n) over n nodes i. Over all N nodes the sum is 2 xᵀ(I - W)x,
-    so with the eigenvalues 1 > λ₂ ≥ … ≥ λ_N of the mixing matrix it lies between sqrt(1 - λ₂) and
+    so with the eigenvalues 1 > λ₂ ≥ … ≥ λ_N of the mixing matrix it is between sqrt(1 - λ₂) and
     sqrt(1 - λ_N) times their distance to the mean; of a complete graph it is that distance.
     """
     return math.sqrt(math.fsum(each.apart for each in distances) / (2 * len(distances)))

@@ -1,4 +1,4 @@
-"""Public copies: what the neighbours of a node that gossips know of it (CHOCO-SGD).
+"""Public copies: the state of a gossiping node that its neighbours know (CHOCO-SGD).
 
 A node sends its coded move since the last round; it and all who receive it add what decoding gives
 to their copy, so all copies of a node are the same bits. What a payload did not carry stays in the
@@ -35,7 +35,7 @@ _MODEL: Final = "model/"
 
 
 class PublicCopies:
-    """Of the own nodes and of those that they listen to. Used by one thread."""
+    """The public copies of the own nodes and of their neighbours. Used by one thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PublicCopies:
         self._states: dict[int, State] = {}
 
     def encode(self, node: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        """The payload of an own node's move in a step (uint8)."""
+        """Returns the payload of an own node's move in a step (uint8)."""
         moves = [x - copy for x, copy in zip(_flats(tensors), self._copies[node], strict=True)]
         try:
             payload, self._states[node] = self._codec.encode(
@@ -82,14 +82,14 @@ class PublicCopies:
         return torch.from_numpy(payload)
 
     def advance(self, node: int, step: int, payload: Tensor) -> None:
-        """The node's move, which everybody makes who has a copy."""
+        """Adds a node's decoded move to its copy, as every member that has a copy does."""
         data: ByteArray = to_host(payload).wait().numpy()
         decoded = self._codec.decode(data, derive(self._seed, step, node))
         copies = self._copies[node]
         self._copies[node] = [c + move for c, move in zip(copies, decoded, strict=True)]
 
     def mix(self, node: int, weights: Mapping[int, float], tensors: Sequence[Tensor]) -> Distances:
-        """x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; distances are of the copies.
+        """Mixes x_i <- x_i + γ Σ_j w_ij (copy_j - copy_i), in place; distances are of the copies.
 
         Products and sums are float64, in order of j, rounded once.
         """
@@ -109,7 +109,8 @@ class PublicCopies:
         return distances
 
     def state(self, node: int) -> dict[str, Tensor]:
-        """What is kept of an own node, by `public/<parameter>` and the codec's own names."""
+        """Returns what is kept of an own node, by `public/<parameter>` and the codec's own
+        names."""
         copies = {
             f"{PUBLIC}{spec.name}": torch.from_numpy(copy)
             for spec, copy in zip(self._layout, self._copies[node], strict=True)
@@ -118,7 +119,7 @@ class PublicCopies:
         return {**copies, **kept}
 
     def load(self, node: int, tensors: Mapping[str, Tensor]) -> None:
-        """A node's tensors; in a state that knows no copies yet they begin as its model."""
+        """Loads a node's tensors; in a state that has no copies yet they begin as its model."""
         self._copies[node] = [
             _array(f"{PUBLIC}{spec.name}", spec.numel, tensors)
             if f"{PUBLIC}{spec.name}" in tensors
@@ -137,7 +138,7 @@ class PublicCopies:
         self.traffic.uncompressed_bytes += num_payloads * self.raw_bytes
 
     def take_traffic(self) -> Traffic:
-        """What was sent since this was last asked."""
+        """Returns the bytes sent since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 

@@ -96,7 +96,8 @@ class GradientPort:
         rest: AsyncIterator[pb.ApplyGradientsRequest],
         wait_s: float,
     ) -> int:
-        """Stage the sums of a step and apply them on commit; the steps applied afterwards.
+        """Stages the sums of a step, applies them on commit and returns the number of steps
+        applied.
 
         A step that was applied before is answered at once: the caller has lost our answer.
         """
@@ -148,7 +149,7 @@ async def _stage(
     manifest: Manifest,
     requests: AsyncIterator[pb.ApplyGradientsRequest],
 ) -> None:
-    """Take chunks until the commit; nothing is applied when the stream ends without it."""
+    """Takes chunks until the commit; nothing is applied when the stream ends without it."""
     writer = ChunkWriter(
         manifest.total_bytes,
         lambda offset, data: transport.stage(step, offset, data),

@@ -1,4 +1,4 @@
-"""What travels between a member and a coordinator that adds: sums, or shards that are coded.
+"""Payloads that travel between a member and a parameter server: sums, or coded shards.
 
     SumFreight     up: the member's partial sums, bucket by bucket; down: the sums
     CodedFreight   up: the messages of the member's shards; down: the messages of all shards, or the
@@ -39,32 +39,32 @@ class StreamVector:
 
 
 class Freight(Protocol):
-    """One step's; begun again for the next."""
+    """The payloads of one step, up and down; begun again for the next step."""
 
     inbox: list[Tensor]
     """What comes back is staged here, one after the other."""
 
     @property
     def layout(self) -> tuple[TensorLayout, ...]:
-        """What is coded; nothing where the entries are sums."""
+        """The tensors that are coded; empty where the entries are sums."""
 
     def begin(
         self, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
     ) -> None:
-        """As Transport.begin."""
+        """Starts a step; arguments as in `ReductionTransport.begin`."""
 
     def entries(self) -> tuple[StreamVector, ...]:
-        """What goes up, in order."""
+        """The vectors that this member sends up, in order."""
 
     def part(self, bucket: int) -> list[Tensor]:
-        """What can go up once this bucket and those before it are final."""
+        """The vectors that can be sent once this bucket and those before it are final."""
 
     def unload(self) -> None:
-        """Everything is staged: leave the sums, divided, in set 0."""
+        """Leaves the sums, divided, in set 0, once all of the inbox is staged."""
 
 
 class SumFreight:
-    """Partial sums as they lie in the buckets."""
+    """Partial sums, sent as they are in the buckets."""
 
     layout: tuple[TensorLayout, ...] = ()
 
@@ -99,7 +99,7 @@ class SumFreight:
 
 
 class CodedFreight:
-    """Messages up; down, see the head of the module."""
+    """Coded messages of the member's shards; what comes down, see the head of the module."""
 
     def __init__(self, buckets: GradientBuckets, compressor: Compressor, rank: int) -> None:
         self._buckets, self._compressor, self._rank = buckets, compressor, rank
@@ -110,7 +110,7 @@ class CodedFreight:
         self._divisor: float | None = None
 
     def pays_off(self, step: StepPlan) -> bool:
-        """Whether all members together send fewer bytes so than as partial sums."""
+        """Return whether coded messages are fewer bytes than partial sums, over all members."""
         num_sums = sum(len(nodes) for nodes in step.nodes)
         compressor = self._compressor
         return step.num_live * compressor.message_bytes < num_sums * compressor.raw_bytes

@@ -1,11 +1,11 @@
 """Carries partial sums to a coordinator that adds them, and the sums back.
 
-The hand-over between the torch thread and an event loop. On the torch side it is a `Transport`.
-On the loop's side it is an *outbox*, partial sums bucket by bucket as backward finishes them, and
-an *inbox*, a buffer of its own into which sums are staged and which counts only when committed.
-So a stream that breaks can be begun again from the start, in either direction. On a CUDA device the
-outbox is copied to the host bucket by bucket, beside backward (`mesh.staging`).
-Knows neither gRPC nor the coordinator.
+The hand-over between the torch thread and an event loop. On the torch side it is a
+`ReductionTransport`. On the loop's side it is an *outbox*, partial sums bucket by bucket as
+backward finishes them, and an *inbox*, a buffer of its own into which sums are staged and which
+counts only when committed. So a stream that breaks can be begun again from the start, in either
+direction. On a CUDA device the outbox is copied to the host bucket by bucket, during backward
+(`mesh.device_staging`). Knows neither gRPC nor the coordinator.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class _Open:
 
 
 class ServerTransport:
-    """A `Transport` on the torch thread; header, partials, stage and commit on the loop."""
+    """A `ReductionTransport` on the torch thread; header, partials, stage and commit on the
+    loop."""
 
     name = "server"
 
@@ -132,22 +133,23 @@ class ServerTransport:
             await self._wait(waiter)
 
     async def header(self, step: int) -> tuple[StreamVector, ...]:
-        """What this member will send in the step, in order. Waits for the step to begin."""
+        """Returns the vectors that this member sends in the step, in order. Waits for the step to
+        begin."""
         return (await self._until(step, lambda _: True)).freight.entries()
 
     async def layout(self, step: int) -> tuple[TensorLayout, ...]:
-        """What the entries of the step are codes of; nothing where they are sums."""
+        """Returns the tensors that the step's entries are codes of; empty where they are sums."""
         return (await self._until(step, lambda _: True)).freight.layout
 
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
-        """What goes out of one bucket, in the header's order: nothing but with the last one where
-        it is coded. Waits until it is final; it stays so until the step is committed."""
+        """Returns what is sent of one bucket, in the header's order; in a coded step only the last
+        bucket has anything. Waits until it is final; it stays so until the step is committed."""
         opened = await self._until(step, lambda state: len(state.outbox) > bucket)
         return [bytes_of(await copy.arrive()) for copy in opened.outbox[bucket]]
 
     @property
     def codec(self) -> str:
-        """Of the messages, in steps that are coded; "" where none ever is."""
+        """The codec of the messages in coded steps; "" where no step is ever coded."""
         return "" if self._coded is None else self._coded.codec
 
     @property
@@ -155,15 +157,16 @@ class ServerTransport:
         return self._num_buckets
 
     def sums(self) -> tuple[StreamVector, ...]:
-        """What must be staged, in order, in a step that is not coded."""
+        """Returns the vectors that must be staged, in order, in a step that is not coded."""
         return self._sums.staged()
 
     async def expected_bytes(self, step: int) -> int:
-        """How much must be staged in the step."""
+        """Returns the number of bytes that must be staged in the step."""
         return (await self._until(step, lambda _: True)).num_expected_bytes
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
-        """Takes the next bytes of the sums. Offset 0 begins anew, whatever came before."""
+        """Takes the next bytes of the sums. Offset 0 starts again and drops all that came
+        before."""
         with self._changed:
             opened = self._current(step)
             expected = 0 if offset == 0 else opened.num_staged_bytes
