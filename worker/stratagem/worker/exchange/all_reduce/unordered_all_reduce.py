@@ -3,8 +3,8 @@ bits.
 
 `RingMethod` is the ring all-reduce of Patarasuk & Yuan (2009); `NativeMethod` hands each bucket to
 the backend's own. In both a member first adds up its own shards, so that every element is sent
-2(N - 1)/N times, for any number of shards. All members end with the same bits, but other members, or
-another number of them, give others.
+2(N - 1)/N times, for any number of shards. All members end with the same bits, but other members,
+or another number of them, give others.
 """
 
 from collections.abc import Iterator, Sequence
