@@ -1,8 +1,8 @@
-"""Where batches and data sets lie: `execution.memory` as far as data are concerned.
+"""Storage of batches and data sets: the part of `execution.memory` that concerns data.
 
-Pooled: batches lie in storage that is used again and again, on the host page-locked for a CUDA
-device. Cached: data sets are read once and lie ready on the device. Neither changes a value. Must
-not know models.
+Pooled: batches are stored in buffers that are reused, page-locked on the host for a CUDA device.
+Cached: data sets are read once and kept on the device. Neither changes a value. Must not know
+models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_CACHED: Final = 64
 
 
 class BatchPool:
-    """Buffers that are given out again once nobody else holds what was given out before."""
+    """Buffers that are reused once no other tensor refers to their storage."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -36,7 +36,7 @@ class BatchPool:
     def rows(
         self, tensor: Tensor, indices: Tensor, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """tensor[indices]; indices int64 on the tensor's device."""
+        """Returns tensor[indices]; indices are int64 on the tensor's device."""
         shape = torch.Size([len(indices), *tensor.shape[1:]])
         taken = self._empty(shape, tensor.dtype, tensor.device)
         torch.index_select(tensor.detach(), 0, indices, out=taken)
@@ -44,7 +44,7 @@ class BatchPool:
         return taken if is_there else self._empty(shape, dtype, device).copy_(taken)
 
     def place(self, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy."""
+        """Returns a copy of the tensor with this dtype on this device."""
         tensor = tensor.detach()
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = self._empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -79,7 +79,10 @@ class DatasetCache:
         self._made: OrderedDict[int, tuple[Dataset, TensorDataset]] = OrderedDict()
 
     def of(self, dataset: Dataset, gather: Gather) -> Dataset:
-        """The same rows. What a data set draws at random is drawn once, alike on all workers."""
+        """Returns the cached form of a data set, with the same rows.
+
+        What a data set draws at random is drawn once, alike on all workers.
+        """
         if isinstance(dataset, Subset):
             return Subset(self.of(dataset.base, gather), dataset.rows)
         key = id(dataset)
@@ -116,7 +119,7 @@ def _read(dataset: Dataset, gather: Gather) -> TensorDataset:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Nested tensors of chunks, joined along their rows."""
+    """Joins the nested tensors of chunks along their rows."""
     match parts[0]:
         case Tensor():
             return torch.cat(parts)
@@ -130,7 +133,7 @@ def _joined(parts: list[Any]) -> Any:
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Random numbers from a seed inside, and outside as if nothing had been drawn."""
+    """Draws random numbers from a seed inside the context and restores all generators after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Loads the data that a job names: an entry point, a file, tensors of the caller, local data.
 
-Owns what each kind of source may look like and, for federated jobs, what one client gets to see.
+Owns what each kind of source may look like and, for federated jobs, which rows one client may use.
 Must not know batches, models or the network.
 """
 
@@ -38,12 +38,12 @@ class ClientShare:
 
 @dataclass(frozen=True, slots=True)
 class DataSources:
-    """What the operator and the caller provide: local data by name, inline tensors by name."""
+    """The data that operator and caller provide: local files and inline tensors, by name."""
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
     roots: tuple[Path, ...] | None = None
-    """Folders below which `data.path` must lie; None where the caller's own process reads it."""
+    """Folders below which `data.path` must be; None where the caller's own process reads it."""
 
 
 def load_data(
@@ -52,7 +52,7 @@ def load_data(
     sources: DataSources,
     client: ClientShare | None = None,
 ) -> dict[str, Dataset]:
-    """The job's data sets by split. With a client: only what this client trains on."""
+    """Returns the job's data sets by split; with a client, only what this client trains on."""
     spec, partition = job.data, job.partition
     if client is None and partition is not None and partition.client is not None:
         client = ClientShare(partition.client, partition.num_clients or 1)
@@ -81,7 +81,7 @@ class ClientData:
         self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
 
     def of(self, client: ClientShare) -> dict[str, Dataset]:
-        """What this client gets to see, by split."""
+        """Returns the data sets that this client may use, by split."""
         if self._is_made_per_client():
             return self._made_for(client)
         if self._shared is None:
@@ -171,7 +171,7 @@ def _own_rows(
 
 
 def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
-    """The rows of every client."""
+    """Returns the rows of every client."""
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):

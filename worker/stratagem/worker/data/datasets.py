@@ -1,4 +1,4 @@
-"""What a data set is to us, and how rows get from it into a computation.
+"""Data sets: the protocol and kinds of them, and gathering of their rows for a computation.
 
 Owns gathering: rows are always copied into storage that torch allocated, never views, because the
 bits of a matrix product depend on the alignment of its operands. Must not know where a data set
@@ -71,7 +71,10 @@ def _at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting of tuples, lists and dicts with every tensor (or array) changed."""
+    """Applies `change` to every tensor (or array) in a nesting of tuples, lists and dicts.
+
+    Returns the same nesting. Raises InvalidInputError for any other kind of value.
+    """
     match value:
         case Tensor():
             return change(value)

@@ -1,4 +1,4 @@
-"""Which rows make the batch of a step: a pure function of the step.
+"""Selects the rows of each step's batch, as a pure function of the step.
 
 The position in the data derives from the number of applied steps alone, so it needs no state of
 its own and a resumed run continues exactly. Must not know data sets.
@@ -20,7 +20,7 @@ _BLOCK: Final = 256
 
 
 class BatchOrder:
-    """Batches of `num_rows` rows, shuffled anew in each epoch from seed + epoch."""
+    """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch."""
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
         if num_rows < 1:
@@ -35,7 +35,7 @@ class BatchOrder:
         self._batches: Sequence[Tensor] = ()
 
     def batch(self, step: int) -> tuple[int, Tensor]:
-        """(epoch, indices) of the batch that comes after `step` applied steps."""
+        """Returns (epoch, indices) of the batch that comes after `step` applied steps."""
         epoch, position = divmod(step, self.steps_per_epoch)
         number, place = divmod(position, _BLOCK)
         if (epoch, number) != self._block:
@@ -53,5 +53,5 @@ class BatchOrder:
 
 
 def epoch_order(num_rows: int, seed: int) -> Tensor:
-    """The order of all rows in one epoch."""
+    """Returns the order of all rows in one epoch: a permutation of their indices."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))

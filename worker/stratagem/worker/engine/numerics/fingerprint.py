@@ -22,7 +22,7 @@ _COMPILERS: Final = ("g++", "gcc", "clang++")
 
 
 def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
-    """(digest, the same in words) for computations on `device` in the calling thread."""
+    """Returns (digest, the same in words) for computations on `device` in the calling thread."""
     parts = [f"torch {torch.__version__}", f"device {device_name(device)}"]
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()
@@ -40,7 +40,7 @@ def numerics_fingerprint(device: torch.device) -> tuple[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Model of the processor or the GPU."""
+    """Returns the model name of the processor or the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -48,8 +48,12 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Of x86 as its maker calls it; of arm64 the numbers of maker, part and variant, all that its
-    kernel tells: two kinds that go by one name would be taken for equals, which they are not."""
+    """Returns the processor's name from the text of /proc/cpuinfo; "" where it has none.
+
+    For x86 this is the model name; for arm64 it is the numbers of implementer, part and variant,
+    which are all that its kernel reports. Two kinds of processor under one name would be taken for
+    equals, which they are not.
+    """
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     if found:
         return found[1]
@@ -63,7 +67,7 @@ def processor_name(cpuinfo: str) -> str:
 
 @cache
 def _compiler() -> str:
-    """What compiled models (execution.mode) are made with on the CPU."""
+    """Returns the version of the C++ compiler that compiles models (execution.mode) for the CPU."""
     path = find_compiler()
     if path is None:
         return "no C++ compiler"

@@ -27,7 +27,7 @@ _POSITIVE: Final = (1 << 63) - 1
 
 
 def mix(*values: int | str) -> int:
-    """64 well-mixed bits of the values and their order (splitmix64 steps)."""
+    """Hashes the values and their order to 64 well-mixed bits (splitmix64 steps)."""
     state = 0
     for value in values:
         number = _number(value) if isinstance(value, str) else value
@@ -44,7 +44,10 @@ def _number(text: str) -> int:
 
 @dataclass(slots=True)
 class _Hook:
-    """Before each call of one module. Compiled code is interrupted for it unless it is idle."""
+    """The hook that seeds the generators before each call of one module.
+
+    Compiled code is interrupted for it unless it is idle.
+    """
 
     owner: KeyedRandomness
     name_key: int
@@ -59,7 +62,7 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What compiled code leaves out of one computation."""
+    """The seeding that compiled code leaves out of one computation, because hooks are idle."""
 
     skipped: Mapping[int, int]
     """Calls of modules with an idle hook, by name key."""
@@ -105,18 +108,18 @@ class KeyedRandomness:
             np.random.seed(self._prefix & 0xFFFFFFFF)
 
     def end(self) -> None:
-        """Calls from now on draw as they would without us."""
+        """Ends the computation: later calls of modules are not seeded."""
         self._prefix = None
 
     def allow_compiled_code(self) -> None:
-        """To be called before the model's modules are compiled."""
+        """Prepares the hooks for compiled code; must be called before the modules are compiled."""
         self._border = torch.compiler.disable(self._before_call)
 
     def observe(self, module: nn.Module, run: Callable[[], object]) -> Draws:
         """Runs a computation of the module to see which seeds are drawn from, and undoes it here.
 
-        Hooks that seed for nobody become idle: numbers stay the same without them, and compiled
-        code need not be interrupted.
+        Hooks whose seeds are not drawn from become idle: numbers stay the same without them, and
+        compiled code need not be interrupted.
         """
         calls, keys = dict(self._num_calls), dict(self._keys)
         states = [generator.get_state() for generator in self._generators]
@@ -137,7 +140,7 @@ class KeyedRandomness:
         return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)
 
     def catch_up(self, draws: Draws) -> None:
-        """After compiled code: be where its modules would have left the generators."""
+        """Sets generators and call counts as the modules in compiled code would have left them."""
         if self._prefix is None:
             return
         self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
@@ -148,7 +151,7 @@ class KeyedRandomness:
         if self._prefix is None:
             return
         self._latest = name_key
-        # The seed in force tells at which place of the forward pass this call stands.
+        # The seed in force identifies the place of this call in the forward pass.
         place = (self._generators[0].initial_seed(), name_key)
         if torch._C._current_graph_task_id() != -1 and place in self._keys:
             # Inside backward: activation checkpointing computes again what forward computed, from

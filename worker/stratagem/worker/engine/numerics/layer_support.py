@@ -1,7 +1,8 @@
-"""Which layers a device computes in which precision, found by trying: once each, when it matters.
+"""Tests which kinds of layer a device can compute in which precision, once each, when needed.
 
 Processors without 16-bit units lack some primitives of the libraries that torch calls; which ones
-depends on the processor, the library and its settings, so nobody can list them. Must not know jobs.
+depends on the processor, the library and its settings, so there is no list of them. Must not know
+jobs.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from stratagem.worker.engine.numerics.mixed_precision import (
 
 
 class Numbers(NamedTuple):
-    """What a job computes in."""
+    """The number format of a job: its precision setting and the dtype that this stands for."""
 
     precision: str
     dtype: torch.dtype
-    """Of matrix products where the precision is Mixed, of everything elsewhere."""
+    """The dtype of matrix products where the precision is Mixed, of everything elsewhere."""
 
     def __str__(self) -> str:
-        """As people say it: "Mixed in float16"."""
+        """Returns the words for messages, such as "Mixed in float16"."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{self.precision} in {name}"
 
@@ -48,7 +49,7 @@ ALL_NUMBERS: Final = (
     Numbers("Single", torch.float32),
 )
 SINGLE: Final = ALL_NUMBERS[-1]
-"""What everything is made for."""
+"""The numbers that all kinds of layer support."""
 NUM_NAMES: Final = 3
 """Layers that an error names."""
 
@@ -83,7 +84,7 @@ KINDS: Final[dict[str, LayerKind]] = {
         nn.MultiheadAttention, lambda: nn.MultiheadAttention(8, 2), ((3, 2, 8),) * 3
     ),
 }
-"""What libraries have primitives for. Everything else torch computes itself, in any precision.
+"""Kinds of layer that libraries have primitives for; torch computes all others in any precision.
 
 A dictionary, so that tests can add a kind that no device has."""
 
@@ -129,16 +130,16 @@ def obstacles(device: torch.device) -> Iterator[tuple[Numbers, str, str]]:
 
 @cache
 def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) -> str | None:
-    """Why a layer of this kind cannot be computed so on the device, as torch says; None: it can.
+    """Returns torch's reason why the device cannot compute this kind of layer so; None if it can.
 
-    Raises what says nothing about the numbers, and forgets it: memory that others have taken, and
-    whatever keeps a plain layer in single precision from being computed at that moment, too.
+    Errors that do not concern the numbers are raised and not cached: memory that others have
+    taken, and any error that a plain layer in single precision meets at that moment, too.
     """
     try:
         _tried(KINDS[kind], numbers, device, trains)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a library says no with
+    except Exception as error:  # any type that a library refuses with
         if numbers != SINGLE:
             _tried(KINDS["Linear"], SINGLE, device, trains)
         return str(error).partition("\n")[0].partition(". ")[0]
@@ -146,7 +147,7 @@ def obstacle(kind: str, numbers: Numbers, device: torch.device, trains: bool) ->
 
 
 def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """As a job would compute it, whatever modes of torch the caller is in."""
+    """Computes the layer as a job would, independent of the caller's torch modes."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")  # of torch, about which of its own ways it takes
         with torch.autocast(device.type, enabled=False):
@@ -161,13 +162,13 @@ def _numbers(spec: ExecutionSpec) -> Numbers:
 def _missing(
     numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
 ) -> dict[str, str]:
-    """Reasons by kind of layer."""
+    """Returns the reasons by kind of layer, for the kinds that cannot be computed."""
     found = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
     return {kind: reason for kind, reason in found.items() if reason is not None}
 
 
 def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """Names of layers by kind."""
+    """Returns the names of layers by kind."""
     found: dict[str, list[str]] = {}
     for name, module in modules:
         kind = _kind_of(module)
@@ -183,7 +184,7 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool) -> None:
-    """The same wrappers as a job's model gets, around one layer of zeros: nothing is drawn."""
+    """Runs one layer of zeros in the wrappers that a job's model gets; draws no random numbers."""
     with torch.device("meta"):
         layer = kind.make()
     low = numbers.precision in ("Mixed", "Half")
@@ -207,4 +208,4 @@ def _compute(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bo
         if trains:
             output.sum().backward()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # errors of kernels are told later
+        torch.cuda.synchronize(device)  # errors of kernels are reported later

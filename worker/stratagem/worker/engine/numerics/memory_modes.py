@@ -1,6 +1,6 @@
-"""What `execution.memory` asks for.
+"""The memory modes of `execution.memory`: gathering of rows, and return of freed memory.
 
-Pooled: storage of batches is used again. Cached: data sets lie ready on the device. MinimalPeak:
+Pooled: storage of batches is reused. Cached: data sets are kept on the device. MinimalPeak:
 gradients have storage from their first micro-batch's backward to the update only, and what was
 freed goes back to the system. None of them changes a bit.
 """
@@ -18,7 +18,7 @@ from stratagem.worker.models.model_builder import float_dtype
 
 
 def make_gather(job: JobSpec, device: torch.device) -> Gather:
-    """Takes rows as the job's memory setting says."""
+    """Makes a Gather that takes rows as the job's memory setting says."""
     memory = job.execution.memory
     return Gather(
         float_dtype(job),

@@ -27,7 +27,7 @@ _GROWTH_INTERVAL_STEPS: Final = 2000
 
 
 def low_dtype(spec: ExecutionSpec) -> torch.dtype | None:
-    """The 16-bit dtype that Mixed and Half compute in; None for the others."""
+    """Returns the 16-bit dtype that Mixed and Half compute in; None for the others."""
     if spec.precision not in ("Mixed", "Half"):
         return None
     return torch.float16 if spec.amp_dtype == "float16" else torch.bfloat16
@@ -123,11 +123,11 @@ def _flatten_again(holders: list[nn.Module]) -> None:
 
 @dataclass(slots=True)
 class LossScale:
-    """What the loss is multiplied by before backward, so that float16 gradients do not vanish.
+    """The factor of the loss before backward, which keeps float16 gradients from vanishing.
 
-    A power of two, so that dividing by it later changes no bit. Starts at 2^16; halves after a
-    step whose gradients were not finite, which is skipped; doubles after 2000 steps without one.
-    Constantly 1 unless `is_dynamic`.
+    It is a power of two, so that dividing by it later changes no bit. It starts at 2^16; halves
+    after a step whose gradients were not finite, which is skipped; doubles after 2000 steps without
+    one. Constantly 1 unless `is_dynamic`.
     """
 
     is_dynamic: bool
@@ -136,12 +136,12 @@ class LossScale:
 
     @classmethod
     def of(cls, spec: ExecutionSpec) -> LossScale:
-        """Other dtypes have the range of float32 and need none."""
+        """Makes a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
         is_dynamic = low_dtype(spec) is torch.float16
         return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)
 
     def up(self, loss: Tensor) -> Tensor:
-        """What backward begins with."""
+        """Returns the loss multiplied by the scale, from which backward begins."""
         return loss * self.value if self.is_dynamic else loss
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
@@ -152,7 +152,7 @@ class LossScale:
                     param.grad.div_(self.value)
 
     def absorbs(self, what: str) -> bool:
-        """Whether a step of which `what` is not finite is to be skipped and tried smaller.
+        """Returns whether a step whose `what` is not finite is to be skipped, and halves the scale.
 
         False where no scale can help: for the loss itself, and once the scale is 2^-14.
         """
@@ -162,19 +162,19 @@ class LossScale:
         return can_help
 
     def keep(self) -> None:
-        """After a step that was applied."""
+        """Counts a step that was applied; doubles the scale at every 2000th."""
         self.num_good_steps += 1
         if self.is_dynamic and self.num_good_steps % _GROWTH_INTERVAL_STEPS == 0:
             self.value = min(2 * self.value, _LARGEST_SCALE)
 
     def metadata(self) -> dict[str, str]:
-        """Part of a state; empty where the scale is always 1."""
+        """Returns the scale as metadata of a state; empty where the scale is always 1."""
         if not self.is_dynamic:
             return {}
         return {"loss_scale": str(self.value), "num_good_steps": str(self.num_good_steps)}
 
     def load(self, metadata: Mapping[str, str]) -> None:
-        """A state without a scale begins with the first one."""
+        """Restores the scale from a state's metadata; without one it begins at 2^16."""
         if self.is_dynamic:
             self.value = float(metadata.get("loss_scale", _FIRST_SCALE))
             self.num_good_steps = int(metadata.get("num_good_steps", 0))

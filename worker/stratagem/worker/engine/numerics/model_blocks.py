@@ -22,14 +22,14 @@ from stratagem.worker.models.model_nodes import program_of
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """`program` is None for a model whose forward pass is its own affair."""
+    """The blocks of one model; `program` is None for a model whose forward pass is its own code."""
 
     modules: tuple[nn.Module, ...]
     program: ModelProgram | None
 
 
 def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
-    """In order, each module once."""
+    """Returns the blocks of a model in order, each module once."""
     try:
         with _unchanged(model):
             program = program_of(model, job)

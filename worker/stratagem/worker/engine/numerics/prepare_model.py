@@ -40,7 +40,7 @@ from stratagem.worker.models.graph_model import node_modules
 
 @dataclass(slots=True)
 class ModelExecution:
-    """How one model is computed, and what goes along with it."""
+    """The execution of one model: its compile gate, loss scale, and notes for the log."""
 
     batch_size: int
     gate: CompileGate
@@ -51,14 +51,17 @@ class ModelExecution:
     """Sentences about settings that are carried out in another way than they say."""
 
     def begin_batch(self, num_rows: int) -> None:
-        """The next computations belong to a batch of so many rows (all shards together)."""
+        """Begins a batch of so many rows (all shards together); only full batches run compiled."""
         self.gate.is_open = num_rows == self.batch_size
 
 
 def prepare(
     model: nn.Module, job: JobSpec, device: torch.device, randomness: KeyedRandomness
 ) -> ModelExecution:
-    """Changes the model in place. Raises InvalidInputError for what this worker cannot do."""
+    """Applies the execution settings to the model, in place.
+
+    Raises InvalidInputError for what this worker cannot do.
+    """
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
@@ -87,7 +90,11 @@ def prepare_nodes(
     program: ModelProgram,
     foreign: Collection[str],
 ) -> ModelExecution:
-    """The same for the nodes of one rank of a pipeline; checkpointing is its stages' affair."""
+    """Applies the settings to the nodes of one rank of a pipeline, in place, as `prepare` does.
+
+    Checkpointing is left to the pipeline's stages. Raises InvalidInputError for what this worker
+    cannot do.
+    """
     modules = node_modules(model, program)
     own = {node: name for name, node in modules.items() if name not in foreign}
     inside = (found for node, name in own.items() for found in node.named_modules(prefix=name))
@@ -99,7 +106,7 @@ def prepare_nodes(
 
 
 def is_cut(strategy: Strategy | None) -> bool:
-    """Whether stages of the model are computed by different workers, somewhere in the strategy."""
+    """Returns whether the strategy has, at any level, stages computed by different workers."""
     if isinstance(strategy, ModelParallel):
         return True
     inner = getattr(getattr(strategy, "options", None), "inner", None)

@@ -24,12 +24,12 @@ from stratagem.worker.engine.numerics.keyed_randomness import Draws, KeyedRandom
 from stratagem.worker.engine.numerics.mixed_precision import Forward
 
 MAX_SHAPES: Final = 64
-"""Of the inputs of one piece of code; each costs a compilation."""
+"""Most input shapes of one piece of compiled code; each costs a compilation."""
 
 
 @dataclass(slots=True)
 class CompileGate:
-    """Whether compiled code is used: the same on all members, because it follows from the batch."""
+    """The switch between compiled and eager code, alike on all members: it follows the batch."""
 
     is_open: bool = False
     is_inference: bool = False
@@ -67,7 +67,7 @@ def prepare_compiler(device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = MAX_SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if device.type == "cpu":
-        # Without a pool of compiler processes beside every worker.
+        # Without a pool of compiler processes for every worker.
         torch._inductor.config.compile_threads = 1
 
 
@@ -112,7 +112,7 @@ def _isolation() -> dict[str, Any]:
 def _observe(
     module: nn.Module, forward: Forward, randomness: KeyedRandomness, args: Any, kwargs: Any
 ) -> Draws:
-    """What the module draws, seen in an eager run that leaves no trace."""
+    """Observes what the module draws at random, in an eager run that leaves no trace."""
     buffers: list[Tensor] = list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""What a model is judged by: training losses, evaluation metrics, and evaluation of a split."""
+"""Objectives of a model: training losses, evaluation metrics, and evaluation of a split."""

@@ -1,8 +1,8 @@
 """Evaluation metrics: each answers (mean, weight) over one batch, so batches can be added.
 
 A metric of the user's is a function (output, target) that returns a number, or (mean, weight).
-`perplexity` is a function of the mean loss and has no sum of its own: whoever adds up the parts
-computes exp(loss). Must not know data sets or ranks.
+`perplexity` is a function of the mean loss and has no sum of its own: it is computed
+as exp(loss) where the parts are added up. Must not know data sets or ranks.
 """
 
 from __future__ import annotations

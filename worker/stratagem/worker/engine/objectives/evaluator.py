@@ -1,7 +1,7 @@
 """Evaluates a model on a split: fixed batches in order, dealt to the members by number.
 
-Answers sums per batch, not means, so that whoever adds them in order of batch gets a result that
-does not depend on who evaluated what. Must not know the exchange.
+Returns sums per batch, not means, so that their sum in order of batch does not depend on which
+member evaluated which batch. Must not know the exchange.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EvaluationPart:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What does not change from one evaluation to the next."""
+    """Evaluates batches of a model; holds what stays the same from one evaluation to the next."""
 
     model: nn.Module
     randomness: KeyedRandomness
@@ -47,7 +47,7 @@ class Evaluator:
 
     @torch.no_grad()
     def parts(self, split: str, dataset: Dataset, rank: int, size: int) -> list[EvaluationPart]:
-        """The parts of the batches whose number is congruent to rank modulo size."""
+        """Evaluates the batches whose number is congruent to rank modulo size."""
         self.model.eval()
         num_batches = -(-len(dataset) // self.batch_size)
         return [self.part(split, dataset, batch) for batch in range(rank, num_batches, size)]
@@ -59,8 +59,10 @@ class Evaluator:
         batch: int,
         keep: Callable[[Any, int], None] | None = None,
     ) -> EvaluationPart:
-        """One batch; the model is in the mode that it is to be evaluated in. keep: gets the output
-        and the number of rows."""
+        """Evaluates one batch, with the model in its present mode (train or eval).
+
+        keep: gets the output and the number of rows.
+        """
         x, y, num_rows = self.begin_batch(split, dataset, batch)
         with user_code(f"evaluating {split}"):
             output = self.model(x)
@@ -78,7 +80,7 @@ class Evaluator:
         return *self.gather(dataset, indices, f"evaluating {split}"), len(indices)
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
-        """Loss and metrics of a batch."""
+        """Computes loss and metrics of a batch from the model's output."""
         with user_code(f"evaluating {split}"):
             loss = self.loss(output, y, num_rows)
             sums = {"loss": float(loss.mean) * loss.weight}

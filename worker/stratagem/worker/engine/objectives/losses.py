@@ -46,7 +46,7 @@ class NamedLoss:
 
 
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
-    """The loss that a job names."""
+    """Makes the loss that a job names."""
     if spec.entrypoint is not None:
         return _user_loss(entrypoints.bind(spec.entrypoint, spec.kwargs, "loss"))
     name = spec.name or ""
@@ -60,7 +60,7 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
 
 
 def counts_rows(spec: LossSpec) -> bool:
-    """True when the weight of the loss is the number of rows, whatever the rows hold."""
+    """Returns whether the weight of the loss is the number of rows, independent of their values."""
     return spec.entrypoint is None and spec.name != "token_cross_entropy"
 
 

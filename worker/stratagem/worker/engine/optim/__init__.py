@@ -1,1 +1,1 @@
-"""How parameters are updated: optimizers, the learning rate, and whether a step is applied."""
+"""Updates of parameters: optimizers, the learning rate, and the check for finite gradients."""

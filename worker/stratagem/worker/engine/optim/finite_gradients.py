@@ -1,4 +1,4 @@
-"""Whether a step may be applied: its loss and all its gradients must be finite numbers.
+"""The check that a step may be applied: its loss and all its gradients must be finite numbers.
 
 Finding their norm is the one pass over the gradients: it is reported, and clipping uses it. What
 becomes of a step that is not finite is the job's `accumulation.non_finite`.
@@ -19,7 +19,7 @@ from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """What is not finite in a step ("" for nothing), and the 2-norm of all its gradients."""
+    """The result of a check: what is not finite ("" for nothing), and the gradients' 2-norm."""
 
     what: str
     norm: Tensor
@@ -27,7 +27,7 @@ class GradientCheck:
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Whether every element of the gradients, whose norm is `norm`, is finite.
+    """Returns whether every element of the gradients, whose norm is `norm`, is finite.
 
     The norm of finite gradients may overflow; only then are the elements looked at one by one.
     """
@@ -56,7 +56,7 @@ def inspect(
 def what_is_wrong(
     loss: float, weight: float, norm: Tensor, has_finite_gradients: bool, *, is_clipped: bool
 ) -> str:
-    """Words for what is not finite; "" when all is well."""
+    """Returns the words for what is not finite; "" when all is well."""
     if not math.isfinite(loss):
         return "loss" if weight else "loss (nothing was counted)"
     if not has_finite_gradients:

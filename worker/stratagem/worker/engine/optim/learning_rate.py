@@ -11,14 +11,14 @@ from stratagem.common.job import OptimizerSpec, ScheduleSpec
 
 
 def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """The rate for the update that follows `step` applied ones, of `num_steps` in all."""
+    """Returns the rate for the update that follows `step` applied ones, of `num_steps` in all."""
     if spec.schedule is None:
         return spec.lr
     return spec.lr * schedule_factor(spec.schedule, step, num_steps)
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """What the schedule makes of a rate of 1. Warm-up rises linearly and reaches 1 at its end."""
+    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1."""
     warmup, final = spec.warmup_steps, spec.final_lr_fraction
     if step < warmup:
         return (step + 1) / warmup
@@ -37,6 +37,6 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Applies to all parameters from the next step on."""
+    """Sets the rate of all parameters from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -31,7 +31,7 @@ _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
 
 
 def has_fused_kernels(spec: OptimizerSpec) -> bool:
-    """Whether torch has kernels that do a whole update of a tensor at once."""
+    """Returns whether torch has kernels that do a whole update of a tensor at once."""
     kind = _OPTIMIZERS.get(spec.name.lower())
     return kind is not None and "fused" in inspect.signature(kind).parameters
 
@@ -67,8 +67,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     """One step of the optimizer, with the bits of `optimizer.step()`.
 
     torch wraps a label for its profiler, looks for hooks and two switches of mode around each
-    step: for a small model they take longer than the update. They are passed over where nobody
-    would notice, which is where nothing is recorded and no hook is registered.
+    step: for a small model they take longer than the update. They are left out where it makes
+    no difference, which is where nothing is recorded and no hook is registered.
     """
     if (
         torch._C._autograd._profiler_enabled()

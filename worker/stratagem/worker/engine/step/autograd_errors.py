@@ -1,5 +1,7 @@
-"""Whose gradient it was that autograd refused: a user's own function may make one of a wrong shape,
-and what torch says of that names the function only."""
+"""Adds the parameters' names to torch's error about a gradient that autograd refused.
+
+A user's own function may return a gradient of a wrong shape; torch names the function only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at in
 def naming_parameters(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
 ) -> RuntimeError:
-    """The error, with the names of the parameters whose gradient it is about, if it is one."""
+    """Returns the error, with the names of the parameters if it is about their gradients."""
     refused = _REFUSED.search(str(error))
     if refused is None:
         return error

@@ -2,7 +2,7 @@
 
 Trainer, gossip node and federated client differ in what they do with gradients, not in how they
 are made. Gradients of micro-batches are added to the parameters' `.grad` in order, in place: where
-that lies in a flat bucket, they add up there. Must not know shards, exchange and optimizer.
+that is part of a flat bucket, they add up there. Must not know shards, exchange and optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[int | str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What some rows come to: Σ mean loss · weight, and the weight, in rows or tokens."""
+    """The loss over some rows: Σ mean loss · weight, and the weight, in rows or tokens."""
 
     loss_sum: float
     weight: float
@@ -92,7 +92,7 @@ class Start:
 class Passes:
     """A model with what it takes to compute its gradients. Used by one thread.
 
-    A window is one transaction: what raises in any micro-batch ends it, and whoever owns the
+    A window is one transaction: an error in any micro-batch ends it, and the owner of the
     gradients drops them all.
     """
 

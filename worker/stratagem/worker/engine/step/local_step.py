@@ -1,4 +1,4 @@
-"""One optimizer step of a model that nobody shares: a gossip node's, or a federated client's.
+"""One optimizer step of a model that is not shared: a gossip node's, or a federated client's.
 
 Its window of micro-batches is one transaction: what raises, or is not finite, leaves parameters,
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
@@ -22,7 +22,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class LocalReport:
-    """What a step came to. grad_norm: 2-norm of the whole gradient before clipping."""
+    """The outcome of a local step. grad_norm: 2-norm of the whole gradient before clipping."""
 
     counted: Counted
     grad_norm: float
@@ -38,7 +38,7 @@ class LocalStep:
     passes: Passes
     buffers: Buffers
     numerics: int
-    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
 
     def run(
         self,
@@ -49,7 +49,10 @@ class LocalStep:
         step: int | None = None,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
-        """step: its number from 1, for words of errors. pull: may add to the mean gradient."""
+        """Makes one step over these rows.
+
+        step: its number from 1, for error messages. pull: may add to the mean gradient.
+        """
         accumulation, max_norm = self.job.window, self.job.optimizer.clip_norm
         scale = self.passes.execution.scale
         self.buffers.snapshot()

@@ -52,11 +52,11 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Back to the values before the step."""
+        """Restores the values from before the step."""
         self._write(self._base)
 
     def contribution(self, shard: int, num_live: int) -> Tensor:
-        """What this shard adds to the sum, after its forward pass; float64."""
+        """Returns what this shard adds to the sum, after its forward pass; 1-d float64."""
         self._check_constants()
         return self._changes(shard, num_live) if self._slots else _NOTHING
 

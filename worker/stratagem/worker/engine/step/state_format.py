@@ -145,7 +145,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
     """32 bits over names, dtypes, shapes and two sums of each tensor, at memory speed.
 
     Equal states give equal numbers on machines of equal numerics; states that differ by accident
-    give different ones, other than those of somebody who looks for a collision.
+    give different ones, but a collision can be constructed on purpose.
     """
     lines = [json.dumps(dict(sorted(metadata.items())))]
     for name, tensor in sorted(tensors.items()):

@@ -1,4 +1,4 @@
-"""What a training step of any kind says of itself."""
+"""The report that a training step of any kind returns."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class StepReport:
     phase: str = ""
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else there is to say of the step, beside the loss."""
+    """Further numbers about the step, besides the loss."""
     micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)
     """Mean losses, not weighted, of the micro-batches of this member's shards: in a pipeline the
-    last stage tells all ranks."""
+    last stage sends them to all ranks."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
 
     @property
     def progress_metrics(self) -> dict[str, float]:
-        """What is shown while the run goes on."""
+        """The metrics that are shown while the run is in progress."""
         losses = self.micro_batch_losses
         if len(losses) < 2:
             return dict(self.metrics)

@@ -39,7 +39,10 @@ def build_trainer(
     sources: DataSources | None = None,
     numerics: int = CURRENT,
 ) -> Trainer:
-    """fresh: the model is initialised from the seed; otherwise load_state must come first."""
+    """Builds the trainer of a synchronous job.
+
+    fresh: the model is initialised from the seed; otherwise load_state must come first.
+    """
     return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics))
 
 
@@ -51,7 +54,10 @@ def build_inference(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> Inference:
-    """The same for a job that only evaluates."""
+    """Builds the inference of a job that only evaluates.
+
+    fresh: the model is initialised from the seed; otherwise load_state must come first.
+    """
     return Inference(_setup(job, entrypoints, device, fresh, sources, CURRENT))
 
 
@@ -65,7 +71,7 @@ def build_gossip_trainer(
     weights: Sequence[Mapping[int, float]] = (),
     numerics: int = CURRENT,
 ) -> GossipTrainer:
-    """A trainer of these nodes, each with a model of its own; load_state must come first.
+    """Builds a trainer of these nodes, each with a model of its own; load_state must come first.
 
     weights: of each node's neighbours; needed where the job has a codec.
     """
@@ -95,7 +101,7 @@ def make_setup(
     gather: Gather,
     numerics: int = CURRENT,
 ) -> Setup:
-    """What a trainer of this model is made of; the model is changed as the job's execution says."""
+    """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
     loss = make_loss(job.loss, entrypoints)
     randomness = KeyedRandomness(model, gather.device)
     execution = prepare(model, job, gather.device, randomness)

@@ -1,4 +1,4 @@
-"""How far the nodes of a gossip party are from their mean, exactly."""
+"""The exact distance of the nodes of a gossip party from their mean."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 
 @torch.no_grad()
 def consensus_distance(exchange: GossipExchange, tensors: Mapping[int, Sequence[Tensor]]) -> float:
-    """sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
+    """Computes sqrt(Σ_i ‖x_i - mean‖² / N) over the parameters x_i of all N nodes.
 
     tensors: of the own nodes, of the same shapes everywhere. All members call it equally often and
-    get the same bits, whoever owns which nodes. The mean takes one sum over all nodes in float64;
-    each member sends at most twice its bytes. Raises ExchangeError.
+    get the same bits, independent of who owns which nodes. The mean takes one sum over all nodes in
+    float64; each member sends at most twice its bytes. Raises ExchangeError.
     """
     first = next(iter(tensors.values()))
     buckets, device = plan_buckets(first), first[0].device

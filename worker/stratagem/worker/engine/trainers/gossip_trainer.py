@@ -39,13 +39,13 @@ from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
 from stratagem.worker.exchange.gossip.public_copies import PublicCopies
 
 _NUM_COLUMNS: Final = 6
-"""Of the table in which a segment's summary is added up."""
+"""Columns of the table in which a segment's summary is added up."""
 Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Over the steps of the open segment."""
+    """Sums of one node over the steps of the open segment."""
 
     weight: float = 0.0
     loss: float = 0.0
@@ -68,7 +68,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class ConsensusSummary:
-    """What all nodes make of a segment."""
+    """Loss and metrics of a segment over all nodes."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -86,7 +86,7 @@ class _Node:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is mixed."""
+        """The tensors that are mixed with the neighbours': all trainable parameters."""
         return [param.detach() for _, param in self.params]
 
 
@@ -308,7 +308,7 @@ class GossipTrainer:
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:
-        """Of what this member holds."""
+        """Returns the fingerprint of what this member holds: its nodes and the mean."""
         return state_format.fingerprint(*self.copy_state(with_mean=True))
 
 

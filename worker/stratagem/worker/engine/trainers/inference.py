@@ -40,11 +40,11 @@ class Inference:
         return self._data[split]
 
     def num_batches(self, split: str) -> int:
-        """Of a whole split; the last one may be short."""
+        """Returns the number of batches of a whole split; the last one may be short."""
         return -(-len(self.dataset(split)) // self._batch_size)
 
     def rows_in(self, split: str, batch: int) -> int:
-        """Of one batch."""
+        """Returns the number of rows in one batch of a split."""
         return min(self._batch_size, len(self.dataset(split)) - batch * self._batch_size)
 
     @torch.inference_mode()

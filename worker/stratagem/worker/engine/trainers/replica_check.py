@@ -1,4 +1,4 @@
-"""Whether the replicas still hold the same after steps that they made each for itself.
+"""The check that all replicas hold the same state after steps that each made for itself.
 
 Predicted steps exchange nothing. The first exact step after them carries a checksum of each
 member's state in one extra, added up over shards like all extras.
@@ -28,12 +28,12 @@ class ReplicaCheck:
         self._checksum = 0
 
     def begin_step(self, state: Callable[[], State]) -> None:
-        """An exact step begins in this state."""
+        """Takes the checksum of the state in which an exact step begins, if a check is due."""
         is_due = self._phases is not None and self._phases.is_check_due
         self._checksum = checksum(*state()) if is_due else 0
 
     def with_checksum(self, extras: Tensor) -> Tensor:
-        """The extras of a shard with what this member says at their end."""
+        """Returns the extras of a shard with this member's checksum appended."""
         if self._phases is None:
             return extras
         return torch.cat([extras, torch.tensor([float(self._checksum)], dtype=torch.float64)])

@@ -1,6 +1,6 @@
 """The synchronous training step of one member.
 
-Computes the shards that this member owns, hands their gradients to an exchange, and applies the
+Computes the shards that this member owns, passes their gradients to an exchange, and applies the
 sum; parameters change only after the exchange is complete, so a step that failed leaves no trace.
 Knows no gRPC, no members and no coordinator.
 """
@@ -101,7 +101,7 @@ class Trainer:
         *,
         stop: bool = False,
     ) -> StepReport:
-        """One optimizer step over the next global batch, cut into `num_shards` shards.
+        """Makes one optimizer step over the next global batch, cut into `num_shards` shards.
 
         In a Predict phase the batch is passed over: nothing is computed on it, nothing exchanged.
         """
@@ -164,7 +164,7 @@ class Trainer:
         return self._saved.live(self.step)
 
     def copy_state(self, *, is_first: bool = True) -> State:
-        """`state`, copied to the CPU: stays as it is while training goes on.
+        """Returns `state`, copied to the CPU: it does not change while training continues.
 
         Also what this member alone holds; and of a party of which each member holds something
         alone, only the first gives what all of them have.
@@ -173,7 +173,7 @@ class Trainer:
 
     @property
     def is_sole_copy(self) -> bool:
-        """Whether this member holds what nobody else has: residuals of its shards."""
+        """Whether this member holds state that no other has: residuals of its shards."""
         return self.compressor is not None and self.compressor.keeps_state
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -181,11 +181,14 @@ class Trainer:
         self.step = self._saved.load(tensors, metadata)
 
     def fingerprint(self) -> str:
-        """Equal on all members that hold the same state."""
+        """Returns a fingerprint, which is equal on all members that hold the same state."""
         return state.fingerprint(*self.state())
 
     def _divisor(self, num_rows: int) -> float | None:
-        """What sums are divided by where it is known before: the gradients then come divided."""
+        """Returns the divisor of the sums if known before the step; gradients then come divided.
+
+        None where it depends on the weights, or where nothing is divided.
+        """
         scale = self._execution.scale
         if not self._window.must_divide:
             return scale.value if scale.is_dynamic else None

@@ -1,4 +1,4 @@
-"""What trainers are made of."""
+"""The parts that every kind of trainer is built from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratagem.worker.engine.objectives.losses import LossFunction
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a trainer is made of."""
+    """The parts of one trainer: job, model, data, loss, evaluator, randomness, and execution."""
 
     job: JobSpec
     model: nn.Module
@@ -28,7 +28,7 @@ class Setup:
     randomness: KeyedRandomness
     execution: ModelExecution
     numerics: int
-    """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
 
     @property
     def num_rows(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What of a trainer is saved: parameters, buffers, optimizer, and what its settings add to them.
+"""The saved state of a trainer: parameters, buffers, optimizer, and additions of its settings.
 
 Of all that a step uses, only this outlives it. Must not know how a step is made.
 """
