@@ -1,1 +1,1 @@
-"""What one worker process offers to all its sessions."""
+"""Resources of one worker process that all its sessions share: torch thread, blobs, clock."""

@@ -1,4 +1,6 @@
-"""How far this machine's clock is from the coordinator's, so that times of workers can be compared.
+"""Estimates the offset between this machine's clock and the coordinator's.
+
+With it times of different workers can be compared.
 
 A call is answered with the coordinator's time. It was read between sending and receiving; if both
 ways took equally long, in the middle. The error is at most half the round trip, so the call with
@@ -25,14 +27,14 @@ class Offset:
 
 @dataclass(slots=True)
 class CoordinatorClock:
-    """Readings of the coordinator's clock."""
+    """Estimates the offset to the coordinator's clock from the latest readings of it."""
 
     _readings: deque[Offset] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     offset: Offset = Offset()
     """The best known; without any reading nothing is added."""
 
     def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
-        """A call that left and came back at these times of ours, and what it was answered."""
+        """Add a reading: our times of sending and receiving a call, and the time in its answer."""
         middle_s = (sent_s + received_s) / 2
         self._readings.append(Offset(coordinator_s - middle_s, (received_s - sent_s) / 2))
         self.offset = min(self._readings, key=lambda reading: reading.error_s)

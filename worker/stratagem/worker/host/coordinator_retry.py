@@ -11,5 +11,5 @@ LAST_RETRY_S: Final = 5.0
 
 
 def new_backoff() -> Backoff:
-    """Between attempts to be heard by a coordinator."""
+    """Make the backoff between attempts to reach a coordinator."""
     return Backoff(FIRST_RETRY_S, LAST_RETRY_S)

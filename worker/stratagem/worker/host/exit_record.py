@@ -1,9 +1,10 @@
-"""What a worker process leaves for the next one of its name, in whatever way it ends.
+"""The record from which the next worker process of the same name learns how this one ended.
 
 Owns two files of the data folder: one in shared memory with what is executed, the step, and the
 lines that the job's code prints; one that a fatal signal is explained in. What is written there
 outlives SIGKILL and costs a training step a microsecond. The next process reads both before it
-registers, and takes their place once it has: one that ends before that has left nothing to tell.
+registers, and takes their place once it has: one that ends before that has left
+no record.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ log = structlog.get_logger(__name__)
 MAX_LINES: Final = 10
 MAX_LINE_CHARS: Final = 300
 MAX_FRAMES: Final = 4
-"""Of a fault's."""
+"""Stack frames of a fault that are reported."""
 _NOT_THE_USERS: Final = ("/site-packages/", "/lib/python", "/stratagem/worker/")
-"""In the paths of code that the job has not brought."""
+"""Parts of paths that mark code as not the job's own."""
 _HEAD: Final = struct.Struct("<8sqqII")
 """Magic, step, bytes printed so far, whether it was stopped, length of the text."""
 _MAGIC: Final = b"lastwrd1"
@@ -52,7 +53,10 @@ _FAULTS: Final = {
 
 
 class LastWords:
-    """Of this process. Without a folder nothing is kept, and nothing is known of the one before."""
+    """Writes the exit record of this process, and reads that of the one before (`previous`).
+
+    Without a folder nothing is kept, and nothing is known of the process before.
+    """
 
     def __init__(
         self, folder: Path | None, name: str, incarnation: str, supervisor: str = ""
@@ -94,14 +98,14 @@ class LastWords:
             faulthandler.enable(self._fault_file, all_threads=False)
 
     def registered(self) -> None:
-        """The coordinator knows how the process before has ended: this one takes its place."""
+        """Replace the previous process's record by our own: the coordinator has seen it now."""
         if self._file is not None and self._faults is not None:
             for own, file in ((self._own, self._file), (self._own_faults, self._faults)):
                 with suppress(OSError):  # done before, removed, or a folder that takes no files
                     own.replace(file)
 
     def stopped(self) -> None:
-        """Somebody has asked this process to end: how it does is no fault of its work."""
+        """Record that this process was asked to end: how it ends is then no fault of its work."""
         if self._map is not None:
             struct.pack_into("<I", self._map, _STOPPED, 1)
 
@@ -109,7 +113,7 @@ class LastWords:
 
     @contextmanager
     def at(self, run_id: str, party: str) -> Iterator[None]:
-        """The plan of a session is executed inside the `with`."""
+        """Record that the plan of this session is executed inside the `with`."""
         if self._map is None:
             yield
             return
@@ -125,12 +129,12 @@ class LastWords:
             self._say(who)
 
     def step(self, number: int) -> None:
-        """So many steps have been applied (of a client: begun)."""
+        """Record how many steps have been applied (of a client: begun)."""
         if self._map is not None:
             struct.pack_into("<q", self._map, _STEP, number)
 
     def line(self, text: str) -> None:
-        """The job's code has printed a line."""
+        """Record a line that the job's code has printed."""
         if self._map is None:
             return
         data = text[:MAX_LINE_CHARS].encode(errors="replace") + b"\n"
@@ -154,7 +158,7 @@ class LastWords:
 
 
 def _read(file: Path, faults: Path, supervisor: str) -> pb.PreviousExit:
-    """What is known of it; without an incarnation: nothing."""
+    """Read what is known of the process before; without an incarnation nothing is."""
     try:
         data = file.read_bytes()
         magic, step, printed, stopped, length = _HEAD.unpack_from(data)
@@ -187,12 +191,12 @@ def _lines(ring: bytes, printed: int) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """A line without what could move a terminal's cursor."""
+    """Return a line without characters that could move a terminal's cursor."""
     return "".join(c if c.isprintable() else " " for c in text)[:MAX_LINE_CHARS]
 
 
 def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
-    """What the supervisor says, if it is of that process: "[PID:]STATUS" or "[PID:]stopped"."""
+    """Add what the supervisor says, "[PID:]STATUS" or "[PID:]stopped", if it is of that process."""
     of, _, status = supervisor.rpartition(":")
     if not status or (of and of != str(pid)):
         return
@@ -204,7 +208,7 @@ def _add_status(told: pb.PreviousExit, pid: object, supervisor: str) -> None:
 
 
 def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
-    """The signal, and where in the job's code, that faulthandler has written down."""
+    """Add the signal, and its place in the job's code, as faulthandler has written them down."""
     try:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:
@@ -222,9 +226,9 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
 
 
 def _shown_frames(frames: list[str]) -> list[str]:
-    """A few of them, innermost first: the user's own, if it is not among those, before the rest.
+    """Return a few frames, innermost first; the user's own, if not the innermost, precedes them.
 
-    The user's is the first that lies in no installed package and in no library of Python.
+    The user's is the first that is in no installed package and in no library of Python.
     """
     own = next((each for each in frames if not any(part in each for part in _NOT_THE_USERS)), None)
     shown = frames[:MAX_FRAMES]

@@ -1,8 +1,8 @@
-"""Blobs that the coordinator has brought: committed states and inline data, named by digest.
+"""Blobs that the coordinator has uploaded: committed states and inline data, named by digest.
 
-Owns what is kept of each run (all data, the newest two states), where it lies (memory, or a file
-above a limit), and uploads that are not complete yet, which a later call may continue. A blob is
-visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
+Owns what is kept of each run (all data, the newest two states), where it is stored (memory, or a
+file above a limit), and uploads that are not complete yet, which a later call may continue. A blob
+is visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
 
 The digest is a name here and is not computed again: the coordinator has checked the file against
 it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
@@ -49,7 +49,7 @@ class Blob(Protocol):
 
 
 class _Place(Protocol):
-    """Where the bytes of an upload go."""
+    """The storage that the bytes of an upload go to: memory or a file."""
 
     @property
     def sink(self) -> Sink: ...
@@ -75,7 +75,7 @@ class _InMemory:
         return self.tensors, self.manifest.metadata
 
     def drop(self) -> None:
-        """The tensors go with the last reference to them."""
+        """Do nothing: the tensors are freed with the last reference to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _MemoryPlace:
         return _InMemory(self._manifest, self._finish())
 
     def drop(self) -> None:
-        """Nothing lies anywhere else."""
+        """Do nothing: the tensors are freed with the last reference to them."""
 
 
 class _FilePlace:
@@ -149,7 +149,7 @@ class BlobUpload:
         self.manifest = manifest
         self.is_open = False
         self.term = 0
-        """Of the coordinator whose stream has it open."""
+        """Term of the coordinator whose stream has it open."""
         self.num_streams = 0
         self._place = place
         self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
@@ -164,7 +164,7 @@ class BlobUpload:
             raise IntegrityError(f"the bytes of several streams have the digest {found}")
 
     def finish(self) -> Blob:
-        """The blob; IntegrityError while bytes are missing."""
+        """Return the blob. Raise IntegrityError while bytes are missing."""
         self.writer.finish()
         return self._place.finish()
 
@@ -193,13 +193,13 @@ class ReceivedBlobs:
         return blobs.get(digest)
 
     async def get(self, run_id: str, digest: str) -> Blob:
-        """The blob, as soon as it has arrived."""
+        """Wait until the blob has arrived, and return it."""
         while (found := self.find(run_id, digest)) is None:
             await self._changed.wait()
         return found
 
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
-        """The upload of this blob, new or where it broke off; the caller ends `is_open`.
+        """Open the upload of this blob, new or where it broke off; the caller ends `is_open`.
 
         One that a coordinator of an earlier term has open is dropped: that one may be frozen.
         """
@@ -218,12 +218,12 @@ class ReceivedBlobs:
         return upload
 
     def forget(self, run_id: str, upload: BlobUpload) -> None:
-        """Begin anew with the next stream; nothing where another has taken its place already."""
+        """Drop an upload, so that the next stream begins from the start, unless it was replaced."""
         if self._uploads.get((run_id, upload.digest)) is upload:
             self._uploads.pop((run_id, upload.digest)).drop()
 
     def _forget_oldest(self) -> None:
-        """Uploads that nobody goes on with may not pile up."""
+        """Drop the oldest idle uploads above the limit: abandoned ones may not pile up."""
         idle = [key for key, each in self._uploads.items() if not each.is_open]
         for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
             self._uploads.pop((run_id, digest)).drop()
@@ -260,7 +260,7 @@ class ReceivedBlobs:
 
     @property
     def memory_bytes(self) -> int:
-        """Of blobs that are held in memory, and of all that are on their way."""
+        """Bytes of the blobs that are held in memory, and of all uploads that are under way."""
         used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
         return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
 

@@ -1,6 +1,6 @@
-"""What a model is made of as far as a cut is concerned: its program, and who holds which parameter.
+"""The nodes of a model that is cut into stages: its program, and the parameters that nodes hold.
 
-Owns the rules which models can be cut, the separation of tied parameters into one copy per node,
+Owns the rules of which models can be cut, the separation of tied parameters into one copy per node,
 and the removal of nodes that belong to other workers. Names stay those of the whole model. Must not
 know stages, workers or schedules.
 """
@@ -46,13 +46,13 @@ class Trained:
         return add_uses(copy.param.grad for copy in self.copies)
 
     def forget(self) -> None:
-        """No gradient any more."""
+        """Clears the gradients of all copies."""
         for copy in self.copies:
             copy.param.grad = None
 
 
 def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
-    """The calls that the model is made of: graph nodes, or modules called in a row.
+    """Returns the calls that the model is made of: graph nodes, or modules called in a row.
 
     Raises InvalidInputError for a model that is anything else.
     """
@@ -64,7 +64,7 @@ def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
 
 
 def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Trained]:
-    """All trainable parameters, in order of `named_parameters`.
+    """Returns all trainable parameters, in order of `named_parameters`.
 
     One that several nodes hold becomes one parameter per node over the same memory, so that each
     node's gradient is summed over micro-batches by itself, wherever the node is.
@@ -96,7 +96,7 @@ def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Traine
 
 
 def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[Trained]:
-    """The same, but the copies of these nodes hold no memory any more."""
+    """Returns the parameters with the copies of these nodes on the meta device, without memory."""
 
     def emptied(copy: Copy) -> Copy:
         if copy.node not in nodes:

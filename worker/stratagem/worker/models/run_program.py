@@ -1,6 +1,6 @@
 """Runs a model's program, or the part of it that is one stage.
 
-The uses of a node's output are told apart: each gets a tensor of its own (the same memory), and
+The uses of a node's output are kept apart: each gets a tensor of its own (the same memory), and
 their gradients are added in falling order of use. So the sum does not depend on which uses are
 computed here and which on another worker. Must not know workers or messages.
 """
@@ -39,7 +39,7 @@ def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
 
 
 def evaluate(source: Source, given: Any, slots: Slots) -> Any:
-    """The value of a source; `given` is what the model was called with."""
+    """Returns the value of a source; `given` is what the model was called with."""
     match source:
         case ModelInput():
             return given
@@ -52,7 +52,7 @@ def evaluate(source: Source, given: Any, slots: Slots) -> Any:
 
 
 def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum of the gradients of a value's uses, given in rising order; the last one first."""
+    """Sums the gradients of a value's uses, given in rising order, beginning with the last one."""
     total: Tensor | None = None
     for gradient in reversed(list(gradients)):
         if gradient is not None:
@@ -61,7 +61,7 @@ def add_uses(gradients: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nesting of tuples, lists and dicts with every tensor changed."""
+    """Applies `change` to every tensor in nested tuples, lists and dicts; returns the nesting."""
     match value:
         case Tensor():
             return change(value)

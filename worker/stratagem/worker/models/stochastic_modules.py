@@ -1,4 +1,4 @@
-"""Which modules may draw random numbers, and from whom."""
+"""Tests whether modules may draw random numbers, and whether a model runs only known code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_hooks_for_all_mo
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """True for torch's stochastic modules, and for every class that is not torch's own."""
+    """Returns whether a module may draw: torch's stochastic ones, and all that are not torch's."""
     kind = type(module)
     if not kind.__module__.startswith("torch.nn."):
         return True
@@ -22,7 +22,7 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 
 def runs_only_known_code(model: nn.Module) -> bool:
-    """Whether a pass through the model, as it is now, runs no code but torch's and ours.
+    """Returns whether a pass through the model, as it is now, runs no code but torch's and ours.
 
     True only if it has no class, hook or function of the user's, and no tensor of a class of its
     own. When in doubt, False.

@@ -35,12 +35,12 @@ _TALLY: Final = "tally"
 def agree_on_state(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
 ) -> None:
-    """Everybody goes on from the newest state of the party, or from the base where none is."""
+    """Bring this member to the newest state of the party, or to the base if no member holds one."""
     held = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(held, default=-1)
     mine = work.holding.applied_step
     if _keeps_residuals(work.job):
-        # Nobody can copy them from a member that is gone: all hold the same step, or none counts.
+        # Those of a member that is gone are lost: all hold the same step, or none counts.
         if len(held) < view.size or min(held) < newest or newest < plan.base.step:
             _load_base(work, plan.base)
     elif newest < plan.base.step:
@@ -85,7 +85,7 @@ def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> None:
 async def _pull_live(
     work: ExecutionContext, view: MemberView, address: str
 ) -> tuple[Mapping[str, Tensor], dict[str, str]]:
-    """The state that another member has frozen for us."""
+    """Fetch the state that another member has frozen for us."""
     ways_out: list[Callable[[], dict[str, Tensor]]] = []
 
     def accept(manifest: Manifest) -> Sink:

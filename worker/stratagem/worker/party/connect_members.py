@@ -33,28 +33,28 @@ USABLE: Final = {
 def form_link(
     work: ExecutionContext, group: Group, method: str, exchange_offers: Rendezvous
 ) -> Link | SharedGroup:
-    """Blocks until a group is connected by an engine that all of it have and the method can use.
+    """Block until a group is connected by an engine that all of it have and the method can use.
 
-    exchange_offers gets what this member offers and answers with all offers, by rank.
+    exchange_offers: gets what this member offers and returns all offers, by rank.
     """
     engines = work.host.mesh.engines(USABLE[method])
     return form_agreed(place_of(work, group), engines, exchange_offers, form_timeout_s(work))
 
 
 def place_of(work: ExecutionContext, group: Group) -> MemberAddress:
-    """Where this worker stands in the group."""
+    """Return this worker's address in the group: host, peer hub and device, as engines need it."""
     host, _ = split_address(work.host.address)
     return MemberAddress(group, work.host.hub, host, work.host.device)
 
 
 def form_timeout_s(work: ExecutionContext) -> float:
-    """Longest wait for the connections of a membership."""
+    """Return the longest wait for the connections of a membership, in seconds."""
     return min(FORM_TIMEOUT_S, work.host.exchange_timeout_s)
 
 
 @contextmanager
 def noting_failures(work: ExecutionContext) -> Iterator[None]:
-    """Shared memory that cannot be had counts against it."""
+    """Count failures to share memory, after some of which it is offered no more; re-raise them."""
     try:
         yield
     except UnshareableError as error:
@@ -69,7 +69,7 @@ def exchange_over(
     num_shards: int,
     compressor: Compressor | None = None,
 ) -> GradientReducer:
-    """Sums by the job's method; takes the link over."""
+    """Make the exchange that sums by the job's method; it takes the link over."""
     with noting_failures(work):
         exchange = mesh_exchange(
             buckets,

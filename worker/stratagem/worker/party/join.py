@@ -1,8 +1,8 @@
 """Joining a party: meet at the rendezvous, form the exchange, agree on one state.
 
-Owns the talk with the coordinator and the fellow members that ends with a session that holds the
-party's newest state and an exchange for the view. Runs in the torch thread; calls go through the
-event loop. Must not know how a step is computed.
+Owns the calls to the coordinator and the fellow members after which the session holds the party's
+newest state and an exchange for the view. Runs in the torch thread; calls go through the event
+loop. Must not know how a step is computed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from stratagem.worker.session.plan_control import MemberView
 def join(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> GradientReducer | SingleMemberReducer | GossipExchange:
-    """The exchange of this view; afterwards all members hold the same state.
+    """Join the party; return the exchange of this view, with the same state on all members.
 
-    Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
+    Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
     current one.
     """
     holding = work.holding
@@ -72,7 +72,7 @@ def join(
 
 
 def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Leave an exchange that failed and tell the coordinator, who looks for the culprit."""
+    """Leave an exchange that failed; report it to the coordinator, which looks for the culprit."""
     leave(work)
     suspect(work, view, reason)
 
@@ -90,7 +90,7 @@ def leave(work: ExecutionContext) -> None:
 def _meet(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
 ) -> tuple[Link | SharedGroup | None, Members]:
-    """Wait for all members of the view; what they say, and for AllReduce the link to them."""
+    """Wait for all members of the view; return the link (for AllReduce) and what they say."""
     mine = coordinator_pb2.RendezvousMember(
         applied_step=work.holding.applied_step, address=work.host.address
     )

@@ -1,6 +1,6 @@
 """Joining a party that gossips: every member loads the nodes that it owns.
 
-What a member holds is the only copy, so nobody copies from anybody: either all members hold their
+What a member holds is the only copy, so members cannot copy from each other: either all hold their
 nodes at the same step, or all of them load the base. Runs in the torch thread.
 """
 
@@ -29,7 +29,7 @@ def join_nodes(
     members: Sequence[coordinator_pb2.RendezvousMember],
     link: Link | None,
 ) -> GossipExchange:
-    """The exchange of this view, which takes the link over; the session holds its nodes."""
+    """Make the exchange of this view, which takes the link over; the session holds its nodes."""
     weights = mixing_weights(work.job, plan.num_shards)
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
@@ -45,7 +45,7 @@ def join_nodes(
 
 
 def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]:
-    """The weights of each node's neighbours and itself, by the job's topology and seed."""
+    """Return the weights of each node's neighbours and itself, by the job's topology and seed."""
     strategy = job.strategy
     aggregation = strategy.aggregation if isinstance(strategy, DataParallel) else None
     if not isinstance(aggregation, Decentralized):

@@ -2,7 +2,7 @@
 
 Members stand replica by replica. There is one rendezvous for all of them; then the ranks of each
 replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients.
-What a rank holds is the only copy, so nobody heals: a new membership begins from the base. Runs in
+What a rank holds is the only copy, so no rank heals: a new membership begins from the base. Runs in
 the torch thread, but for the forming of connections.
 """
 
@@ -68,9 +68,9 @@ class _Where:
 
 
 def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> HeldStages:
-    """This worker's stages under the view, at the step where all members stand.
+    """Join the party; return this worker's stages under the view, at the step of all members.
 
-    Raises ExchangeError when a member is lost meanwhile, Moved when the view is no longer the
+    Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
     current one.
     """
     holding = work.holding
@@ -126,7 +126,7 @@ def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Line
 
 
 def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
-    """Everything that others connect to is opened before the rendezvous."""
+    """Form the connections; all that others connect to is opened before the rendezvous."""
     lines = Lines(LocalTransport(LocalPost(1), 0))
     rendezvous = partial(_meet, work, where, lines)
     try:
@@ -158,7 +158,7 @@ def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
 
 
 def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
-    """The rendezvous of the whole party; what the ranks of this replica offer for activations.
+    """Meet the whole party; return the offers of this replica's ranks for activations.
 
     Forms the column on the way, where there are replicas. A member's endpoint is the size of its
     offer for activations (4 bytes), that offer, and the one for the column.
@@ -185,7 +185,7 @@ def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> 
 
 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
-    """Some of the members, of whom this one is one."""
+    """Return the group of the members of these ranks, of which this member is one."""
     party = f"{work.key.party}/{name}".lstrip("/")
     worker_ids = tuple(view.members[each].worker_id for each in ranks)
     rank, size = ranks.index(view.rank), len(ranks)
@@ -232,7 +232,7 @@ def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -
 def _reduce(
     work: ExecutionContext, plan: pb.TrainPlan, where: _Where, runner: StageRunner, lines: Lines
 ) -> Reduce | None:
-    """How this rank's gradients are added up over the shards; None for one shard."""
+    """Make the sum of this rank's gradients over the shards; None for one shard."""
     if plan.num_shards == 1:
         return None
     buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)

@@ -1,4 +1,4 @@
-"""The rendezvous of a party: what its members ask the coordinator, and with what patience.
+"""The rendezvous of a party: its members' calls to the coordinator, with their retries.
 
 Runs in the torch thread; the calls go through the event loop.
 """
@@ -31,7 +31,7 @@ Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
 def meet(work: ExecutionContext, view: MemberView, endpoint: bytes) -> Members:
-    """The rendezvous: what all members of the view say, by rank, once all are there."""
+    """Wait for all members of the view at the rendezvous; return what they say, by rank."""
     request = coordinator_pb2.RendezvousRequest(
         fence=fence_of(view),
         session=session_of(work),
@@ -49,7 +49,7 @@ def meet(work: ExecutionContext, view: MemberView, endpoint: bytes) -> Members:
 
 
 def suspect(work: ExecutionContext, view: MemberView, reason: str) -> None:
-    """Tell the coordinator that the exchange of this view failed; it looks for the culprit."""
+    """Report to the coordinator that the exchange of this view failed; it looks for the culprit."""
     request = coordinator_pb2.SuspectRequest(
         fence=fence_of(view), session=session_of(work), reason=reason[:1000]
     )
@@ -84,12 +84,12 @@ async def _suspect(work: ExecutionContext, request: coordinator_pb2.SuspectReque
 
 
 def fence_of(view: MemberView) -> types_pb2.Fence:
-    """What calls about this view carry, so that a later view's receivers refuse them."""
+    """Return the fence of calls about this view: receivers with a later view refuse them."""
     return types_pb2.Fence(term=view.term, membership=view.membership)
 
 
 def session_of(work: ExecutionContext) -> types_pb2.SessionRef:
-    """The session of this execution, as calls name it."""
+    """Return the reference by which calls name the session of this execution."""
     return types_pb2.SessionRef(
         run_id=work.key.run_id, party=work.key.party, member=work.key.member
     )

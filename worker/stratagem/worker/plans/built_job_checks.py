@@ -1,4 +1,4 @@
-"""What can be said of a job only once its model and its data are there, before any training."""
+"""Checks of a job that need its model and its data; made once both are built, before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from stratagem.worker.models.model_nodes import check_not_shared, program_of
 
 
 def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> None:
-    """model: the whole of it. num_rows: of each split. Raises InvalidInputError."""
+    """Check that the job's evaluation split has rows and that its model can be cut into its stages.
+
+    model: the whole of it. num_rows: of each split. Raises InvalidInputError.
+    """
     _check_split(job, num_rows)
     field, spec = _pipeline(job.strategy, "strategy")
     if spec is None:
@@ -45,7 +48,7 @@ def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:
 
 
 def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:
-    """The pipeline that the strategy is or that its replicas are, and where it stands."""
+    """Return the pipeline that the strategy or its replicas are, if any, and its field's path."""
     if isinstance(strategy, ModelParallel):
         return field, strategy
     inner = getattr(getattr(strategy, "options", None), "inner", None)

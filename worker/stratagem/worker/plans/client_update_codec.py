@@ -27,8 +27,11 @@ def coded_update(
     client: int,
     numerics: int = CURRENT,
 ) -> tuple[Frozen, dict[str, int]] | None:
-    """The update for the wire, and what that saves (see TrainResult.traffic). None where it is not
-    finite: it is then sent as it is, so that the coordinator rejects it as it rejects any."""
+    """Return the update for the wire, and what that saves (see TrainResult.traffic).
+
+    None where it is not finite: it is then sent as it is, so that the coordinator rejects it as it
+    rejects any.
+    """
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [

@@ -24,9 +24,9 @@ from stratagem.worker.session.session_states import freeze
 def evaluate_share(
     work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """The sums of the batches asked for, and the membership that they were asked for under.
+    """Return the sums of the batches asked for, and the membership that they were asked for under.
 
-    Ends early, with a result that nobody will see, once another share is asked for.
+    Ends early, with a result that is not used, once another share is asked for.
     """
     membership = work.control.view.membership
     work.be("evaluating")
@@ -64,7 +64,7 @@ def evaluate_share(
 def _named(
     outputs: Mapping[tuple[str, int], Mapping[str, Tensor]], owned: Sequence[tuple[str, int]]
 ) -> dict[str, Tensor]:
-    """By "<split>.<output>/<batch>"; in order of name the batches of an output are in order."""
+    """Return the outputs as "<split>.<output>/<batch>": sorted by name, batches are in order."""
     return {
         f"{split}.{name}/{batch:012d}": tensor
         for split, batch in owned
@@ -73,7 +73,7 @@ def _named(
 
 
 def _inference(work: ExecutionContext, digest: str) -> Inference:
-    """The model with the weights of that state."""
+    """Return the model with the weights of that state."""
     held = work.holding.inference
     if held is not None and held[0] == digest and held[1].job == work.job:
         return held[1]
@@ -86,7 +86,7 @@ def _inference(work: ExecutionContext, digest: str) -> Inference:
 
 
 class _Progress:
-    """Tells of batches now and then: of the share how many are done, and rows per second."""
+    """Reports at intervals how many batches of the share are done, and rows per second."""
 
     def __init__(self, work: ExecutionContext, num_batches: int, num_done: int) -> None:
         self._work, self._num_batches, self._num_done = work, num_batches, num_done

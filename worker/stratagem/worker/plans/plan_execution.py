@@ -87,7 +87,7 @@ def key_of(request: pb.ExecuteRequest) -> Key:
 
 
 def view_of(request: pb.ExecuteRequest) -> MemberView:
-    """The view that a request carries; plans without a party have one without members."""
+    """Return the view that a request carries; plans without a party have one without members."""
     view = request.train.view
     members = tuple(
         Peer(
@@ -101,7 +101,7 @@ def view_of(request: pb.ExecuteRequest) -> MemberView:
 
 
 class PlanExecution:
-    """Lives on the event loop, but for `_run`."""
+    """One execution of a plan, until its result. Lives on the event loop, but for `_run`."""
 
     def __init__(self, work: ExecutionContext) -> None:
         self.key = key_of(work.request)
@@ -124,14 +124,14 @@ class PlanExecution:
 
     @property
     def is_parked(self) -> bool:
-        """It waits for its party or for a caller, and leaves the torch thread to others."""
+        """True while it waits for its party or for a caller and leaves the torch thread free."""
         return self._can_go_on is not None
 
     def start(self) -> None:
         self._work.host.thread.submit(self._run)
 
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
-        """What there is to say, for one call that attends this plan."""
+        """Yield the messages of this plan to one call that attends it, until its outcome."""
         self._num_followers += 1
         self._work.control.set_deserted(False)
         self._unpark()
@@ -144,7 +144,7 @@ class PlanExecution:
             self._look_later()
 
     def _look_later(self) -> None:
-        """In a while, if it still runs, see whether anybody wants to hear of it."""
+        """Schedule a check, after DESERTED_S, whether any call still follows the running plan."""
         self._forget_to_look()
         if self._num_followers == 0 and self._phase is ExecutionPhase.ACTIVE:
             loop = self._work.host.loop
@@ -163,7 +163,7 @@ class PlanExecution:
             self._work.control.set_deserted(True, must_cut=is_server)
 
     def attach(self, request: pb.ExecuteRequest) -> None:
-        """The same plan is asked for again, perhaps with a newer view of its party."""
+        """Take in a repeated request for the same plan, perhaps with a newer view of its party."""
         view = view_of(request)
         if view.membership <= self._work.control.view.membership:
             return
@@ -197,7 +197,7 @@ class PlanExecution:
             self.start()
 
     def _is_outdated(self) -> bool:
-        """Whether the result is not one of the present view. Errors of the user stay."""
+        """Return whether the result is none of the present view; errors of the user stay valid."""
         result = self._work.outbox.result
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
@@ -287,7 +287,7 @@ class PlanExecution:
 
 @contextmanager
 def _typed_memory_errors() -> Iterator[None]:
-    """torch says in a RuntimeError, wherever it happens, that a host has no memory left."""
+    """Turn the RuntimeError by which torch reports that the host has no memory into MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -297,7 +297,7 @@ def _typed_memory_errors() -> Iterator[None]:
 
 
 def _ids(work: ExecutionContext) -> dict[str, Any]:
-    """What log lines and spans of an execution are about."""
+    """Return the identifiers that log lines and spans of an execution carry."""
     view = work.control.view
     is_round = work.request.HasField("client_round")
     return {
@@ -340,8 +340,10 @@ def _interrupted(reason: str) -> pb.ExecuteResult:
 
 
 def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResult:
-    """What the user's code raised, or what we have to say of the job: that without a traceback,
-    which would be of our code."""
+    """Return the result for an error that the user's code or the job has caused.
+
+    Errors of our own about the job come without a traceback, which would be of our code.
+    """
     activity = work.holding.activity
     match error:
         case UserCodeError():

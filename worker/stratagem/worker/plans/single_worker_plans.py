@@ -131,7 +131,7 @@ def _coded(
 
 
 def _runner(work: ExecutionContext) -> ClientRunner:
-    """One model and the clients' data serve all clients of one job on this worker.
+    """Return the runner of the job: one model and the data serve all its clients on this worker.
 
     Parties of a run may have jobs of their own: members of a population, with other settings.
     """
@@ -148,7 +148,7 @@ def _runner(work: ExecutionContext) -> ClientRunner:
 
 
 def evaluate_state(work: ExecutionContext, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
-    """Evaluate a committed state, whatever the session holds."""
+    """Evaluate a committed state, which replaces the one that the session holds."""
     work.be("evaluating")
     tensors, metadata = work.blob(plan.base.digest)
     work.load(tensors, {"step": str(plan.base.step), "format": "1", **metadata})
@@ -159,8 +159,10 @@ def evaluate_state(work: ExecutionContext, plan: pb.EvaluatePlan) -> pb.Evaluate
 
 
 def averaged(model: nn.Module) -> dict[str, str]:
-    """Metadata that name the floating tensors that no server optimizer may touch: buffers and
-    frozen parameters. Empty where there are none."""
+    """Return metadata that name the floating-point tensors that no server optimizer may change.
+
+    These are buffers and frozen parameters. Empty where there are none.
+    """
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     names = [
         f"{_MODEL}{name}"
@@ -171,7 +173,7 @@ def averaged(model: nn.Module) -> dict[str, str]:
 
 
 def layout_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Names the model's layout: name, dtype and shape of all its tensors, sorted by name."""
+    """Return a digest of the model's layout: name, dtype and shape of all its tensors, sorted."""
     lines = [
         f"{name.removeprefix(_MODEL)} {str(tensor.dtype).removeprefix('torch.')} "
         f"{tuple(tensor.shape)}"

@@ -1,8 +1,8 @@
-"""Which values of a job decide what its state is made of, found by building the job with others.
+"""Finds the values of a job that decide its state's structure, by building it with other values.
 
 Models are built on the meta device, optimizers over parameters of a few numbers. A state is made of
 the names, shapes and types of the model's tensors, which of them are trained or tied, and what the
-optimizer keeps for each: one that raises over a state of the other cannot go on from it.
+optimizer keeps for each: one that raises over a state of the other cannot continue from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layout: TypeAlias = list[tuple[object, ...]]
 def structural(
     work: ExecutionContext, model: nn.Module, variants: Iterable[pb.Variant]
 ) -> list[str]:
-    """The names of the variants of the job whose state is of other things than its own.
+    """Return the names of the variants of the job whose state has another structure than its own.
 
     model: as the job trains it.
     """
@@ -57,8 +57,11 @@ def structural(
 
 
 def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
-    """Of every tensor of the model's state: name, type, shape, whether it is trained, and the first
-    name of those that it is tied to. Raises StratagemError where it cannot be built."""
+    """Return the layout of the model's state: a tuple for each tensor, sorted by name.
+
+    Each has name, type, shape, whether it is trained, and the first name of those that it is tied
+    to. Raises StratagemError where the model cannot be built.
+    """
     with user_code("building the model"):
         model = build_shapes(job, entrypoints, device=_META)
     first: dict[int, str] = {}
@@ -70,13 +73,15 @@ def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
 
 
 def go_on(one: OptimizerSpec, other: OptimizerSpec, dims: Sequence[int]) -> bool:
-    """Whether each of two optimizers can go on from what the other one has kept for parameters of
-    these numbers of dimensions. Raises StratagemError where one cannot be made."""
+    """Return whether each of two optimizers can continue from the state that the other has kept.
+
+    dims: numbers of dimensions of the parameters. Raises StratagemError where one cannot be made.
+    """
     return one == other or (_goes_on(one, other, dims) and _goes_on(other, one, dims))
 
 
 def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int]) -> bool:
-    """Whether the new optimizer can make a step from what the old one has kept."""
+    """Return whether the new optimizer can make a step from the state that the old one has kept."""
     before, after = _params(dims), _params(dims)
     first = make_optimizer(old, [param for _, param in before])
     second = make_optimizer(new, [param for _, param in after])
@@ -84,13 +89,13 @@ def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int]) -> boo
     load_optimizer_state(second, after, *optimizer_state(first, before))
     try:
         second.step()
-    except Exception:  # whatever an optimizer raises that misses something
+    except Exception:  # of any type, from an optimizer that misses something
         return False
     return True
 
 
 def _params(dims: Sequence[int]) -> list[tuple[str, nn.Parameter]]:
-    """Two numbers along each dimension, and a gradient."""
+    """Return parameters of these dimensions, of size 2 along each, with gradients."""
     params = [(str(dim), nn.Parameter(torch.ones([2] * dim))) for dim in dims]
     for _, param in params:
         param.grad = torch.ones_like(param)

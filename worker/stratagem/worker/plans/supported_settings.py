@@ -1,4 +1,4 @@
-"""Which settings of a job's execution this worker carries out; others are refused, not ignored."""
+"""Refuses the settings of a job's execution that this worker does not carry out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 def check_supported(execution: ExecutionSpec) -> None:
-    """Raises InvalidInputError that names every setting which this worker does not carry out."""
+    """Raise InvalidInputError that names every setting which this worker does not carry out."""
     refuse(
         [
             Violation(

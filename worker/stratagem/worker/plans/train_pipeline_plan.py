@@ -26,7 +26,7 @@ from stratagem.worker.session.session_states import freeze
 def train_stages(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step; the result, and the membership that it was computed under."""
+    """Train to plan.to_step; return the result, and the membership that it was computed under."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -63,7 +63,7 @@ def _train_under(
                 report = runner.train_step(
                     shards=view.me.shards, num_shards=plan.num_shards, stop=stop, reduce=held.reduce
                 )
-            segment.engine = held.engine  # the schedule may have been chosen anew
+            segment.engine = held.engine  # the schedule may have been chosen again
             account(work, plan, segment, report)
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step, and those that stay return to the last commit.
@@ -78,7 +78,7 @@ def _train_under(
 def _conclude(
     work: ExecutionContext, plan: pb.TrainPlan, held: HeldStages, segment: Segment
 ) -> pb.TrainResult:
-    """Snapshot of this rank's part, evaluation by the first replica, result."""
+    """Keep a snapshot of this rank's part, evaluate if in the first replica, return the result."""
     runner, tally = held.runner, work.holding.tally
     work.post(work.states.keep, work.segment, freeze(*runner.copy_state()))
     failpoint("worker.stages.kept")

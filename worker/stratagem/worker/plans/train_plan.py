@@ -38,7 +38,7 @@ NUM_EVALUATION_SLICES: Final = 16
 
 @dataclass(slots=True)
 class Segment:
-    """What one execution remembers of its segment, also when it runs again under a new view."""
+    """The progress of one execution in its segment, kept when it runs again under a new view."""
 
     started_s: float = field(default_factory=time.monotonic)
     num_redone_steps: int = 0
@@ -52,17 +52,17 @@ class Segment:
     """(rank, size) that the parts were computed for."""
     snapshot_taken: bool = False
     summary: ConsensusSummary | None = None
-    """Of nodes that gossip."""
+    """Summary of the segment over nodes that gossip."""
     evaluated: dict[tuple[str, int], EvaluationPart] = field(default_factory=dict)
-    """By split and batch, where nothing is trained: the next view may ask for them again."""
+    """Parts by split and batch, where nothing is trained: the next view may ask for them again."""
     outputs: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
-    """Of the same, where predictions are wanted."""
+    """The model's outputs by split and batch, where predictions are wanted."""
 
 
 def train(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
-    """Train to plan.to_step; the result, and the membership that it was computed under."""
+    """Train to plan.to_step; return the result, and the membership that it was computed under."""
     holding = work.holding
     holding.begin(plan.lineage, work.segment)
     view = work.control.view
@@ -96,10 +96,10 @@ def report_failure(work: ExecutionContext, view: MemberView, error: StratagemErr
 def _train_under(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, segment: Segment
 ) -> Trainer | GossipTrainer:
-    """Train as far as this view carries."""
+    """Join the party and train to plan.to_step, or until the view is no longer the current one."""
     held_step = work.holding.applied_step
     if held_step is not None and held_step > plan.to_step:
-        # The party has returned to an earlier commit; what we hold lies ahead of it.
+        # The party has returned to an earlier commit; what we hold is ahead of it.
         work.holding.drop()
     exchange = join(work, plan, view)
     trainer = work.holding.trainer
@@ -126,7 +126,7 @@ def _train_under(
             if isinstance(trainer, Trainer) and trainer.phases is not None and view.rank == 0:
                 work.tell(trainer.phases.take_news())
             if report.stop and report.step < plan.to_step:
-                # All members stop after this step. Those that stay go on under the next view.
+                # All members stop after this step. Those that stay continue under the next view.
                 work.control.check()
                 raise PlanStopped(DRAINED) if stop else ViewChanged
     failpoint("worker.segment.finished")
@@ -134,7 +134,10 @@ def _train_under(
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
-    """Between two steps: is this still wanted, and from this party?"""
+    """Check between two steps that the plan is still wanted, and under this view.
+
+    Raises PlanStopped when it is to end, ViewChanged when there is a newer view.
+    """
     work.control.check()
     if work.control.view.membership != view.membership:
         raise ViewChanged
@@ -147,14 +150,14 @@ def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> No
 def account(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment, report: StepReport
 ) -> None:
-    """Add an applied step to the sums of the segment, and tell of it now and then."""
+    """Add an applied step to the sums of the segment, and report progress at intervals."""
     tally = work.holding.tally
     tally.add(report)
     segment.num_rows += report.num_rows
     work.host.stats.add_step(time.perf_counter() - segment.step_began_s, report)
     work.host.last_words.step(report.step)
     if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
-        # An exact step was done together, so nobody is behind any more.
+        # An exact step was done together, so no member is behind any more.
         work.holding.is_offering = False
         work.post(work.states.drop_live)
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
@@ -187,7 +190,7 @@ def _conclude(
     segment: Segment,
     trainer: Trainer | GossipTrainer,
 ) -> pb.TrainResult:
-    """Snapshot, evaluate, result. What an earlier view has done already is not done again."""
+    """Keep a snapshot, evaluate, return the result; what an earlier view did is not repeated."""
     if not segment.snapshot_taken:
         if isinstance(trainer, GossipTrainer):
             segment.summary = _meet_at_the_end(work, trainer)
@@ -226,7 +229,7 @@ def _conclude(
 
 
 def _traffic(trainer: Trainer | GossipTrainer) -> dict[str, int]:
-    """Nothing without a codec."""
+    """Return the bytes that the codec has sent and saved; empty without a codec."""
     coder = trainer.public if isinstance(trainer, GossipTrainer) else trainer.compressor
     return {} if coder is None else asdict(coder.take_traffic())
 
@@ -244,7 +247,7 @@ def evaluate(
     rank: int,
     size: int,
 ) -> list[EvaluationPart]:
-    """This member's parts, in order of batch; between slices of them the plan can be ended."""
+    """Evaluate this member's parts, in order of batch; the plan can be ended between slices."""
     parts: list[EvaluationPart] = []
     for split in splits:
         for index in range(NUM_EVALUATION_SLICES):

@@ -1,1 +1,1 @@
-"""The worker process: how it starts, makes itself known, is measured, and ends."""
+"""The worker process: settings, start, registration and heartbeats, metrics, and shutdown."""

@@ -1,4 +1,4 @@
-"""What this process is and offers, as placement sees it.
+"""The capability of this process by which the coordinator places work on it.
 
 Owns the facts about device, memory and numerics. Called in the torch thread, whose thread count
 is part of the numerics.
@@ -18,7 +18,7 @@ from stratagem.worker.engine.numerics.fingerprint import device_name, numerics_f
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name. Raises InvalidInputError where this process has none."""
+    """Return the device of that name. Raise InvalidInputError where this process has none."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise InvalidInputError.at("--device", f"{name!r} is not cpu or cuda:N")
     device = torch.device(name)
@@ -39,7 +39,7 @@ def device_of(name: str) -> torch.device:
 def capability_of(
     device: torch.device, local_data: Iterable[str], tags: Iterable[str]
 ) -> types_pb2.Capability:
-    """The capability of the calling thread on a device."""
+    """Return the capability of the calling thread on a device."""
     fingerprint, description = numerics_fingerprint(device)
     return types_pb2.Capability(
         device=str(device),

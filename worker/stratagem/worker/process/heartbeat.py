@@ -1,7 +1,7 @@
 """Makes this worker known to the coordinator and keeps its lease alive.
 
 Owns registration and heartbeats, on a channel of their own so that no tensor stream can hold them
-up. A coordinator that is away is waited for; training goes on meanwhile. Knows nothing of runs.
+up. A coordinator that is away is waited for; training continues meanwhile. Knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_AGAIN_EVERY: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is, as the coordinator gets to know it."""
+    """The identity with which this process registers at the coordinator."""
 
     worker_id: str
     incarnation: str
@@ -53,7 +53,7 @@ class Identity:
 
 @dataclass(slots=True)
 class Agent:
-    """One per process; `run` is a task that ends by cancellation only."""
+    """Registers this process and sends its heartbeats; one per process, run as a task."""
 
     coordinators: Coordinators
     identity: Identity
@@ -91,7 +91,7 @@ class Agent:
                 self.is_registered.clear()
 
     def _see(self, term: int) -> None:
-        """The coordinator has answered."""
+        """Note that the coordinator has answered, in this term."""
         self.see_term(term)
         self.heard_s = time.monotonic()
         identify(term=term)
@@ -106,12 +106,12 @@ class Agent:
         self._beat_now.set()
 
     async def until_drain_is_said(self) -> None:
-        """Until the coordinator knows that we drain, or could not be reached to be told."""
+        """Wait until the coordinator knows that we drain, or did not answer that heartbeat."""
         if self.is_registered.is_set():
             await self._has_said_drain.wait()
 
     async def leave(self, reason: str) -> None:
-        """Beat no more, and tell the coordinator that this worker ends, if it can be told now."""
+        """Beat no more, and report to the coordinator, if it answers now, that this worker ends."""
         if self.is_registered.is_set():
             self._why_leaving = reason
             self._beat_now.set()
@@ -187,7 +187,7 @@ class Agent:
             await self._pause(interval_s)
 
     def _give_up_silent(self, asked: str, error: grpc.aio.AioRpcError) -> None:
-        """A frozen coordinator accepts calls and answers none: try the next one, if there is."""
+        """Try the next coordinator, if any, after a timeout: a frozen one answers no calls."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.coordinators.move_on(asked)
 
@@ -201,8 +201,10 @@ class Agent:
     async def _report(
         self, num_before: int, what: str, error: grpc.aio.AioRpcError, asked: str
     ) -> None:
-        """The first failure of a row as a warning, the others quietly; the reason when it is
-        identity, as long as it lasts."""
+        """Log the first failure of a row as a warning, the others at level debug.
+
+        When identity is the reason it is logged as a warning as long as it lasts.
+        """
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
             details = await identity_problem(error, asked, self.proof) or details

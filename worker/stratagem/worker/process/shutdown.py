@@ -1,8 +1,8 @@
-"""What the signals mean that tell a worker to end.
+"""Handling of the signals that ask a worker to end.
 
 Schedulers repeat themselves: at the end of a job's time Slurm sends SIGTERM to the step and, at
 once, to the job. So a repeat that follows closely means nothing. One that comes later, or a second
-Ctrl-C, means that somebody has lost patience.
+Ctrl-C, ends the process at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Stop:
-    """Whether this process was told to end, and how."""
+    """The request to end this process: whether it has come, and by which signal."""
 
     reason: str = ""
     told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,7 +40,7 @@ class Stop:
 
 
 def stop_by_signals(preempt_signal: str) -> Stop:
-    """Told by SIGTERM, SIGINT and the signal of this name, if it is any, from now on."""
+    """Return a Stop that SIGTERM, SIGINT and the signal of this name, if any, set from now on."""
     stop, loop = Stop(), asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:

@@ -1,7 +1,7 @@
 """The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
 
-Owns the order of start and of drain. Once it is told to end, the worker says that it drains, ends
-what runs after its present step, says that it leaves, and exits 0.
+Owns the order of start and of drain. When asked to end, the worker reports that it drains, ends
+what runs after its present step, reports that it leaves, and exits 0.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ STOP_GRACE_S: Final = 2.0
 
 
 def main(arguments: list[str], malloc: str = "") -> int:
-    """Run one worker until it is told to stop; the exit code."""
+    """Run one worker until it is asked to stop; return the exit code."""
     keep_forks_away()
     try:
         settings = from_command_line(arguments)
@@ -112,17 +112,18 @@ def main(arguments: list[str], malloc: str = "") -> int:
 
 
 def keep_forks_away() -> None:
-    """Processes that the user's code starts, such as a DataLoader's, are forks of one that has only
-    imported torch: a fork of this one, with gRPC's threads in it, would be killed or stand still.
+    """Make multiprocessing fork from a server process that has only imported torch.
 
-    It is started when it is first wanted, by exec.
+    A fork of this process, with gRPC's threads in it, would be killed or stand still; this concerns
+    processes that the user's code starts, such as a DataLoader's. The server is started when it is
+    first wanted, by exec.
     """
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch"])
 
 
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
-    """Serve until a signal, then drain."""
+    """Serve until a signal arrives, then drain."""
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
@@ -216,7 +217,7 @@ async def _drain(
 
 
 async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
-    """Register and beat. Others in mid-step would wait for a joiner that is still importing."""
+    """Warm up, then register and beat: others would wait for a joiner that is still importing."""
     loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
 
     def warm_up() -> None:
@@ -230,7 +231,7 @@ async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
 
 
 def _warm_up() -> None:
-    """The first optimizer step of a process imports this for seconds; better while it is idle."""
+    """Import what the first optimizer step would import for seconds, while the process is idle."""
     importlib.import_module("torch._dynamo")
     # The collector need not look at modules again: a full pass, as at the end of every run, takes
     # 1 ms and not 60.
@@ -239,7 +240,7 @@ def _warm_up() -> None:
 
 
 async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Until one of the events; a defect of the agent ends the process instead of hiding."""
+    """Wait for one of the events; a defect of the agent is raised, which ends the process."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait((beating, *waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -252,14 +253,14 @@ async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None
 
 
 async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2.Capability:
-    """The capability, as the torch thread sees it."""
+    """Return the capability, as the torch thread sees it."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
 
     def ask() -> None:
         try:
             found = capability_of(torch.device(settings.device), settings.local_data, settings.tags)
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # raised where the answer is awaited
             loop.call_soon_threadsafe(answer.set_exception, error)
         else:
             loop.call_soon_threadsafe(answer.set_result, found)
@@ -270,7 +271,7 @@ async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How this process reaches others, and they it."""
+    """The address of this process, its proof of identity, and its stub of the coordinator."""
 
     address: str
     proof: Proof
@@ -306,7 +307,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
-    """On a port of its own, so that probes neither wait behind tensors nor count as calls."""
+    """Serve health on its own port, so that probes do not wait behind tensors or count as calls."""
     server = make_health_server()
     servicer = add_health(server)
     address = security.listen_for_probes(server, port)

@@ -1,8 +1,8 @@
-"""What a worker tells Prometheus: the definitions, and where their values come from.
+"""The metrics that a worker exports to Prometheus: definitions, and sources of their values.
 
-Takes hold of what the event loop owns when somebody scrapes; nothing here runs otherwise. The
-counts of the work itself are kept by `work_statistics.py`. What a session or a run does is not told
-here (`stratagem status` does), so that the number of series does not grow with them.
+Reads what the event loop owns when it is scraped; nothing here runs otherwise. The
+counts of the work itself are kept by `work_statistics.py`. What a session or a run does is not
+exported (`stratagem status` shows it), so that the number of series does not grow with them.
 """
 
 from __future__ import annotations
@@ -119,21 +119,21 @@ METRICS: Final = (
 
 
 def process_stats(settings: WorkerSettings) -> ProcessStats:
-    """Of a process that serves what workers serve."""
+    """Make the statistics of a process that serves WorkerService and PeerService."""
     worker = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
     peer = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
     return ProcessStats(settings, CallStats(methods_of(worker, peer)))
 
 
 class WorkerMonitor:
-    """Of one process; `agent` is set once there is one."""
+    """Collects the metrics of one worker process; `agent` is set once there is one."""
 
     def __init__(self, process: ProcessStats, host: Host, sessions: Sessions) -> None:
         self.agent: Agent | None = None
         self._process, self._host, self._sessions = process, host, sessions
 
     def served(self, settings: WorkerSettings) -> AbstractAsyncContextManager[str]:
-        """Serves on `--metrics-port`, where it is set."""
+        """Return a context that serves the metrics on `--metrics-port`, where it is set."""
         name, _ = split_address(settings.listen)
         return metrics_served(
             self.sample,
@@ -146,7 +146,7 @@ class WorkerMonitor:
         )
 
     def sample(self) -> Callable[[], Readings]:
-        """On the event loop."""
+        """Read what the event loop owns; return a function for the rest. Call on the event loop."""
         num_active, num_parked = self._sessions.num_executions()
         held: list[tuple[Metric, Values]] = [
             (EXECUTIONS, {("active",): num_active, ("parked",): num_parked}),
@@ -160,7 +160,7 @@ class WorkerMonitor:
         return lambda: self._readings(held)
 
     def _readings(self, held: list[tuple[Metric, Values]]) -> Iterator[tuple[Metric, Values]]:
-        """In any thread."""
+        """Yield all metrics with their values. May run in any thread."""
         stats = self._host.stats
         yield from held
         yield STEPS, one(stats.num_steps)

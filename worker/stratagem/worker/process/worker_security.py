@@ -1,4 +1,4 @@
-"""What a worker's settings say about identity and about who may read what workers exchange.
+"""The security settings of a worker: its identity, and the protection of what workers exchange.
 
 Without certificates everything is in plaintext, on loopback unless the operator wants more. With
 them the worker's name must be the one in its certificate, or of the pool in it, and unless the
@@ -22,7 +22,7 @@ from stratagem.worker.process.worker_settings import WorkerSettings
 
 
 class WorkerSecurity:
-    """Made once per process; InvalidInputError when the settings make no sense."""
+    """The identity, gate and engine of one process. Raises InvalidInputError for unfit settings."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -38,7 +38,7 @@ class WorkerSecurity:
 
     @property
     def mesh(self) -> str:
-        """The engine that the operator wants between workers."""
+        """The engine that the operator wants between workers; "grpc" where it must be under TLS."""
         wish = self._settings.mesh
         if self.data_plane == "trusted":
             return wish
@@ -48,7 +48,7 @@ class WorkerSecurity:
         return "grpc"
 
     def listen(self, server: grpc.aio.Server) -> int:
-        """Bind the service; its port."""
+        """Bind the service; return its port."""
         host, port = split_address(self._settings.listen)
         if self.proof.tls is not None:
             return bind_tls(server, host, port, self.proof.tls)
@@ -56,7 +56,7 @@ class WorkerSecurity:
         return bind(server, host, port, allow_insecure_network=allowed)
 
     def listen_for_probes(self, server: grpc.aio.Server, port: int) -> str:
-        """Bind the health service, which is always in plaintext; its host:port."""
+        """Bind the health service, which is always in plaintext; return its host:port."""
         host, _ = split_address(self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return f"{host}:{bind(server, host, port, allow_insecure_network=allowed)}"

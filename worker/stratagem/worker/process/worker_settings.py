@@ -1,4 +1,4 @@
-"""What an operator sets for one worker process: flags, else STRATAGEM_WORKER_* in the environment.
+"""The settings of one worker process: flags, else STRATAGEM_WORKER_* in the environment.
 
 Owns names, defaults and checks of the settings. Everything below takes plain values; nothing else
 of the worker reads the environment or the command line.
@@ -31,7 +31,7 @@ from stratagem.worker.host.exit_record import check_previous_exit
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
-"""Those that schedulers can be told to send."""
+"""Signals that schedulers can be configured to send."""
 
 
 def _split(value: object) -> object:
@@ -47,7 +47,7 @@ def _split(value: object) -> object:
 
 
 def _pairs(value: object) -> object:
-    """NAME=VALUE items as a mapping."""
+    """Parse NAME=VALUE items into a mapping."""
     if isinstance(value, dict):
         return value
     items = _split(value)
@@ -197,12 +197,12 @@ class WorkerSettings(BaseSettings):
 
     @property
     def worker_id(self) -> str:
-        """By which the coordinator knows this worker."""
+        """The id by which the coordinator knows this worker: NAME, or NAME.POOL."""
         return f"{self.name}.{self.pool}" if self.pool else self.name
 
     @property
     def may_serve_plaintext(self) -> bool:
-        """Whether health, which is always in plaintext, may listen on any address."""
+        """True if health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None
 
     @field_validator("name")
@@ -275,12 +275,12 @@ class WorkerSettings(BaseSettings):
 
     @property
     def data_roots(self) -> tuple[Path, ...]:
-        """Without symbolic links."""
+        """Folders below which jobs may name files, with symbolic links resolved."""
         return tuple(Path(root).resolve() for root in self.data_root or self.import_path)
 
 
 def advertised(settings: WorkerSettings, bound_port: int) -> str:
-    """HOST:PORT at which others reach a worker that listens on this port."""
+    """Return HOST:PORT at which others reach a worker that listens on this port."""
     host, _ = split_address(settings.listen)
     if ":" in settings.advertise:
         return settings.advertise
@@ -288,6 +288,6 @@ def advertised(settings: WorkerSettings, bound_port: int) -> str:
 
 
 def from_command_line(arguments: list[str]) -> WorkerSettings:
-    """The settings of this process; exits with a message when they are wrong."""
+    """Return the settings of this process; exit with a message when they are wrong."""
     options: dict[str, Any] = {"_cli_parse_args": arguments}
     return WorkerSettings(**options)

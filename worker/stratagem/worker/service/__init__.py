@@ -1,1 +1,1 @@
-"""WorkerService: what the coordinator calls, checked, fenced and handed to sessions."""
+"""WorkerService: the coordinator's calls, which are checked, fenced and passed to sessions."""

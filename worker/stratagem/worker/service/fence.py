@@ -1,10 +1,10 @@
-"""Refuses orders of coordinators and groups that are no longer.
+"""Refuses orders of coordinators and groups that no longer exist.
 
 Owns the highest term, and the highest membership of each party, that this process has seen.
 Nothing is kept over a restart: a new incarnation holds no session that an old order could hurt.
 
 A new term counts once the coordinator has said it in answer to this worker's own call. Else one
-call with a high number, from wherever, would make the worker deaf to its coordinator.
+call with a high number, from any caller, would make the worker deaf to its coordinator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stratagem.v1 import types_pb2
 MAX_PARTIES: Final = 16_384
 
 ASK_TIMEOUT_S: Final = 0.9
-"""Whoever calls with a new term is answered within twice this."""
+"""A call with a new term is answered within twice this."""
 
 
 class FenceGuard:
-    """Lives on the event loop."""
+    """The highest term and memberships seen, and checks of calls. Lives on the event loop."""
 
     def __init__(self) -> None:
         self._term = 0
@@ -38,11 +38,11 @@ class FenceGuard:
         return self._term
 
     def ask_with(self, ask: Callable[[], None]) -> None:
-        """`ask` has the coordinator say its term soon; see_term is told."""
+        """Set the function that has the coordinator say its term soon, which goes to see_term."""
         self._ask = ask
 
     def see_term(self, term: int) -> None:
-        """The coordinator has said its term."""
+        """Take in the term that the coordinator has said."""
         self._term = max(self._term, term)
         self._said.set()
         self._said = asyncio.Event()

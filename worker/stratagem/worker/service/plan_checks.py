@@ -1,7 +1,7 @@
-"""What a plan may say, looked at before a session is made for it.
+"""Range checks of a plan's fields, made before a session is made for it.
 
-A coordinator of ours says nothing else. Whoever does is told which field is wrong, instead of
-having the torch thread find out, or fill the memory.
+Plans of our coordinator pass. Others are refused with the name of the wrong field, before the torch
+thread fails over it or memory fills up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SPLITS: Final = 64
 
 
 def check_plan(request: pb.ExecuteRequest) -> None:
-    """Raises InvalidInputError at the first field that is out of its range."""
+    """Raise InvalidInputError at the first field that is out of its range."""
     _within("segment", request.segment, 0, MAX_COUNT)
     check_numerics(request.numerics)
     match request.WhichOneof("plan"):

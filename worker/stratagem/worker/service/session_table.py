@@ -1,4 +1,4 @@
-"""All sessions of this worker, and which execution a call of the coordinator means.
+"""The table of all sessions of this worker, and the execution that a coordinator's call means.
 
 Owns the table of sessions, the fence that every call passes, and what is freed when a run or a
 session is closed. Lives on the event loop; the torch thread sees single sessions only.
@@ -64,12 +64,12 @@ class Session:
         return next(reversed(self.executions.values()))
 
     def find(self, key: Key) -> PlanExecution | None:
-        """The execution of that key, unless a defect ended it."""
+        """Return the execution of that key, unless a defect ended it."""
         found = self.executions.get(key)
         return None if found is None or found.phase is ExecutionPhase.FAILED else found
 
     def add(self, execution: PlanExecution) -> None:
-        """A new plan replaces older ones of its kind, and what they left behind."""
+        """Add a new plan, which replaces older ones of its kind and what they left behind."""
         for other in self.executions.values():
             if other.key.kind == execution.key.kind:
                 other.abort()
@@ -82,7 +82,7 @@ class Session:
             del self.executions[key]
 
     def refuse_older(self, key: Key) -> None:
-        """A plan that was replaced long ago comes from a call that was under way for too long."""
+        """Raise StaleError for a plan older than the newest of its kind, from a delayed call."""
         newest = max((k for k in self.executions if k.kind == key.kind), default=key)
         if key < newest:
             raise StaleError(
@@ -102,7 +102,7 @@ class Sessions:
         self.fences = FenceGuard()
 
     def execute(self, request: pb.ExecuteRequest, job: JobSpec) -> tuple[PlanExecution, bool]:
-        """The execution that a request means, and whether it was known before."""
+        """Return the execution that a request means, and whether it was known before."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
         found = session.find(plan_key) if session is not None else None
@@ -214,7 +214,7 @@ class Sessions:
         return len(self._sessions)
 
     def num_executions(self) -> tuple[int, int]:
-        """(queued or running, parked) just now."""
+        """Return the numbers of executions (queued or running, parked) just now."""
         active = [each for each in self._executions() if each.phase is ExecutionPhase.ACTIVE]
         num_parked = sum(each.is_parked for each in active)
         return len(active) - num_parked, num_parked

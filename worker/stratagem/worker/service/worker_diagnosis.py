@@ -1,4 +1,4 @@
-"""What this worker finds around itself, and which fellow workers it reaches (`stratagem doctor`).
+"""Diagnosis of a worker for `stratagem doctor`: its environment, and the workers that it reaches.
 
 Measured when the coordinator asks. A fellow worker is reached as soon as anything answers at its
 address, be it a refusal: only the coordinator may ask it more.
@@ -31,7 +31,7 @@ _ANSWERS: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTI
 async def diagnosis(
     host: Host, probes: Iterable[types_pb2.PeerProbe]
 ) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
-    """The environment, and what became of each probe."""
+    """Return the environment, and the answer to each probe."""
     proof = host.hub.proof
     return await asyncio.gather(
         asyncio.to_thread(surroundings, host.blobs.data_dir, proof),
@@ -40,7 +40,7 @@ async def diagnosis(
 
 
 def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
-    """The environment, with what torch has here. Blocking."""
+    """Return the environment, with torch's backends and CUDA devices. Blocking."""
     found = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
@@ -52,7 +52,7 @@ def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:
-    """Whether that worker is reached at that address."""
+    """Return the probe of a worker at an address: round trip, and the problem if not reached."""
     answer = types_pb2.PeerProbe(worker_id=worker_id, address=address)
     began_s = time.perf_counter()
     try:

@@ -53,9 +53,10 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What the calls of this service accept.
+    """Limits of this service's calls: sizes of tensors, and waits.
 
-    idle_timeout_s: a caller may be silent inside a stream. wait_s: a call may wait for the plan.
+    idle_timeout_s: how long a caller may be silent inside a stream. wait_s: how long a call may
+    wait for the plan.
     """
 
     tensors: Limits = DEFAULT_LIMITS
@@ -65,12 +66,12 @@ class WorkerLimits:
 
 @lru_cache(maxsize=16)
 def _parsed(job_json: str) -> JobSpec:
-    """A job comes again with every round of every client."""
+    """Parse a job; cached, as it comes again with every round of every client."""
     return JobSpec.from_json(job_json)
 
 
 def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
-    """The coordinator may have all states; the members of a party its live one, to heal."""
+    """Allow the coordinator all states, and the members of a party its live one, to heal."""
     if not caller.is_worker:
         return
     if request.WhichOneof("which") != "live":
@@ -82,7 +83,7 @@ def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> No
     pb.DESCRIPTOR.services_by_name["WorkerService"], {Names.OWN_STATE: _own_state}
 )
 class WorkerServicer(WorkerServiceServicer):
-    """What the coordinator and fellow workers may ask of this worker."""
+    """Handles the calls of the coordinator and of fellow workers to this worker."""
 
     def __init__(
         self, host: Host, sessions: Sessions, capability: types_pb2.Capability, limits: WorkerLimits
@@ -208,7 +209,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def _pass(
         self, fence: types_pb2.Fence, session: types_pb2.SessionRef, *, is_order: bool = True
     ) -> None:
-        """The one fence of calls about a session. What only asks does not move the fence."""
+        """Check the fence of a call about a session; one that only asks does not move the fence."""
         run_id, party = check_run_id(session.run_id), check_party(session.party)
         await self.sessions.fences.check(fence, run_id, party, is_order=is_order)
 
@@ -232,7 +233,7 @@ class WorkerServicer(WorkerServiceServicer):
                 return session.states.snapshot(request.snapshot)
             case "live":
                 state = await session.states.live(request.fence.membership, self._limits.wait_s)
-                # The party may have been formed anew meanwhile, without who asks.
+                # The party may have been formed again meanwhile, without the caller.
                 self.sessions.check_member(request.session, current_caller())
                 return state
             case _:

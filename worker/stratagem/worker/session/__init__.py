@@ -1,1 +1,1 @@
-"""What one session of a run holds and shows: its context, control, states and outbox."""
+"""One session of a run on a worker: its context, control, states and outbox."""

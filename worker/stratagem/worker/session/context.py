@@ -1,8 +1,8 @@
-"""What a plan has at hand while it runs in the torch thread.
+"""The context that a plan uses while it runs in the torch thread.
 
 Owns the values that pass between the process, a session and a plan: `Host` is the process,
-`Holding` what a session keeps in the torch thread from one plan to the next, `Work` one plan's
-access to both. Decides nothing.
+`SessionState` what a session keeps in the torch thread from one plan to the next,
+`ExecutionContext` one plan's access to both. Decides nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
 
 
 class SessionKey(NamedTuple):
-    """A session by name."""
+    """The name of a session."""
 
     run_id: str
     party: str
@@ -68,7 +68,7 @@ class SessionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This process. All calls to the coordinator and to other workers run on `loop`."""
+    """The resources of this process. Calls to the coordinator and to workers run on `loop`."""
 
     worker_id: str
     incarnation: str
@@ -118,22 +118,22 @@ class Tally:
             self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
 
     def metrics(self, *, may_skip: bool) -> dict[str, float]:
-        """What the result says of the segment beside the loss."""
+        """Return the metrics of the segment for its result, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
 
 
 @dataclass(slots=True)
 class SessionState:
-    """What a session keeps between its plans. Touched in the torch thread only."""
+    """The state that a session keeps between its plans. Touched in the torch thread only."""
 
     trainer: Trainer | GossipTrainer | None = None
     buckets: GradientBuckets | None = None
     exchange: GradientReducer | SingleMemberReducer | GossipExchange | None = None
     stages: HeldStages | None = None
-    """Under model parallelism, instead of trainer and exchange."""
+    """The stages under model parallelism, instead of trainer and exchange."""
     inference: tuple[str, Inference] | None = None
-    """Where nothing is trained, instead of trainer and exchange: with the digest of its state."""
+    """(digest of its state, model), instead of trainer and exchange, where nothing is trained."""
     membership: int = -1
     """The membership of the exchange."""
     lineage: int = 0
@@ -151,7 +151,7 @@ class SessionState:
         return None if self.trainer is None else self.trainer.step
 
     def begin(self, lineage: int, segment: int) -> None:
-        """A plan of this lineage and segment begins; a state of an earlier lineage is dropped."""
+        """Begin a plan of this lineage and segment; a state of an earlier lineage is dropped."""
         if self.lineage != lineage:
             # The party begins from another state, perhaps with other hyperparameters.
             self.drop()
@@ -179,10 +179,10 @@ class SessionState:
 
 @dataclass(slots=True)
 class RunCache:
-    """What the sessions of a run share. Touched in the torch thread only."""
+    """The cache that the sessions of a run share. Touched in the torch thread only."""
 
     clients: OrderedDict[str, ClientRunner] = field(default_factory=OrderedDict)
-    """By job."""
+    """Runners of federated clients by job, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class ExecutionContext:
     segment: int
     request: pb.ExecuteRequest
     traceparent: str = ""
-    """Of the call that began the execution."""
+    """Trace context of the call that began the execution."""
 
     @property
     def exchange_timeout_s(self) -> float:
@@ -216,7 +216,7 @@ class ExecutionContext:
 
     @property
     def numerics(self) -> int:
-        """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+        """Version of the rules that decide the bits; see common.numerics.numerics_rules."""
         return check_numerics(self.request.numerics)
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
@@ -224,12 +224,12 @@ class ExecutionContext:
         self.host.loop.call_soon_threadsafe(call, *arguments)
 
     def be(self, activity: str) -> None:
-        """Say what is being done, for whoever asks."""
+        """Set the activity that Describe and errors report."""
         self.holding.activity = activity
         self.post(self.outbox.be, activity)
 
     def tell(self, notes: Iterable[str]) -> None:
-        """Sentences for whoever reads the run's log."""
+        """Write sentences to the run's log, as warnings."""
         for text in notes:
             line = pb.LogLine(
                 worker_id=self.host.worker_id, time_s=time.time(), level="WARNING", text=text
@@ -237,7 +237,7 @@ class ExecutionContext:
             self.post(self.outbox.log, line)
 
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-        """A blob's tensors, which must not be changed, and metadata; waits until it is here."""
+        """Wait for a blob; return its tensors, which must not be changed, and metadata."""
         return self.control.wait_for_caller(self._fetch(digest)).load()
 
     async def _fetch(self, digest: str) -> Blob:
@@ -249,13 +249,13 @@ class ExecutionContext:
             self.outbox.has(digest)
 
     def sources(self) -> DataSources:
-        """The data that the job may name, the caller's own included."""
+        """Return the data that the job may name, the caller's own included."""
         inline = self.job.data.inline
         tensors = None if inline is None else self.blob(inline)[0]
         return DataSources(self.host.local_data, inline=tensors, roots=self.host.data_roots)
 
     def new_trainer(self, *, fresh: bool) -> Trainer:
-        """A trainer of the job: really built (fresh), or waiting for a state to be loaded."""
+        """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded."""
         trainer = build_trainer(
             self.job,
             self.host.entrypoints,
@@ -268,7 +268,7 @@ class ExecutionContext:
         return trainer
 
     def new_inference(self, *, fresh: bool) -> Inference:
-        """The same for a job that only evaluates."""
+        """Build the inference of a job that only evaluates, initialised (fresh) or to be loaded."""
         inference = build_inference(
             self.job,
             self.host.entrypoints,

@@ -1,4 +1,4 @@
-"""What an execution has to say to whoever is attached to it, and to those who attach later.
+"""The messages of an execution to the calls attached to it, also to those that attach later.
 
 Owns the needed blobs, the latest progress, the waiting log lines and the outcome, and turns them
 into the messages of an Execute stream. Lives on the event loop. Knows nothing of plans.
@@ -36,28 +36,28 @@ class Outbox:
         self.step = 0
 
     def be(self, activity: str) -> None:
-        """What the plan is doing now, in the words of SessionInfo."""
+        """Set what the plan is doing now, in the words of SessionInfo."""
         self.activity = activity
 
     def need(self, digest: str) -> None:
-        """The plan waits for this blob."""
+        """Announce that the plan waits for this blob."""
         self._num_needs += 1
         self._needed[digest] = self._num_needs
         self._wake()
 
     def has(self, digest: str) -> None:
-        """The plan no longer waits for this blob."""
+        """Note that the plan no longer waits for this blob."""
         self._needed.pop(digest, None)
 
     def progress(self, progress: pb.Progress) -> None:
-        """Replaces the progress before it, whether that was sent or not."""
+        """Replace the progress before it, whether that was sent or not."""
         self._progress = progress
         self.step = progress.step
         self._num_progress += 1
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
-        """One line; the oldest unsent one is dropped, and counted, when too many wait."""
+        """Add a line; the oldest unsent one is dropped, and counted, when too many wait."""
         if len(self._lines) >= MAX_LOG_LINES:
             self._lines.popleft()
             self._num_dropped += 1
@@ -65,7 +65,7 @@ class Outbox:
         self._wake()
 
     def add_profile(self, profile: pb.Profile) -> None:
-        """What was recorded; goes out once, like a log line."""
+        """Add a recorded profile; it goes out once, like a log line."""
         self._profiles.append(profile)
         self._wake()
 
@@ -83,7 +83,7 @@ class Outbox:
         self.fail(ConflictError("the session was closed"))
 
     def reopen(self) -> None:
-        """The plan runs again: forget how it ended."""
+        """Forget the outcome, as the plan runs again."""
         self._result = None
         self.activity = "waiting"
 
@@ -97,7 +97,7 @@ class Outbox:
             await self._changed.wait()
 
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
-        """All messages until the outcome; raises what the execution failed with.
+        """Yield all messages until the outcome; raise what the execution failed with.
 
         Log lines and profiles go out once, to whichever call takes them first; all else goes to
         every call.

@@ -1,8 +1,8 @@
-"""How the event loop steers a plan that runs in the torch thread, and how the plan waits.
+"""Control of a plan that runs in the torch thread by the event loop, and the plan's waits.
 
 Owns the current view of the party, the wish to abort or drain, and the exchange that must be cut
 when one of them changes. The loop side writes, the torch side reads and waits; a wait ends early
-when the ground under it moves: with Interrupt (aborted, drained) or Moved (a newer view).
+when one of them changes: with PlanStopped (aborted, drained) or ViewChanged (a newer view).
 Knows nothing of engines, sessions or messages beyond the view.
 """
 
@@ -33,7 +33,7 @@ class ViewChanged(Exception):
 
 
 class AwaitView(Exception):
-    """The plan can go on only under a view newer than `membership`.
+    """The plan can continue only under a view newer than `membership`.
 
     Until there is one, the torch thread is free for other plans.
     """
@@ -44,14 +44,14 @@ class AwaitView(Exception):
 
 
 class CallerGone(Exception):
-    """The plan waits for what only a caller can bring, and nobody calls any more.
+    """The plan waits for what only a caller can bring, and no call is attached any more.
 
-    Until somebody does, the torch thread is free for other plans: theirs may have to come first.
+    Until one is, the torch thread is free for other plans: theirs may have to come first.
     """
 
 
 class Cuttable(Protocol):
-    """What a blocked torch thread may hang in; cut(), from any thread, makes it raise."""
+    """An exchange that may block the torch thread; cut(), from any thread, makes it raise."""
 
     def cut(self) -> None: ...
 
@@ -84,7 +84,7 @@ class MemberView:
 
 
 class Control:
-    """One per execution. Methods say which side may call them."""
+    """Controls one execution, from the event loop and from the torch thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, view: MemberView) -> None:
         self._loop = loop
@@ -111,7 +111,7 @@ class Control:
         self._wake()
 
     def reset(self) -> None:
-        """The plan is about to run again."""
+        """Forget an interrupt, as the plan is about to run again."""
         self._interrupt = None
 
     def drain(self) -> None:
@@ -120,7 +120,10 @@ class Control:
         self._wake()
 
     def set_deserted(self, is_deserted: bool, *, must_cut: bool = False) -> None:
-        """Whether nobody has asked for the plan for a while; must_cut: it exchanges with those."""
+        """Set whether no call has followed the plan for a while.
+
+        must_cut: the plan exchanges with its callers, so that exchange is cut.
+        """
         self._is_deserted = is_deserted
         if is_deserted:
             with self._cut_lock:
@@ -145,42 +148,42 @@ class Control:
 
     @property
     def is_ending(self) -> bool:
-        """The plan was told to end: now, or after its present step."""
+        """True if the plan was asked to end: now, or after its present step."""
         return self._is_draining or self._interrupt is not None
 
     def check(self) -> None:
-        """Raise PlanStopped when the plan was told to end now."""
+        """Raise PlanStopped when the plan was asked to end now."""
         if self._interrupt is not None:
             raise PlanStopped(self._interrupt)
 
     # ---- torch side ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
-        """From now on a newer view, or an interrupt, cuts this exchange."""
+        """Register the exchange that a newer view, or an interrupt, cuts from now on."""
         with self._cut_lock:
             self._held = (exchange, membership)
         if self._view.membership > membership or self._interrupt is not None:
             exchange.cut()
 
     def let_go(self) -> None:
-        """The exchange is no longer in use."""
+        """Release the exchange, which is no longer in use."""
         with self._cut_lock:
             self._held = None
 
     def wait(self, work: Coroutine[Any, Any, T], membership: int | None = None) -> T:
         """Run a coroutine on the loop and block for its result.
 
-        Raises Interrupt when the plan is to end meanwhile, and, where a membership is given,
-        Moved when the view is of another one.
+        Raises PlanStopped when the plan is to end meanwhile, and, where a membership is given,
+        ViewChanged when the view is of another one.
         """
         return self._block(self._race(work, lambda: self._stand(membership)))
 
     def wait_for_caller(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `wait`, for what callers bring: raises CallerGone when there are none."""
+        """Wait as `wait` does, for what callers bring; raise CallerGone when there are none."""
         return self._block(self._race(work, self._stand_attended))
 
     def view_after(self, membership: int) -> MemberView:
-        """The view of a higher membership; raises Parked while there is none."""
+        """Return the view of a higher membership; raise AwaitView while there is none."""
         self._stand(None)
         if self._view.membership <= membership:
             raise AwaitView(membership)

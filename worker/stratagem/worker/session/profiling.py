@@ -1,7 +1,7 @@
 """Records what a worker does during a few steps of each segment, as torch's profiler sees it.
 
 Bounded: a warm-up step, `NUM_STEPS` recorded ones, `MAX_EVENTS` events, of which the longest stay.
-What is recorded goes to the coordinator beside the log; a loss of it does not touch the run.
+Profiles go to the coordinator along with the log; a lost one does not affect the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN: Final = (TRAINING, EVALUATING)
 
 
 class StepRecorder:
-    """Use as a context manager around the steps of a segment, and call `begin` before each."""
+    """Records steps: a context manager around those of a segment, with `begin` before each."""
 
     def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
         """name: what a step is called in the recording, one of those above."""
@@ -46,7 +46,7 @@ class StepRecorder:
         return self
 
     def begin(self, step: int, num_to_come: int) -> None:
-        """Step number `step` begins, the first of so many. Ends the one before it."""
+        """Begin step number `step`, the first of so many, and end the one before it."""
         if not self._work.job.execution.profiling or self._num_begun > NUM_STEPS + 1:
             return
         if self._profiler is None:
@@ -97,7 +97,7 @@ class StepRecorder:
 
 
 def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
-    """The timed events of a trace of torch's, in the coordinator's time.
+    """Return the timed events of a trace of torch's, in the coordinator's time.
 
     {"base_ns": what times count from, "events": [[name, category, begin_us, duration_us, thread]]}
     """

@@ -35,7 +35,7 @@ def freeze(
     purpose: Purpose = Purpose.STATE,
     weight: float = 0.0,
 ) -> Frozen:
-    """Tensors that the caller hands over, with their manifest."""
+    """Freeze tensors that the caller no longer changes, with their manifest."""
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
     return Frozen(manifest, buffers)
 
@@ -49,7 +49,7 @@ class StateStore:
         self._changed = asyncio.Event()
 
     def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
-        """The snapshot at the end of a segment; only the newest ones are kept."""
+        """Keep the snapshot at the end of a segment; only the newest ones are kept."""
         self._snapshots[segment] = state
         self._snapshots.move_to_end(segment)
         while len(self._snapshots) > num_kept:
@@ -66,17 +66,17 @@ class StateStore:
         return found
 
     def set_live(self, membership: int, state: Frozen) -> None:
-        """What members that heal at this membership may copy."""
+        """Set the state that members that heal at this membership may copy."""
         self._live = (membership, state)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def drop_live(self) -> None:
-        """A step was applied with everybody in it: nobody heals any more."""
+        """Drop the live state: all members took part in a step, so none heals any more."""
         self._live = None
 
     async def live(self, membership: int, wait_s: float) -> Frozen:
-        """The state to heal from at a membership; waits until it has been frozen.
+        """Return the state to heal from at a membership; waits until it has been frozen.
 
         The caller's deadline and the members' own suspicion end the wait, or UnavailableError.
         """

@@ -1,6 +1,6 @@
-"""What this worker has done so far, as plain numbers: one update per step, in the torch thread.
+"""Counts of this worker's work so far, updated once per step in the torch thread.
 
-Read by `monitoring.py` when somebody scrapes, and by nobody otherwise.
+Read only by `worker_metrics.py`, when the worker is scraped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the engine knows nothing of this
     from stratagem.worker.engine import StepReport
 
 DEFECT: Final = "defect"
-"""How an execution ended that no caller is to blame for."""
+"""The outcome of an execution that ended by a defect of ours."""
 OUTCOMES: Final = (
     *(each.name for each in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
     DEFECT,
@@ -27,7 +27,10 @@ STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
 
 @dataclass(slots=True)
 class WorkStats:
-    """`ended`: executions by outcome, see `ExecuteResult` in worker.proto."""
+    """Counts and durations of one worker's work.
+
+    ended: executions by outcome, see `ExecuteResult` in worker.proto.
+    """
 
     step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
     num_steps: int = 0
@@ -37,7 +40,7 @@ class WorkStats:
     ended: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, seconds: float, report: StepReport) -> None:
-        """One training step is done."""
+        """Count one training step."""
         self.num_steps += 1
         self.step_seconds.add(seconds)
         self.num_rows += report.num_rows
@@ -46,19 +49,19 @@ class WorkStats:
 
 
 class ClientSteps:
-    """The local steps of one federated client, told apart by their beginnings."""
+    """Times the local steps of one federated client, each until the next one begins."""
 
     def __init__(self, stats: WorkStats) -> None:
         self._stats = stats
         self._began_s: float | None = None
 
     def begin_step(self) -> None:
-        """A step begins, and with it the one before has ended."""
+        """Begin a step, which ends the one before."""
         self._end_step()
         self._began_s = time.perf_counter()
 
     def end(self, num_rows: int) -> None:
-        """The last step has ended; the client has trained on so many rows in all of them."""
+        """End the last step; the client has trained on so many rows in all of them."""
         self._end_step()
         self._stats.num_rows += num_rows
 

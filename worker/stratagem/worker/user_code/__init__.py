@@ -1,1 +1,1 @@
-"""The border to the user's code: finding it by name, its errors, and what it prints."""
+"""The boundary to the user's code: finding it by name, its errors, and its output."""

@@ -1,6 +1,6 @@
 """Finds the user's code by name, and marks where the user's code runs.
 
-Owns the rule which names may be imported (the operator's allow list, checked before any import)
+Owns the rule of which names may be imported (the operator's allow list, checked before any import)
 and the one translation of a user's exception into `UserCodeError`. Must not know what the named
 things are for, nor anything of gRPC.
 """
@@ -49,7 +49,7 @@ class EntryPoints:
                 sys.path.append(path)
 
     def resolve(self, name: str, field: str = "entrypoint") -> Callable[..., Any]:
-        """The callable called `name`; refused before its module is imported if not allowed."""
+        """Return the callable called `name`; if not allowed, refuse it before any import."""
         if not _NAME.fullmatch(name):
             raise _refusal(field, name, 'is not of the form "package.module:name"')
         module_name, _, qualname = name.partition(":")
@@ -62,15 +62,17 @@ class EntryPoints:
         return self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
-        """`resolve`, with keyword arguments that are given with every call."""
+        """Return what `resolve` does, with keyword arguments that are given with every call."""
         target = self.resolve(name, f"{field}.entrypoint")
         if any(isinstance(value, Mapping | list) for value in kwargs.values()):
             return _Bound(target, kwargs)
         return partial(target, **kwargs) if kwargs else target
 
     def import_allowed(self, module_name: str, field: str, name: str) -> ModuleType:
-        """The module of an entry point that is allowed. Raises InvalidInputError where it is
-        missing, UserCodeError for what it raises."""
+        """Import the module of an entry point that is allowed.
+
+        Raises InvalidInputError where it is missing, UserCodeError for what it raises.
+        """
         with user_code(f"importing {module_name}"):
             try:
                 return importlib.import_module(module_name)

@@ -1,7 +1,7 @@
-"""What the user's code prints and logs while it runs in the torch thread, line by line.
+"""Captures what the user's code prints and logs in the torch thread, line by line.
 
 Owns the proxies that stand in for sys.stdout and sys.stderr. They pass everything through to the
-real streams, and hand complete lines to the sink of the thread that wrote them. Other threads,
+real streams, and give complete lines to the sink of the thread that wrote them. Other threads,
 and the worker's own log lines, have no sink and stay out. Knows nothing of runs or gRPC.
 """
 

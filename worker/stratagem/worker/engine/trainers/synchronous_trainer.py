@@ -173,7 +173,7 @@ class Trainer:
 
     @property
     def is_sole_copy(self) -> bool:
-        """Whether this member holds state that no other has: residuals of its shards."""
+        """True if this member holds state that no other has: residuals of its shards."""
         return self.compressor is not None and self.compressor.keeps_state
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
