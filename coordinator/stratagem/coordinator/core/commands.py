@@ -1,4 +1,4 @@
-"""What is asked of the coordinator, and how it refuses."""
+"""Commands to the coordinator as values, the refusals that answer them, and journal entries."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,18 +13,18 @@ class SubmitRun:
     job_json: str
     wall_s: float
     by: str = ""
-    """Who asks; empty where nobody has to say who they are."""
+    """The caller's identity; empty where callers are not authenticated."""
     traceparent: str = ""
-    """Of the call that submits it; see RunSubmitted."""
+    """Trace context of the call that submits the run; see RunSubmitted."""
     owner: str = ""
-    """To whom it will belong; see RunSubmitted."""
+    """The owner that the run will have; see RunSubmitted."""
     submission: str = ""
-    """What no other submission is called; see RunSubmitted."""
+    """A name that no other submission has; see RunSubmitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimData:
-    """All bytes of a blob have come from somebody, and are durable."""
+    """Note that all bytes of a blob were received from an owner and are durable."""
 
     owner: str
     digest: Digest
@@ -52,21 +52,21 @@ class DeleteRun:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker process has ended, as the next one of its name tells."""
+    """The end of a worker process, as the next process of the same worker name reports it."""
 
     incarnation: Incarnation
-    """Of the process that has ended."""
+    """Incarnation of the process that has ended."""
     status: int | None = None
-    """Negative: the number of the signal that ended it; None: nobody saw it."""
+    """Exit status; negative: the number of the signal that ended it; None: not observed."""
     is_stopped: bool = False
-    """Somebody else has ended it."""
+    """True when something outside the process stopped it."""
     run_id: RunId | None = None
     """The run whose plan it executed; "" when it executed none; None: that is not known."""
     party: Party = ROOT
-    """Whose plan that was."""
+    """The party whose plan that was."""
     step: int | None = None
     lines: tuple[str, ...] = ()
-    """What it printed last."""
+    """The last lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class RegisterWorker:
     address: str
     capability: Capability
     ending: Ending | None = None
-    """Of the process before it, where that is known."""
+    """The end of the worker's previous process, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoseWorker:
-    """The lease of a worker has expired, or nobody answers at its address."""
+    """Declare a worker lost: its lease has expired, or its address does not answer."""
 
     member: Member
     reason: str
     is_blameless: bool = False
-    """It was given work, but had not begun: whatever ended it was not the work."""
+    """True when it had not begun the work it was given, so the work cannot have ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class DrainWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWorker:
-    """A worker has done what it had to do, and ends."""
+    """Remove a worker that has finished its work and ends."""
 
     member: Member
     reason: str
@@ -114,8 +114,8 @@ class LeaveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForgetWorkers:
-    """Forget who was lost before this time of the leader's clock, and all but the newest of those
-    that are lost."""
+    """Forget workers that were lost before this time of the leader's clock, and all but the newest
+    of those that are lost."""
 
     lost_before_s: float
     num_kept: int
@@ -123,7 +123,7 @@ class ForgetWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An effect, or a part of one, is done: the fact that it led to."""
+    """Report that an effect, or a part of one, is done: the fact that it led to."""
 
     run_id: RunId
     fact: Fact
@@ -131,7 +131,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ReportTrouble:
-    """The exchange of a party has failed although all its members answer."""
+    """Report that the exchange of a party has failed although all its members answer."""
 
     run_id: RunId
     party: Party
@@ -141,7 +141,7 @@ class ReportTrouble:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed a deadline; nothing else happened."""
+    """Make the coordinator decide again because a deadline has passed; nothing else happened."""
 
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
@@ -155,13 +155,13 @@ class RefusalKind(StrEnum):
     CONFLICT = "conflict"
     PRECONDITION = "precondition"
     NOT_YET = "not yet"
-    """The same command will be taken in a moment."""
+    """The same command will be accepted shortly."""
     STALE = "stale"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a command changes nothing."""
+    """The reason why a command changes nothing, and the kind of that reason."""
 
     kind: RefusalKind
     reason: str
@@ -169,7 +169,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A fact on its way into the journal; run_id "" is the cluster."""
+    """A fact on its way into the journal; run_id "" stands for the cluster."""
 
     run_id: RunId
     fact: Fact

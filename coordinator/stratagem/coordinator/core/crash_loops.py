@@ -1,16 +1,17 @@
-"""Tells work that ends its own process from processes that others end: one rule for all strategies.
+"""Distinguish work that ends its own process from processes that others end: one rule for all
+strategies.
 
 Any process may be killed at any time, and that is no fault of the job. What counts is the same work
 (a segment, a client's round, a build, an evaluation) that loses process after process and comes no
 further:
 
 * a process that was stopped (by a signal that asks for it, a drain, its supervisor), or that did
-  something else, does not count; who journals ProcessDied leaves it out
+  something else, does not count: no ProcessDied is journaled for it
 * processes that were at the work together and end one after the other count as one death, so that
   all workers killed at once are one
 * work that comes further than ever before has its whole budget again
 * OWN deaths are enough where the process ended by itself: it exited, or the processor refused what
-  it did. SIGKILL, and an end that nobody saw, can be the operator's, the kernel's for want of
+  it did. SIGKILL, and an unobserved end, can be the operator's, the kernel's for want of
   memory, or the job's: those it takes UNEXPLAINED of, over UNEXPLAINED_S, which random kills do not
   reach while the work comes further now and then
 """
@@ -28,28 +29,29 @@ UNEXPLAINED_S: Final = 30.0
 FAULTS: Final = frozenset(
     {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGPIPE", "SIGXFSZ"}
 )
-"""Signals that come of what a process does itself."""
+"""Signals that a process causes by what it does itself."""
 REQUESTS: Final = frozenset(
     {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPWR", "SIGXCPU", "SIGALRM"}
 )
-"""Signals that somebody sends to a process that shall end."""
+"""Signals that are sent to a process from outside to make it end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
-    """What one piece of work has cost since it last came further."""
+    """The processes that one piece of work has ended since it last came further."""
 
     num_own: int = 0
     num_unexplained: int = 0
     furthest: int = -1
     """The highest step that a process is known to have reached before it ended."""
     present: frozenset[Member] = frozenset()
-    """Who was at the work when the newest death was counted: their deaths are of that moment."""
+    """The members at the work when the newest death was counted; their deaths count with it."""
     latest: ProcessDied | None = None
-    """Of those that count."""
+    """The newest death that counts."""
     since_s: float = 0.0
-    """When the first of them was journaled."""
+    """Leader-clock time at which the first counted death was journaled."""
     latest_s: float = 0.0
+    """Leader-clock time at which the newest counted death was journaled."""
 
     @property
     def num(self) -> int:
@@ -57,13 +59,14 @@ class Deaths:
 
     @property
     def are_too_many(self) -> bool:
-        """It is hopeless to try the work once more."""
+        """True when trying the work once more is hopeless."""
         is_long = self.latest_s - self.since_s >= UNEXPLAINED_S
         return self.num_own >= OWN or (self.num >= UNEXPLAINED and is_long)
 
 
 def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Member]) -> Deaths:
-    """With one more process that has ended; at_work: who does the work now, or did and was lost."""
+    """Count one more process that has ended; at_work: the members that do the work now, or did and
+    were lost."""
     if died.step is not None and died.step > deaths.furthest:
         deaths = Deaths(furthest=died.step)
     if died.member in deaths.present:
@@ -81,17 +84,19 @@ def after(deaths: Deaths, died: ProcessDied, now_s: float, at_work: Iterable[Mem
 
 
 def ended_by_itself(status: int | None) -> bool:
-    """Whether an exit status (negative: the signal's number) is of a process's own making."""
+    """Return True when an exit status (negative: the signal's number) is of the process's own
+    making."""
     return status is not None and (status > 0 or _signal(-status) in FAULTS)
 
 
 def was_asked_to_end(status: int | None) -> bool:
-    """Whether such a status is that of a process which somebody else has stopped."""
+    """Return True when an exit status is that of a process ended by a signal that asks it to
+    end."""
     return status is not None and status < 0 and _signal(-status) in REQUESTS
 
 
 def why(work: str, deaths: Deaths) -> str:
-    """The sentence about work that has ended too many processes."""
+    """Return the sentence about work that has ended too many processes."""
     text = f"{work} has ended {deaths.num} worker processes"
     if deaths.furthest >= 0:
         text += f" and came no further than step {deaths.furthest}"
@@ -103,7 +108,8 @@ def why(work: str, deaths: Deaths) -> str:
 
 
 def how(status: int | None) -> str:
-    """ " by SIGKILL", " with exit status 3"; "" where nobody saw it."""
+    """Return how a process ended, as " by SIGKILL" or " with exit status 3"; "" when not
+    observed."""
     if status is None:
         return ""
     return f" by {_signal(-status)}" if status < 0 else f" with exit status {status}"

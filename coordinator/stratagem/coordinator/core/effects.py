@@ -1,4 +1,4 @@
-"""What a run needs done, as values.
+"""The effects that a run needs performed, as values.
 
 An effect carries no attempt and no time, so that the same need is the same value: the shell keeps
 one task per member of pending(state), and stops it when it leaves the set. Every effect is
@@ -15,7 +15,7 @@ from stratagem.coordinator.core.facts import Accepted, Member
 
 
 class ExchangeMethod(StrEnum):
-    """What the members of a party do with each other in a step."""
+    """The way in which the members of a party exchange tensors in a step."""
 
     ALL_REDUCE = "AllReduce"
     PARAMETER_SERVER = "ParameterServer"
@@ -24,7 +24,7 @@ class ExchangeMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A committed state by name."""
+    """A committed state, named by segment, step and digest."""
 
     segment: int
     step: int
@@ -40,7 +40,7 @@ class Build:
     membership: int
     member: Member
     params: Mapping[str, Any] | None = field(default=None, compare=False)
-    """Hyperparameters of a population's member, to find out which of them are structural."""
+    """Hyperparameters of a population's member, for finding out which of them are structural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class RunSegment:
     segment: int
     to_step: int
     base: Base = field(compare=False)
-    """For members when none of them holds a state. A commit in mid-segment gives the next
-    membership a newer one, but must not begin the segment anew: all members hold a state then."""
+    """The state to begin from when no member holds one. A commit in mid-segment gives the next
+    membership a newer one, but must not restart the segment: all members hold a state then."""
     lineage: int
-    """Raised when the party begins from a given state: what workers hold of before is dropped."""
+    """Increased when the party begins from a given state; workers then drop their older states."""
     members: tuple[Member, ...]
     num_shards: int
     exchange: ExchangeMethod
     parts: tuple[tuple[Member, ...], ...]
     """Members that hold the same state afterwards; together the parts are the whole state."""
     ranks: tuple[int, ...]
-    """For each partition of the model the rank, within a replica, that owns it; none when every
+    """For each partition of the model the rank, within a replica, that owns it; empty when every
     member has the whole model."""
     evaluate: tuple[str, ...]
     num_skipped: int = field(default=0, compare=False)
@@ -86,7 +86,7 @@ class CommitSegment:
 
 @dataclass(frozen=True, slots=True)
 class TrainClient:
-    """One client's part of a round: train on its worker, pull the update into the spool."""
+    """Train one client's part of a round on its worker, and pull the update into the spool."""
 
     run_id: RunId
     party: Party
@@ -101,7 +101,8 @@ class TrainClient:
 
 @dataclass(frozen=True, slots=True)
 class CollectUpdate:
-    """Put what a client has committed, a party of its own, into the spool of the round."""
+    """Copy the state that a client, a party of its own, has committed into the spool of the
+    round."""
 
     run_id: RunId
     party: Party
@@ -113,7 +114,7 @@ class CollectUpdate:
     loss: float
     base: Base
     metrics: tuple[tuple[str, float], ...] = ()
-    """Of the client's steps, by name."""
+    """Metrics of the client's steps, by name."""
     traffic: tuple[tuple[str, int], ...] = ()
 
 
@@ -131,7 +132,7 @@ class AggregateRound:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateState:
-    """Evaluate a committed state on some worker."""
+    """Evaluate a committed state on one worker."""
 
     run_id: RunId
     party: Party
@@ -158,7 +159,7 @@ class EvaluateTogether:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Have the workers forget an ended run."""
+    """Have the workers drop the sessions of an ended run."""
 
     run_id: RunId
     members: frozenset[Member]
@@ -178,7 +179,7 @@ Effect = (
 
 
 def slots(effect: Effect) -> frozenset[Member]:
-    """The workers whose compute slot the effect needs, all at once."""
+    """Return the workers whose compute slot the effect needs, all at once."""
     match effect:
         case RunSegment() | EvaluateTogether():
             return frozenset(effect.members)

@@ -1,4 +1,4 @@
-"""Says a fact as a sentence; log, CLI, SDK and status show the same one."""
+"""Format a fact as a sentence; log, CLI, SDK and status show the same one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from stratagem.coordinator.core.crash_loops import how
 
 
 def sentence(fact: f.Fact) -> str:
-    """What happened, for people; in a party below the root, with its path."""
+    """Return what happened as a sentence for people; in a party below the root, with its path."""
     kind = type(fact).__name__
     text = _SENTENCES[kind](fact) if kind in _SENTENCES else kind
     party = getattr(fact, "party", f.ROOT)
@@ -17,7 +17,7 @@ def sentence(fact: f.Fact) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """ "test.accuracy 0.97, test.loss 0.11", sorted by name."""
+    """Return metrics as "test.accuracy 0.97, test.loss 0.11", sorted by name."""
     return ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
 
 

@@ -1,4 +1,4 @@
-"""Facts as they stand in the journal, also in those of earlier versions.
+"""Conversion of facts to and from their form in the journal, also in that of earlier versions.
 
 Adding an optional field to a fact keeps SCHEMA_VERSION; changing a meaning raises it and adds an
 entry to UPGRADES.
@@ -17,12 +17,13 @@ UPGRADES: Mapping[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] =
 
 
 def encode(fact: Fact) -> tuple[str, str]:
-    """The kind and the payload as JSON."""
+    """Return the kind of a fact, and its payload as JSON."""
     return type(fact).__name__, fact.model_dump_json()
 
 
 def decode(kind: str, schema_version: int, payload_json: str) -> Fact:
-    """The fact of a journal entry written by this or an earlier version."""
+    """Return the fact of a journal entry written by this or an earlier version. Raises ValueError
+    for a newer one."""
     if kind not in KINDS or schema_version > SCHEMA_VERSION:
         raise ValueError(
             f"the journal holds {kind} of schema {schema_version}, written by a newer version; "

@@ -1,4 +1,4 @@
-"""What facts are made of."""
+"""Value types that facts are built from: the strict base record, members, capabilities, metrics."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from stratagem.common.schema.frozen import frozen
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Metrics = Mapping[str, Number]
-"""By name. An evaluation may give NaN or infinity; null, which earlier journals hold for both, is
+"""Metrics by name. A value may be NaN or infinite; null, which earlier journals hold for both, is
 read as NaN."""
 PlainValues = Annotated[Mapping[str, Any], AfterValidator(frozen)]
-"""JSON by name, which nobody can change: the run values of strategies share it with the fact."""
+"""Immutable JSON values by name: the run values of strategies share them with the fact."""
 
 
 class Value(BaseModel):
@@ -25,14 +25,14 @@ class Value(BaseModel):
 
 
 class Member(Value):
-    """One start of one worker process."""
+    """One start of one worker process: the worker's name and its incarnation."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class Capability(Value):
-    """What a worker is and offers; see stratagem.v1.Capability."""
+    """The hardware, numerics, data and tags that a worker offers; see stratagem.v1.Capability."""
 
     device: str = "cpu"
     device_name: str = ""
@@ -58,7 +58,7 @@ the run began, each step of its history once, however often it was trained."""
 
 
 class ErrorRecord(Value):
-    """An exception of the user's code."""
+    """An exception raised by the user's code, and where it was raised."""
 
     type: str
     message: str

@@ -1,4 +1,4 @@
-"""What can happen, as journaled facts.
+"""The facts that are journaled: everything that can happen to the cluster, a run or a party.
 
 A fact says what was decided or observed (a placement, a selection, a digest) and never how to
 decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
@@ -34,7 +34,7 @@ class WorkerLost(Value):
     member: Member
     reason: str
     is_blameless: bool = False
-    """True when it had not begun what it was given, so that this cannot have ended it."""
+    """True when it had not begun the work it was given, so that this cannot have ended it."""
 
 
 class WorkerDraining(Value):
@@ -42,20 +42,20 @@ class WorkerDraining(Value):
 
 
 class WorkerLeft(Value):
-    """A worker that was told to end has ended. It is not lost, and its record is gone."""
+    """A worker that was asked to end has ended. It is not lost, and its record is removed."""
 
     member: Member
     reason: str
 
 
 class WorkersForgotten(Value):
-    """Records of workers that were lost long ago."""
+    """Records of workers that were lost long ago are removed."""
 
     names: tuple[WorkerId, ...]
 
 
 class DataUploaded(Value):
-    """Somebody has brought all bytes of a blob, and may name it in jobs from now on."""
+    """An owner has uploaded all bytes of a blob, and may name it in jobs from now on."""
 
     owner: str
     digest: Digest
@@ -68,15 +68,15 @@ class RunSubmitted(Value):
     job_json: str
     wall_s: float
     by: str = ""
-    """Who asked, as "client alice" or "token ci"; empty where nobody has to say who they are."""
+    """The caller, as "client alice" or "token ci"; empty where callers are not authenticated."""
     traceparent: str = ""
-    """Where the run belongs in a trace (W3C), if somebody traces it."""
+    """Position of the run in a trace (W3C traceparent), if it is traced."""
     numerics: int = 1
-    """Which rules decide the bits of the run, to its end; see common/numerics/numerics_rules.py."""
+    """Version of the rules that decide the run's bits; see common/numerics/numerics_rules.py."""
     owner: str = ""
-    """To whom it belongs: `by`, and of a token also which of that name it was; as `by` if empty."""
+    """The owner: `by`, and for a token also which one of that name it was; if empty, `by`."""
     submission: str = ""
-    """Tells the run from an earlier one of the same id, that was deleted, in the names of what is
+    """Distinguishes the run from a deleted one of the same id in the names of what is
     stored of it; empty: those names do without."""
 
 
@@ -88,13 +88,13 @@ class RunCancelled(Value):
 class RunResumed(Value):
     by: str = ""
     from_segment: int | None = None
-    """The kept commit that the run goes on from; what followed it has not happened. None: its last
+    """The kept commit that the run continues from; what followed it is undone. None: its last
     one, with all that has happened since."""
     step: int = 0
-    """Of that commit."""
+    """Step of that commit."""
     digest: Digest = Digest("")
     by_policy: bool = False
-    """True when the strategy keeps more than the commit holds, which begins anew: the result is
+    """True when the strategy keeps more than the commit holds, which starts afresh: the result is
     not what it would have been without."""
 
 
@@ -109,25 +109,26 @@ class RunCompleted(Value):
 
 
 class RunReleased(Value):
-    """The workers have forgotten the sessions of an ended run."""
+    """The workers have dropped the sessions of an ended run."""
 
 
 class RunDeleted(Value):
     by: str = ""
     submission: str = ""
-    """Which of the runs of that id; see RunSubmitted."""
+    """The submission of the deleted run, among runs of that id; see RunSubmitted."""
 
 
 class RunExpired(RunDeleted):
-    """Nobody asked: it has been kept for as long as ended runs are."""
+    """The run was deleted by the retention limit for ended runs, without a request."""
 
     reason: str = ""
 
 
 class PartyFailed(Value):
-    """The user's code raised in a party, or it cannot go on; the strategy around it decides.
+    """The user's code raised in a party, or the party cannot continue; the strategy around it
+    decides what follows.
 
-    At the root there is nobody around it: the run fails.
+    At the root there is no strategy around it: the run fails.
     """
 
     party: Party
@@ -140,7 +141,7 @@ class PartyFailed(Value):
 
 
 class MembersFormed(Value):
-    """From now on these are the members of a party, in order of rank; none means it waits."""
+    """A party has these members from now on, in order of rank; with none it waits."""
 
     party: Party
     membership: int
@@ -153,24 +154,24 @@ class MembersFormed(Value):
 
 
 class ProcessDied(Value):
-    """A member's process ended while it worked on a segment, and nobody is known to have stopped
-    it."""
+    """A member's process ended while it worked on a segment, and is not known to have been
+    stopped."""
 
     party: Party
     member: Member
     segment: int
     at: Party | None = None
-    """Whose plan it executed: the party, or one below; None: nobody knows."""
+    """The party whose plan it executed: this party, or one below; None when not known."""
     step: int | None = None
     """How many steps it had applied since the run (of a client: its round) began, if known."""
     status: int | None = None
-    """Its exit status, negative the number of the signal that ended it; None: nobody saw it."""
+    """Exit status; negative: the number of the signal that ended it; None: not observed."""
     lines: tuple[str, ...] = ()
-    """What it printed last."""
+    """The last lines that it printed."""
 
 
 class ModelBuilt(Value):
-    """Segment 0 is committed."""
+    """The model is built, and its state is committed as segment 0."""
 
     party: Party
     digest: Digest
@@ -179,10 +180,10 @@ class ModelBuilt(Value):
     num_parameters: int
     layout_digest: str
     structural: tuple[str, ...] = ()
-    """Of a population's member: hyperparameters that give the state another layout, or a form that
+    """For a population's member: hyperparameters that give the state another layout, or a form that
     their optimizer cannot go on from, when they change from this member's values."""
     warning: str = ""
-    """What is unusual about the job, now that its data are known."""
+    """What is unusual about the job, as found once its data are known."""
 
 
 class BuildFailed(Value):
@@ -212,7 +213,7 @@ class SegmentFinished(Value):
 
 
 class SegmentCommitted(Value):
-    """The state at the end of a segment (or round) lies in the blob store."""
+    """The state at the end of a segment (or round) is stored in the blob store."""
 
     party: Party
     segment: int
@@ -221,9 +222,9 @@ class SegmentCommitted(Value):
     size_bytes: int
     metrics: Metrics
     server_state: tuple[Digest, ...] = ()
-    """Of a federated round: what its server optimizer keeps, one blob per slot."""
+    """For a federated round: the state of its server optimizer, one blob per slot."""
     max_staleness: int = 0
-    """Of a federated round: how many later rounds may still take updates of its clients."""
+    """For a federated round: how many later rounds may still take updates of its clients."""
 
 
 class Evaluated(Value):
@@ -231,21 +232,22 @@ class Evaluated(Value):
     segment: int
     metrics: Metrics
     predictions: Digest = Digest("")
-    """The model's outputs, where they were wanted."""
+    """Blob of the model's outputs, where they were requested."""
 
 
 # ---- federated rounds ----
 
 
 class ClientEvaluated(Value):
-    """A client has evaluated a state on its own rows, or cannot; see strategies.client_metrics."""
+    """A client has evaluated a state on its own rows, or cannot; see
+    strategies.federated.client_metrics."""
 
     party: Party
     segment: int
     client: int
     sums: Metrics
     reason: str = ""
-    """Why there are none."""
+    """Why there are no sums."""
 
 
 class ClientBinding(Value):
@@ -278,7 +280,8 @@ class Assignment(Value):
 
 
 class ClientsAssigned(Value):
-    """Who trains which clients of the open round; replaces earlier assignments of these clients."""
+    """Workers are assigned to clients of the open round; replaces earlier assignments of these
+    clients."""
 
     party: Party
     round_num: int
@@ -299,7 +302,7 @@ class UpdateReceived(Value):
     metrics: Mapping[str, Number] = {}
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
     num_steps: int = 0
-    """Of the client; 0 in journals of versions that took the newest update for all."""
+    """Steps of the client; 0 in journals of versions that took the newest update for all."""
 
 
 class UpdateRejected(Value):
@@ -312,13 +315,14 @@ class UpdateRejected(Value):
 
 
 class RoundWaits(Value):
-    """The open round has too few updates and goes on; clients that have failed are asked again."""
+    """The open round has too few updates and continues; clients that have failed are asked
+    again."""
 
     party: Party
     round_num: int
     reason: str
     num_needed: int | None = None
-    """It closes with so many updates; None: when all have answered."""
+    """Number of updates with which the round closes; None: when all have answered."""
     asked_again: tuple[int, ...] = ()
 
 
@@ -333,17 +337,17 @@ class Accepted(Value):
 
 
 class RoundClosed(Value):
-    """These updates, in client order, make the round."""
+    """A round is closed with these updates, in client order."""
 
     party: Party
     round_num: int
     accepted: tuple[Accepted, ...]
     reason: str
     by_policy: bool
-    """True when a deadline or quorum left somebody out: the result is replayable, not
+    """True when a deadline or quorum left a client out: the result is replayable, not
     reproducible from the job alone."""
     metrics: Mapping[str, Number] = {}
-    """Of the accepted updates together, by name; see strategies.round_metrics."""
+    """Metrics of all accepted updates, by name; see strategies.federated.round_metrics."""
 
 
 # ---- strategies of other packages ----
@@ -371,7 +375,8 @@ class Noted(Value):
 
 
 class PopulationFormed(Value):
-    """The first hyperparameters of every member, in order of member."""
+    """A population is formed, with the first hyperparameters of every member, in order of
+    member."""
 
     party: Party
     params: tuple[PlainValues, ...]
@@ -382,7 +387,7 @@ class PopulationFormed(Value):
 
 
 class Copied(Value):
-    """A member goes on from another one's state, with hyperparameters of its own."""
+    """A member continues from another one's state, with hyperparameters of its own."""
 
     member: int
     donor: int
@@ -392,7 +397,7 @@ class Copied(Value):
 
 
 class MemberEvolved(Value):
-    """One member has trained a generation and goes on at once, without waiting for the others."""
+    """One member has trained a generation and continues at once, without waiting for the others."""
 
     party: Party
     generation: int
@@ -413,7 +418,7 @@ class GenerationClosed(Value):
     step: int
     metrics: Metrics
     params: PlainValues
-    """Of the best member, when it reached its score."""
+    """Hyperparameters of the best member when it reached its score."""
     copied: tuple[Copied, ...] = ()
     by_policy: bool = False
     """True when the order in which members finished has decided something."""

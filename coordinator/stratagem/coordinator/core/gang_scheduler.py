@@ -22,7 +22,7 @@ class Request(Generic[Key, Slot]):
 def grant(
     waiting: Sequence[Request[Key, Slot]], taken: Iterable[Slot]
 ) -> tuple[Request[Key, Slot], ...]:
-    """The requests that can start now, given the slots that are taken."""
+    """Return the requests that can start now, given the slots that are taken."""
     blocked = set(taken)
     granted = []
     for request in waiting:

@@ -1,37 +1,39 @@
-"""Why a client of a federation does not count in a round."""
+"""The causes for which an update of a federated client does not count in a round."""
 
 from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why an update of a federated client does not count; few, as they are labels of a metric."""
+    """The cause for which an update of a federated client does not count; few, as they are labels
+    of a metric."""
 
     NOT_FINITE = "not_finite"
-    """Values of the update; or there is nothing to it, as every step was left out."""
+    """Values of the update are not finite, or it is empty because every step was left out."""
     NOT_FINITE_LOSS = "not_finite_loss"
-    """The loss of a step, or its gradients."""
+    """The loss of a step, or its gradients, are not finite."""
     LAYOUT = "layout"
-    """Other names, shapes, types or aliases than the run's model has."""
+    """Tensor names, shapes, types or aliases differ from those of the run's model."""
     SIZE = "size"
-    """More bytes than were announced, or than the model has."""
+    """The update has more bytes than were announced, or than the model has."""
     CODEC = "codec"
-    """What cannot be decoded, or what its codec cannot hold."""
+    """The update cannot be decoded, or its codec cannot represent it."""
     NUM_SAMPLES = "num_samples"
     EXCEPTION = "exception"
-    """The client's data or code has raised."""
+    """The client's data or code raised an exception."""
     MEMORY = "memory"
     CRASHED = "crashed"
-    """It has ended process after process."""
+    """Training the client has ended process after process."""
     TIMEOUT = "timeout"
-    """What the client's data or code waited for did not come (TimeoutError)."""
+    """The client's data or code raised TimeoutError."""
     REFUSED_BY_SITE = "refused_by_site"
-    """Its worker does not allow what the job names."""
+    """The client's worker does not allow an entry point that the job names."""
     LATE = "late"
-    """Its round has been closed without it; never journaled."""
+    """The round was closed without the client; never journaled."""
     UNKNOWN = "unknown"
-    """As journaled by versions that did not say."""
+    """No cause is recorded: the fact was journaled by a version that had none."""
 
     @property
     def is_of_the_job(self) -> bool:
-        """Whether another run of the job would come to the same: machines have no part in it."""
+        """True when another run of the job would fail in the same way: machines have no part in
+        it."""
         return self not in (Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT)

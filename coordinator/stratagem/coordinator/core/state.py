@@ -1,4 +1,4 @@
-"""What the coordinator knows: frozen values made by folding facts, and nothing derived."""
+"""The coordinator's state: frozen values made by folding facts, and nothing derived."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,9 +40,9 @@ class WorkerRecord:
     is_draining: bool = False
     reason: str = ""
     is_blameless: bool = False
-    """Lost before it had begun what it was given."""
+    """True when it was lost before it had begun the work it was given."""
     lost_s: float = 0.0
-    """Leader-clock time of its loss, of one that is not alive."""
+    """Leader-clock time of its loss, where it is not alive."""
 
     @property
     def is_usable(self) -> bool:
@@ -62,7 +62,7 @@ class RunRecord:
     run_id: RunId
     job: JobSpec
     strategy: "Strategy"
-    """That runs the job, out of the table of this process."""
+    """The strategy that runs the job, from the table of this process."""
     value: Any
     """The strategy's own run value; only the strategy's file looks inside."""
     ended: RunPhase | None = None
@@ -76,11 +76,11 @@ class RunRecord:
     engine: str = ""
     submitted_wall_s: float = 0.0
     submitted_by: str = ""
-    """For people; empty: it is not known."""
+    """Shown to people; empty when not known."""
     submission: str = ""
     """See RunSubmitted."""
     owner: str = ""
-    """Who may stop, resume and delete it without the scope admin."""
+    """The owner, who may stop, resume and delete the run without the scope admin."""
     traceparent: str = ""
     """See RunSubmitted."""
     numerics: int = 1
@@ -93,7 +93,7 @@ class RunRecord:
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
     num_returns: int = 0
-    """How often it has gone on from an earlier commit: what has happened may happen again."""
+    """How often it was resumed from an earlier commit: the same facts may happen again."""
     touched: frozenset[Member] = frozenset()
     """Members that were ever given a session and have not been released."""
     has_raised: bool = False
@@ -103,8 +103,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """What stays in memory of a run that has ended and that no worker holds, until it is resumed or
-    deleted. The rest can be read: how it is shown, and its facts."""
+    """The summary kept in memory of a run that has ended and that no worker holds, until it is
+    resumed or deleted. Its view and its facts are read from storage."""
 
     run_id: RunId
     ended: RunPhase
@@ -112,11 +112,11 @@ class EndedRun:
     submitted_wall_s: float
     submitted_by: str
     blobs: tuple[Digest, ...]
-    """That must stay."""
+    """Blobs that must be kept."""
     ended_s: float
     """Leader-clock time of its newest fact."""
     initial: Digest | None
-    """The state that its job has named to begin from."""
+    """The state that its job names to begin from."""
     owner: str = ""
     submission: str = ""
     """See RunSubmitted."""
@@ -129,57 +129,58 @@ class EndedRun:
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
     strategies: "Strategies"
-    """That runs can have; given with the first state, and not changed by any fact."""
+    """The strategies that runs can have; given with the first state, changed by no fact."""
     workers: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
-    """The active ones, and of the ended ones those that are not at rest."""
+    """Active runs, and ended runs that are not archived yet."""
     ended: Mapping[RunId, EndedRun] = field(default_factory=dict)
-    """Those at rest; no run is in both."""
+    """Archived runs; no run is in both mappings."""
     uploads: Mapping[str, tuple[Digest, ...]] = field(default_factory=dict)
-    """By owner: the newest blobs that they have brought. What a run names is its owner's, too."""
+    """By owner: the newest blobs uploaded. Blobs that a run names belong to its owner, too."""
 
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]
 
     def find(self, run_id: RunId) -> RunRecord | EndedRun | None:
-        """A run, active or not."""
+        """Return a run, active or not; None when it is not known."""
         return self.runs.get(run_id) or self.ended.get(run_id)
 
 
 @dataclass(frozen=True)
 class World:
-    """What a strategy may look at beside its own run when it decides."""
+    """The state outside its own run that a strategy may read when it decides."""
 
     workers: Mapping[WorkerId, WorkerRecord]
     load: Mapping[WorkerId, int]
     """Active runs that have the worker as a member."""
 
     def usable(self) -> list[WorkerRecord]:
-        """Alive, not draining; the least loaded first, then by name."""
+        """Return the workers that are alive and not draining, the least loaded first, then by
+        name."""
         return list(self._usable)
 
     @cached_property
     def _usable(self) -> tuple[WorkerRecord, ...]:
-        """Sorted once, for all runs that ask."""
+        """The usable workers, sorted once for all runs that ask."""
         found = [record for record in self.workers.values() if record.is_usable]
         found.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
         return tuple(found)
 
     def holds(self, member: Member) -> bool:
-        """True while exactly this start of the worker is alive and not draining."""
+        """Return True while exactly this start of the worker is alive and not draining."""
         record = self.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_usable
 
 
 def retained(record: RunRecord) -> tuple[CommittedState, ...]:
-    """The commits that are kept: the newest ones, the best one, and so the final one."""
+    """Return the commits that are kept: the newest ones, the best one, and so the final one."""
     newest = record.commits[-record.job.retention :]
     best = best_commit(record)
     return newest if best is None or best in newest else (best, *newest)
 
 
 def best_commit(record: RunRecord) -> CommittedState | None:
-    """The commit with the best value of evaluation.best; the earliest of equals."""
+    """Return the commit with the best value of evaluation.best; the earliest of equals."""
     evaluation = record.job.evaluation
     if evaluation is None or evaluation.best is None:
         return None
@@ -192,5 +193,5 @@ def best_commit(record: RunRecord) -> CommittedState | None:
 
 
 def initial_of(run: RunRecord) -> Digest | None:
-    """The state that the run's job has named to begin from."""
+    """Return the state that the run's job names to begin from."""
     return None if run.job.initial is None else run.job.initial.digest

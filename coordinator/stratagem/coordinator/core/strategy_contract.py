@@ -24,16 +24,16 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a commit of a population comes from."""
+    """The member of a population that a commit comes from, and how it was trained."""
 
     member: int
     schedule: tuple[Setting, ...]
-    """What its state was trained with, in order of step; the last one is that of its score."""
+    """The settings that its state was trained with, in order of step; the last is its score's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a run stands, for people."""
+    """The status of a run as shown to people: its phase, its progress, and its members."""
 
     phase: RunPhase
     strategy_phase: str
@@ -47,7 +47,7 @@ class Status:
     members: tuple[Member, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[int, Origin] = field(default_factory=dict)
-    """Of a population's kept commits, by segment."""
+    """Origins of a population's kept commits, by segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +64,40 @@ class RejectedClient:
 
     client: int
     worker_id: WorkerId
-    """Where it lives, or trains unless that one is lost."""
+    """The worker that the client lives on, or trains on unless that worker is lost."""
     num_rounds: int
     reason: str
-    """Of the newest rejection."""
+    """Reason of the newest rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class NestedProgress:
-    """How far a party has come, for the strategy around it."""
+    """The progress of a party, as reported to the strategy around it."""
 
     committed: Base | None
     metrics: Mapping[str, float]
-    """Of the committed segment."""
+    """Metrics of the committed segment."""
     num_rows: Mapping[str, int]
     """Rows of each split that the party trains on; empty until the model is built."""
     loss: float
-    """Mean training loss of the newest segment, committed or not; 0 where it is not known."""
+    """Mean training loss of the newest segment, committed or not; 0 when not known."""
     is_idle: bool
-    """Nothing that was trained waits for its commit or its evaluation."""
+    """True when no trained segment waits for its commit or its evaluation."""
     traffic: Mapping[str, int] = field(default_factory=dict)
     """Bytes that were sent in the newest segment, as in SegmentFinished."""
     keeps_more: bool = False
     """The party needs more of its past than the committed state, and an earlier one lacks it."""
     rejected: tuple[RejectedClient, ...] = ()
-    """In closed rounds, since the party was begun or rebased."""
+    """Clients rejected in closed rounds since the party was begun or rebased."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """What a strategy needs to go on from a state that it is given: inside another strategy,
+    """The functions with which a strategy continues from a given state: inside another strategy,
     segment by segment, and from an earlier commit of its run."""
 
     progress: Callable[[Any], NestedProgress]
-    """(value): how far the party has come."""
+    """(value): the progress of the party."""
     rebase: Callable[[JobSpec, Any, Base, Mapping[str, int]], Any]
     """(job, value, base, num_rows): the value after a state was given, as if it had just been
     committed here. num_rows: as in NestedProgress, for a party that has not built the model."""
@@ -114,7 +114,7 @@ class Child:
     party: Party
     job: JobSpec
     strategy: "Strategy"
-    """That runs it."""
+    """The strategy that runs the party."""
     value: Any
     """The run value of that strategy."""
     horizon: int
@@ -127,11 +127,11 @@ def _none(*_: object) -> tuple[()]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """The functions of one strategy. Those without a default every strategy has; what the others
-    say of children is added by the methods, which is what the coordinator asks."""
+    """The functions of one strategy. Those without a default every strategy must have; the methods
+    add what its children say, and are what the coordinator calls."""
 
     version: int
-    """Of this contract, that the strategy was written for."""
+    """Version of this contract that the strategy was written for."""
     init: Callable[[JobSpec, Party, "Strategies"], Any]
     """(job, party, strategies): the run value before anything has happened. The strategies are for
     parties inside this one."""
@@ -148,7 +148,7 @@ class Strategy:
     """(run_id, job, value, horizon): all that the party now needs done; no segment beyond the
     horizon is begun, unless that is None."""
     status: Callable[[JobSpec, Any, World], Status]
-    """(job, value, world): how the run stands."""
+    """(job, value, world): the run's status, for people."""
 
     check: Callable[[JobSpec, "Strategies"], list[Violation]] = lambda *_: []
     """(job, strategies): what is wrong with this job under this strategy; asked once, at submit."""
@@ -162,7 +162,7 @@ class Strategy:
     """(value, party, reason): a new membership for a party whose exchange has failed although all
     its members live."""
     own_blobs: Callable[[Any], frozenset[Digest]] = lambda _: frozenset()
-    """(value): the states that may still be needed, beside those of the run's commits."""
+    """(value): the states that may still be needed, besides those of the run's commits."""
     children: Callable[[Any], Iterable[Child]] = _none
     """(value): the parties inside this one."""
     working: Callable[[Any], Iterable[Child]] | None = None
@@ -174,20 +174,21 @@ class Strategy:
         return (self.working or self.children)(value)
 
     def next_deadline(self, value: Any) -> float | None:
-        """The earliest deadline of the party and of all that work inside it."""
+        """Return the earliest deadline of the party and of all that work inside it."""
         inside = (child.strategy.next_deadline(child.value) for child in self._working(value))
         found = (self.own_deadline(value), *inside)
         return min((deadline for deadline in found if deadline is not None), default=None)
 
     def parties(self, value: Any) -> Mapping[Party, PartyView]:
-        """The parties that exchange tensors, from this one down."""
+        """Return the parties that exchange tensors, from this one down."""
         found = dict(self.own_parties(value))
         for child in self.children(value):
             found.update(child.strategy.parties(child.value))
         return found
 
     def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
-        """What a worker whose process has ended unasked was working on, from this party down."""
+        """Return the deaths to count, from this party down, for a worker whose process has ended
+        unasked: one for each piece of work that it was at."""
         inside = (
             death
             for child in self._working(value)
@@ -196,20 +197,20 @@ class Strategy:
         return (*self.own_deaths(value, member), *inside)
 
     def reform(self, value: Any, party: Party, reason: str) -> Fact | None:
-        """A new membership for this party or one below."""
+        """Return a new membership for this party or one below."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.reform(child.value, party, reason)
         return self.own_reform(value, party, reason)
 
     def party_job(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
-        """What a party, this one or one below, trains."""
+        """Return the job that a party, this one or one below, trains."""
         for child in self.children(value):
             if is_within(party, child.party):
                 return child.strategy.party_job(child.job, child.value, party)
         return job
 
     def blobs(self, value: Any) -> frozenset[Digest]:
-        """The states that this party and those below may still need."""
+        """Return the states that this party and those below may still need."""
         inside = (child.strategy.blobs(child.value) for child in self.children(value))
         return self.own_blobs(value).union(*inside)

@@ -1,5 +1,5 @@
-"""The strategies that a coordinator has, as a value: made once, at the start of the process, and
-handed to the core with its first state. So the core imports none of them."""
+"""The table of the strategies that a coordinator has, as a value: made once, at the start of the
+process, and passed to the core with its first state, so that the core imports no strategy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,21 +21,22 @@ EVALUATION = "Evaluation"
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """Every strategy that jobs can have here, by name."""
+    """Every strategy that jobs can have on this coordinator, by name."""
 
     built_in: Mapping[str, Strategy]
-    """Each reads a strategy of its own type, so Custom cannot name it."""
+    """Built-in strategies. Each reads a job strategy of its own type, so Custom cannot name it."""
     installed: Mapping[str, Strategy] = field(default_factory=dict)
-    """Of other packages, for Custom."""
+    """Strategies of other packages, for Custom."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """Why others that are registered cannot be used."""
+    """By name, why a registered strategy cannot be used."""
 
     def of(self, job: JobSpec) -> Strategy:
-        """The strategy that runs a job; one that is not installed (any more) has a stand-in."""
+        """Return the strategy that runs a job, or a stand-in (MISSING) when it is not installed
+        (any more)."""
         return self._find(job) or MISSING
 
     def require(self, job: JobSpec) -> Strategy:
-        """The strategy that runs a job; raises InvalidInputError when it is not installed."""
+        """Return the strategy that runs a job; raise InvalidInputError when it is not installed."""
         found = self._find(job)
         if found is None:
             field = "coordinator" if isinstance(job.strategy, Custom) else "type"
@@ -47,7 +48,7 @@ class Strategies:
         return (self.installed if is_custom else self.built_in).get(_name_of(job))
 
     def why_not(self, job: JobSpec) -> str:
-        """Why there is no implementation of a job's strategy, as a sentence."""
+        """Return why there is no implementation of a job's strategy, as a sentence."""
         name = _name_of(job)
         if isinstance(job.strategy, Custom) and name in self.built_in:
             return f"{name!r} is built in and reads no config; write its own type"
@@ -60,7 +61,7 @@ class Strategies:
 
 
 def _name_of(job: JobSpec) -> str:
-    """The name that a job's strategy has here: for Custom its coordinator's.
+    """Return the name that a job's strategy has here: for Custom its coordinator's.
 
     Federated clients that are parties of their own have an implementation of its own, and so has
     every job that trains nothing.
@@ -74,7 +75,8 @@ def _name_of(job: JobSpec) -> str:
 
 
 def _is_evaluated_in_shares(job: JobSpec) -> bool:
-    """Of a model that is cut all members evaluate all batches: a segment without steps."""
+    """Return True when members evaluate disjoint shares of the batches. With a model that is cut
+    all members evaluate all batches instead, as a segment without steps."""
     return job.only_evaluates and not isinstance(job.strategy, ModelParallel)
 
 

@@ -1,7 +1,7 @@
-"""Which runs have to be asked what follows from the state, for a coordinator that has many.
+"""An index of the runs that must be asked for their next fact, for a coordinator with many runs.
 
-A strategy decides by its run, the workers with their load, and the time, of which it says
-beforehand when it matters. So a run that had nothing to add has nothing to add until a fact has
+A strategy decides by its run, the workers with their load, and the time, of which it names a
+deadline beforehand. So a run that had nothing to add has nothing to add until a fact has
 changed it, the workers or their load are others, or its deadline has passed: only then is it asked
 again. So following a fact costs the same however many runs there are. Asking all runs after every
 fact comes to the same facts in the same order; the tests of the core compare the two.
@@ -19,19 +19,19 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import ask, dead
 
 
 class Agenda:
-    """Follows the state fact by fact; every fact that is applied must be noted."""
+    """The set of runs due to be asked, updated fact by fact; every applied fact must be noted."""
 
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
-        """As `decide.world_of` would have it."""
+        """The same value as `decide.world_of` computes."""
         self._load = Counter[WorkerId]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
-        """By active run."""
+        """Workers that count as loaded, by active run."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
-        """Active runs that wait for workers only so long, which depends on the workers."""
+        """Active runs with a placement timeout, whose deadline depends on the workers."""
         self._numbers: dict[RunId, int] = {}
-        """In the order of the state, which is that of their submission."""
+        """Numbers that put runs in the order of the state, which is that of their submission."""
         self._num_seen = 0
         self._due: set[RunId] = set()
         for run_id in state.runs:
@@ -43,7 +43,7 @@ class Agenda:
         return min(self._deadlines.values(), default=None)
 
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
-        """A fact of this run, or of the cluster, has been applied."""
+        """Take in that a fact of this run, or of the cluster, has been applied."""
         if run_id == CLUSTER:
             for each in list(self._burdened):
                 self._carry(state, each, state.runs[each])
@@ -70,7 +70,7 @@ class Agenda:
     def settle(
         self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
-        """Have every run that is due say what follows; `add` applies and notes one fact."""
+        """Ask every due run for the facts that follow; `add` applies and notes one fact."""
         self._due |= {each for each, deadline_s in self._deadlines.items() if deadline_s <= now_s}
         counts = Counter[RunId]()
         while (entry := self._next(state, now_s)) is not None:
@@ -86,7 +86,7 @@ class Agenda:
         return None
 
     def _carry(self, state: CoordinatorState, run_id: RunId, run: RunRecord | None) -> bool:
-        """Account for the workers that an active run burdens; True when they are others."""
+        """Account for the workers that an active run loads; return True when they have changed."""
         before = self._burdened.pop(run_id, frozenset())
         after = frozenset[WorkerId]()
         if run is not None and run.ended is None:

@@ -1,4 +1,4 @@
-"""Folds facts into the state. The only code that makes a new CoordinatorState."""
+"""Fold facts into the state. The only code that makes a new CoordinatorState."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,14 +54,14 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MAX_UPLOADS = 256
-"""Remembered of each owner, beside what runs name: an upload waits for its job, and not long."""
+"""Uploads remembered per owner, besides what runs name: an upload waits briefly for its job."""
 
 MIN_COMMITS = 64
-"""Remembered of a run: what is evaluated late may yet turn out to be the best."""
+"""Commits remembered per run: one that is evaluated late may yet turn out to be the best."""
 
 
 def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> CoordinatorState:
-    """The state after a fact that was journaled at time_s (leader clock)."""
+    """Return the state after a fact that was journaled at time_s (leader clock)."""
     if isinstance(fact, DataUploaded):
         return replace(state, uploads=_uploads_after(state.uploads, fact))
     if run_id == CLUSTER:
@@ -77,7 +77,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
 
 
 def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
-    """All but one; the same mapping where it is not among them."""
+    """Return a mapping without one key; the same mapping where the key is not in it."""
     if left_out not in values:
         return values
     return {key: value for key, value in values.items() if key != left_out}
@@ -161,7 +161,7 @@ def _raised(record: RunRecord, error: Exception) -> RunRecord:
 def _transition(
     record: RunRecord, fact: Fact, time_s: float
 ) -> tuple[RunRecord, frozenset[Member]]:
-    """The run with the fact folded in, and the workers that what is now due would use."""
+    """Return the run with the fact folded in, and the workers that what is now due would use."""
     if isinstance(fact, RunResumed) and fact.from_segment is not None:
         record = returned(record, fact)
     strategy = record.strategy
@@ -190,8 +190,8 @@ def _with_end(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _needs_its_journal(fact: Fact) -> bool:
-    """Whether time or machines have decided something, in whatever party: the result cannot be made
-    again from the job alone."""
+    """Return True when timing or machines have decided something, in any party: the result cannot
+    be made again from the job alone."""
     match fact:
         case RoundClosed() | Noted() | GenerationClosed():
             return fact.by_policy
@@ -202,7 +202,8 @@ def _needs_its_journal(fact: Fact) -> bool:
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
-    """The run's own commits and metrics; those of a party below are its strategy's business."""
+    """Add the fact's commits and metrics to the run; those of a party below concern its strategy
+    alone."""
     if getattr(fact, "party", ROOT) != ROOT:
         return _with_engine(record, fact)
     match fact:
@@ -245,7 +246,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
 
 
 def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:
-    """How many bytes were sent depends on who was there, so it belongs to no commit."""
+    """Return the traffic metrics of a fact. They depend on which members were there, so they belong
+    to no commit."""
     return {f"train.{name}": float(value) for name, value in fact.traffic.items()}
 
 
@@ -262,7 +264,7 @@ def _with_commit(record: RunRecord, commit: CommittedState) -> RunRecord:
 
 
 def _trimmed(record: RunRecord) -> RunRecord:
-    """Without commits that are long past being retained, so that a long run stays small."""
+    """Drop commits that are long past being retained, so that a long run stays small."""
     num_kept = max(record.job.retention, MIN_COMMITS)
     newest = record.commits[-num_kept:]
     if len(record.commits) <= 2 * num_kept:

@@ -1,7 +1,7 @@
-"""Runs at rest: ended, held by no worker, and small until they are resumed or deleted.
+"""Archiving of ended runs: held by no worker, and kept small until they are resumed or deleted.
 
-A run that comes to rest leaves the state but for what decisions need of every run. What a command
-needs beyond that is recalled, by folding the run's own facts again.
+Of an archived run the state keeps only what decisions need of every run. What a command needs
+beyond that is recalled, by folding the run's own facts again.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,11 @@ from stratagem.coordinator.core.strategy_table import MISSING
 
 
 def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun, RunView] | None:
-    """What stays of a run at rest, and how it is shown; last_wall_s is when it came to rest.
+    """Return the summary and the view of a run that can be archived; last_wall_s is the wall time
+    of its last event.
 
-    None for a run that is not, or whose facts another version of its strategy, or the strategy's
-    return, may yet read otherwise.
+    Return None for a run that has not ended or is still held by workers, and for one whose facts
+    another version of its strategy, or the strategy's return, may yet read otherwise.
     """
     if run.ended is None or not run.is_released or run.has_raised or run.strategy is MISSING:
         return None
@@ -52,7 +53,7 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
 
 
 def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> CoordinatorState:
-    """The state with only this left of these runs."""
+    """Replace these runs in the state by their summaries."""
     ended = {run.run_id: run for run in runs}
     if not ended:
         return state
@@ -61,8 +62,8 @@ def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> Coordinato
 
 
 def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int] | None:
-    """The run at rest that decide needs to be recalled, and how many facts of it, from the first
-    one on."""
+    """Return the archived run that decide needs to be recalled for a command, and how many of its
+    facts, from the first one on; None when it needs none."""
     if not isinstance(command, SubmitRun | ResumeRun):
         return None
     run = state.ended.get(command.run_id)
@@ -76,7 +77,7 @@ def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int
 def recall(
     state: CoordinatorState, run_id: RunId, facts: Iterable[tuple[Fact, float]]
 ) -> CoordinatorState:
-    """The state with a run as these facts tell of it, each with its leader-clock time."""
+    """Return the state with a run rebuilt from these facts, each with its leader-clock time."""
     alone = CoordinatorState(state.strategies)
     for fact, time_s in facts:
         alone = apply(alone, run_id, fact, time_s)

@@ -1,8 +1,8 @@
-"""Which blobs somebody may name in a job, as far as the state tells.
+"""Rules for which blobs a caller may name in a job, as far as the state alone decides.
 
-A blob is a digest, and whoever knows a digest does not have its bytes: so it belongs to those who
-have brought all of them, and to the owners of runs that name it. The states that a run has
-committed are shared with all who may read runs.
+Knowing a blob's digest is not having its bytes: a blob belongs to the owners that have uploaded all
+of them, and to the owners of runs that name it. The states that a run has committed are shared with
+all callers that may read runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
-    """Whether the blob belongs to this owner: uploaded, or in use by a run of theirs."""
+    """Return True when the blob belongs to this owner: uploaded, or in use by a run of theirs."""
     if digest in state.uploads.get(owner, ()):
         return True
     if any(run.owner == owner and digest in run.blobs for run in state.ended.values()):
@@ -22,17 +22,18 @@ def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
 
 
 def is_shared(state: CoordinatorState, digest: Digest) -> bool:
-    """Whether it is a state that a run has committed, or its predictions; see also below."""
+    """Return True for a state that a run has committed, or its predictions; see also
+    `resting_with`."""
     return any(digest in states_of(run) for run in state.runs.values())
 
 
 def states_of(run: RunRecord) -> frozenset[Digest]:
-    """What whoever may read runs may download of it."""
+    """Return the blobs of a run that any caller that may read runs may download."""
     committed = {commit.digest for commit in run.commits}
     return frozenset({*committed, run.predictions} if run.predictions else committed)
 
 
 def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
-    """Runs at rest that need the blob, as a state of theirs or as something that they were given:
-    the state does not tell which, and their summaries do."""
+    """Return the archived runs that need the blob, as a state of theirs or as an input: only their
+    summaries say which of the two."""
     return [run.run_id for run in state.ended.values() if digest in run.blobs]

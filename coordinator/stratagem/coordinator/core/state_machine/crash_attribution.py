@@ -1,4 +1,5 @@
-"""Which work a worker process has died at, from what the next one of its name tells of its end."""
+"""Attribution of a process's end to the work it died at, by what the worker's next process
+reports."""
 
 from stratagem.common.base.ids import is_within
 from stratagem.coordinator.core.commands import Ending, JournalEntry
@@ -11,9 +12,10 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import deaths_of
 def deaths_at_work(
     state: CoordinatorState, member: Member, ending: Ending | None
 ) -> tuple[JournalEntry, ...]:
-    """The process of a member has ended without draining: what was it working on?
+    """Return the deaths to journal for a member whose process has ended without draining.
 
-    Nothing, where somebody has stopped it. Where it is known what it executed, only that.
+    Empty when the process was stopped from outside. Where it is known which plan it executed, only
+    the deaths of that work.
     """
     if ending is None or ending.incarnation != member.incarnation:
         ending = Ending(member.incarnation)
@@ -29,7 +31,7 @@ def deaths_at_work(
 
 
 def _told(fact: Fact, ending: Ending) -> Fact:
-    """The fact, with what the next process of the worker has told."""
+    """Return the fact with what the worker's next process has reported added."""
     if not isinstance(fact, ProcessDied):
         return fact
     at = None if ending.run_id is None else ending.party
@@ -38,7 +40,7 @@ def _told(fact: Fact, ending: Ending) -> Fact:
 
 
 def _concerns(fact: Fact, ending: Ending) -> bool:
-    """Whether a death is one of the party whose plan the process executed, or of one around it."""
+    """Return True for a death of the party whose plan the process executed, or of one around it."""
     if not isinstance(fact, ProcessDied) or ending.run_id is None:
         return True
     return is_within(ending.party, fact.party)

@@ -1,7 +1,7 @@
-"""Command in, facts or a refusal out.
+"""Answer a command with facts or with a refusal.
 
-decide answers the command itself, and only reads. What follows from how things stand then, the
-agenda asks the runs' strategies.
+decide answers the command itself, and only reads. The agenda then asks the runs' strategies for the
+facts that follow from the state.
 """
 
 from collections import Counter
@@ -74,9 +74,9 @@ MAX_DECISIONS = 10_000
 
 
 def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...] | Refusal:
-    """The facts that a command leads to by itself, or why it changes nothing.
+    """Return the facts that a command leads to by itself, or why it changes nothing.
 
-    What it needs of a run at rest has been recalled (`resting.num_to_recall`).
+    What it needs of an archived run has been recalled before (`archived_runs.num_to_recall`).
     """
     match command:
         case SubmitRun():
@@ -118,7 +118,8 @@ def _decide_about_workers(
 
 
 def limited(entry: JournalEntry, number: int) -> JournalEntry:
-    """The number-th decision of a run after one command; too many of them fail it."""
+    """Return the number-th decision of a run after one command, or its failure beyond
+    MAX_DECISIONS."""
     if number <= MAX_DECISIONS:
         return entry
     what = type(entry.fact).__name__
@@ -127,18 +128,19 @@ def limited(entry: JournalEntry, number: int) -> JournalEntry:
 
 
 def world_of(state: CoordinatorState) -> World:
-    """What strategies may look at."""
+    """Return the part of the state that strategies may read when they decide."""
     load = Counter[WorkerId]()
     now = {record.member for record in state.workers.values()}
     for run in state.runs.values():
         if run.ended is None:
-            # Earlier starts of a worker burden nobody.
+            # Earlier starts of a worker carry no load.
             load.update({member.worker_id for member in run.touched & now})
     return World(state.workers, load)
 
 
 def key_of(fact: Fact, num_returns: int = 0) -> str | None:
-    """Idempotency keys of facts that must not happen twice, unless the run goes back between."""
+    """Return the idempotency key of a fact that must not happen twice, unless the run goes back
+    between; None for other facts."""
     match fact:
         case MembersFormed():
             return f"members/{fact.party}/{fact.membership}"

@@ -1,4 +1,4 @@
-"""What now needs done, and which blobs are still needed; both read off the state."""
+"""The effects that are due and the blobs that are still needed, both derived from the state."""
 
 from itertools import chain
 
@@ -8,12 +8,12 @@ from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retain
 
 
 def pending(state: CoordinatorState) -> frozenset[Effect]:
-    """All effects that are due."""
+    """Return all effects that are due."""
     return frozenset[Effect]().union(*(pending_of(run) for run in state.runs.values()))
 
 
 def pending_of(run: RunRecord) -> frozenset[Effect]:
-    """The effects of one run."""
+    """Return the effects of one run that are due."""
     if run.ended is None:
         return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:
@@ -22,14 +22,14 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
-    """Blobs that must stay."""
+    """Return the blobs that must be kept."""
     active = (blobs_of(run) for run in state.runs.values())
     return frozenset(chain(*active, *(run.blobs for run in state.ended.values())))
 
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:
-    """Blobs of a run that must stay: retained commits, bases of what is due, inline data, given
-    states, predictions."""
+    """Return the blobs of a run that must be kept: retained commits, bases of what is due, inline
+    data, given states, predictions."""
     live = {commit.digest for commit in retained(run)}
     live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
     live |= run.strategy.blobs(run.value)

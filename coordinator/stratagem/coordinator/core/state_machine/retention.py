@@ -1,5 +1,5 @@
-"""What may be forgotten: workers that were lost and runs that ended long ago, or too many of them,
-and that no run needs."""
+"""Retention limits: lost workers and ended runs are forgotten when they are too old or too many,
+and no run needs them."""
 
 from itertools import chain
 
@@ -19,7 +19,7 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import parties_o
 
 
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
-    """The fact that forgets them, if there are any."""
+    """Return the fact that forgets the workers beyond the limits, if there are any."""
     lost = sorted(
         (each for each in state.workers.values() if not each.is_alive),
         key=lambda each: (each.lost_s, each.member.worker_id),
@@ -43,7 +43,7 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Jou
 
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
-    """Workers that these runs have work for, or have as members."""
+    """Return the workers that these runs have work for, or have as members."""
     due = chain.from_iterable(
         run.strategy.pending(run.run_id, run.job, run.value, None) for run in runs
     )
@@ -56,14 +56,15 @@ def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:
 
 
 def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
-    """Whether it has data of its own that one of these runs trains on, and waits for."""
+    """Return True when the worker has data of its own that one of these runs trains on, and waits
+    for."""
     names = worker.capability.local_data
     return any(run.job.data.worker_local in names for run in runs)
 
 
 def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
-    """The facts that delete them. A run that has not come to rest stays, and so does one that
-    another run has begun from."""
+    """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
+    and so does one that another run has begun from."""
     ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
     num_too_many = max(0, len(ended) - command.num_kept)
     old = [
@@ -84,5 +85,5 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
 
 
 def _own_blobs(run: EndedRun) -> frozenset[Digest | None]:
-    """Without the state of another run that it began from itself."""
+    """Return the run's blobs without the state of another run that it began from."""
     return frozenset(run.blobs) - {run.initial}

@@ -1,7 +1,7 @@
-"""Going back: a run that ended goes on from an earlier one of the commits that are kept.
+"""Rollback: a run that ended continues from an earlier one of the commits that are kept.
 
-It is the same run: what followed the commit has not happened, and happens anew. Its facts stay in
-the journal.
+It is the same run: what followed the commit is undone and happens again. Its facts stay in the
+journal.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from stratagem.coordinator.core.state import RunRecord, retained
 
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
-    """The fact, or why it cannot be."""
+    """Return the fact that resumes a run from a kept commit, or why that is impossible."""
     kept = {commit.segment: commit for commit in retained(run)}
     if segment not in kept:
         known = ", ".join(map(str, sorted(kept))) or "none"
@@ -35,7 +35,7 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
 
 
 def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
-    """The run with only what had happened up to the commit."""
+    """Return the run with only what had happened up to the commit."""
     nesting = run.strategy.nesting
     assert nesting is not None
     assert fact.from_segment is not None

@@ -1,5 +1,5 @@
-"""How a run is shown to people, as a value: of an active one read off the state, of an ended one
-written down when it comes to rest."""
+"""The view of a run that is shown to people, as a value: derived from the state while the run is
+active, and stored when it is archived."""
 
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.strategy import describe
@@ -27,7 +27,7 @@ from stratagem.coordinator.core.strategy_contract import Status
 
 
 class CommitView(Value):
-    """A state that is kept."""
+    """The view of a commit that is kept."""
 
     segment: int
     step: int
@@ -36,13 +36,13 @@ class CommitView(Value):
     is_final: bool
     metrics: Metrics
     member: int | None = None
-    """Of a population: whose state it is."""
+    """For a population: the member whose state it is."""
     schedule: tuple[Setting, ...] = ()
-    """Of a population: what the state was trained with; see Origin."""
+    """For a population: the settings that the state was trained with; see Origin."""
 
 
 class RunView(Value):
-    """See stratagem.v1.RunInfo."""
+    """The view of one run; its fields are those of stratagem.v1.RunInfo."""
 
     run_id: RunId
     name: str
@@ -70,7 +70,7 @@ class RunView(Value):
 
 
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
-    """One run; last_wall_s is when its newest event happened."""
+    """Return the view of one run; last_wall_s is the wall time of its newest event."""
     status = status_of(run, world)
     return RunView(
         run_id=run.run_id,
@@ -100,14 +100,14 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
 
 
 def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
-    """The phase of a run: how it ended, else what its strategy says."""
+    """Return the phase of a run: how it ended, else what its strategy says."""
     if isinstance(run, EndedRun):
         return run.ended
     return run.ended or status_of(run, world).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:
-    """The phase of a run after an old fact of it, as far as the fact itself tells."""
+    """Return the phase of a run after an old fact of it, as far as the fact alone determines it."""
     match fact:
         case RunCompleted():
             return RunPhase.COMPLETED
@@ -139,7 +139,8 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
 
 
 def _data_plane(world: World, status: Status) -> str:
-    """Of the workers that a run has now: tls only if all of them say so."""
+    """Return the transport security of the workers that a run has now: tls only if all report
+    it."""
     workers = [world.workers.get(member.worker_id) for member in status.members]
     said = {"" if worker is None else worker.capability.data_plane for worker in workers}
     return said.pop() if len(said) == 1 else "trusted" if said else ""

@@ -1,4 +1,5 @@
-"""What would be due if some facts were accepted, for who wants to begin before they are durable."""
+"""Effects that would be due if some facts were accepted, for beginning work before they are
+durable."""
 
 from collections.abc import Iterable
 
@@ -16,9 +17,9 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import ask
 def foreseen(
     state: CoordinatorState, world: World, run_id: RunId, facts: Iterable[Fact], now_s: float
 ) -> frozenset[Effect]:
-    """The effects of a run after the facts were reported; those that are stale count as done.
+    """Return the effects of a run after the facts were reported; stale facts count as done.
 
-    A guess: workers may come and go, and other facts may come first.
+    The result is a guess: workers may come and go, and other facts may come first.
     """
     for fact in facts:
         decided = decide(state, Report(run_id, fact))

@@ -1,8 +1,8 @@
-"""What is asked of the strategy of a run, at the border to plug-ins.
+"""Calls to the strategy of a run, guarded as the border to plug-ins.
 
-A strategy that raises fails its own run, with the reason; the coordinator and all other runs go on,
-and a replay meets the same error. What only looks at a run has an answer then, too. Two more such
-places fold facts: `init`, `transition` and `pending` are called by apply.py.
+A strategy that raises fails its own run, with the reason; the coordinator and all other runs
+continue, and a replay meets the same error. Calls that only read a run return an answer then, too.
+Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transition` and `pending`.
 """
 
 import math
@@ -29,7 +29,8 @@ class Raised(str):
 
 
 def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """What is wrong with a job. Raises InvalidInputError when its strategy is not installed."""
+    """Return the violations of a job. Raises InvalidInputError when its strategy is not
+    installed."""
     strategy = strategies.require(job)
     if job.optimizer is not None and job.search_space is None:  # a population has its members'
         violations = list(check_optimizer(job.optimizer))
@@ -44,7 +45,8 @@ def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
-    """What follows for a run."""
+    """Return the next fact that a run's strategy decides, or its failure when it has waited too
+    long."""
     try:
         fact = run.strategy.decide(run.job, run.value, world, now_s)
     except Exception as error:
@@ -53,7 +55,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
 
 
 def deadline_of(run: RunRecord, world: World) -> float | None:
-    """Leader-clock time at which an active run has to be asked again."""
+    """Return the leader-clock time at which an active run has to be asked again."""
     try:
         deadline_s = run.strategy.next_deadline(run.value)
     except Exception:  # what it decides next fails the run
@@ -65,7 +67,8 @@ def deadline_of(run: RunRecord, world: World) -> float | None:
 
 
 def status_of(run: RunRecord, world: World) -> Status:
-    """How a run stands, for people; the exception where the strategy cannot say."""
+    """Return the run's status, for people; the exception as its reason where the strategy
+    raises."""
     try:
         return run.strategy.status(run.job, run.value, world)
     except Exception as error:
@@ -73,24 +76,24 @@ def status_of(run: RunRecord, world: World) -> Status:
 
 
 def why_waiting(run: RunRecord, world: World) -> str:
-    """What a run without any worker waits for, as a sentence; "" for one that has some."""
+    """Return, as a sentence, what a run without any worker waits for; "" for one that has some."""
     status = status_of(run, world)
     is_waiting = status.phase in (RunPhase.PLACING, RunPhase.RECOVERING) and not status.members
     return status.reason if is_waiting else ""
 
 
 def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
-    """The parties of a run whose members exchange tensors among themselves."""
+    """Return the parties of a run whose members exchange tensors among themselves."""
     if run.ended is not None:
         return {}
     try:
         return run.strategy.parties(run.value)
-    except Exception:  # nobody meets; their segments come to their deadlines
+    except Exception:  # no party forms; its segments run into their deadlines
         return {}
 
 
 def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
-    """Why a reported fact is stale; "" when it is welcome."""
+    """Return why a reported fact is stale; "" when it is welcome."""
     try:
         return run.strategy.reject_reason(run.job, run.value, fact)
     except Exception as error:
@@ -98,7 +101,7 @@ def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:
 
 
 def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
-    """The process of a member has ended unasked: what it was working on."""
+    """Return the deaths to count for a member whose process has ended unasked."""
     try:
         return run.strategy.deaths_to_charge(run.value, member)
     except Exception as error:
@@ -106,7 +109,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 
 
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
-    """A new membership for a party whose exchange has failed though all its members live."""
+    """Return a new membership for a party whose exchange has failed though all its members live."""
     try:
         return run.strategy.reform(run.value, party, reason)
     except Exception as error:
@@ -114,7 +117,8 @@ def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
 
 
 def _given_up(run: RunRecord, world: World, now_s: float) -> RunFailed | None:
-    """Nothing happens to a run that waits, so it has waited since its newest fact."""
+    """Return the failure of a run that has waited for workers longer than its limit. Nothing
+    happens to a run that waits, so it has waited since its newest fact."""
     limit_s = run.job.placement_timeout_s
     if limit_s is None or now_s < run.changed_s + limit_s:
         return None
