@@ -1,6 +1,6 @@
-"""Training strategies: one file each, no inheritance, and one door for all of them.
+"""The built-in training strategies: one file each, without inheritance.
 
-A strategy is a module (or any object) with the functions of ``contract.Strategy``, registered in
-the entry-point group ``stratagem.strategies`` under the ``type`` of its JSON form. The built-in
-ones come in by the same door. Nothing here awaits, reads a clock or touches a tensor.
+Each is a value of `strategy_contract.Strategy`. Other packages register theirs in the entry-point
+group ``stratagem.strategies``, under the name that `Custom` jobs give as coordinator. Nothing here
+awaits, reads a clock or touches a tensor.
 """

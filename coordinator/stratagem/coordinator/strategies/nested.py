@@ -131,7 +131,7 @@ def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
 
 
 def members(children: Iterable[Child]) -> tuple[Member, ...]:
-    """All workers that the children have, by name."""
+    """Return all workers that the children have, by name."""
     found = {member for view in _parties(children) for member in view.members}
     return tuple(sorted(found, key=lambda member: member.worker_id))
 

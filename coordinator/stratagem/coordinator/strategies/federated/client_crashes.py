@@ -1,4 +1,4 @@
-"""Which work of a federated run the end of a worker process is counted against.
+"""Attribution of the end of a worker process to the work of a federated run that it counts against.
 
 A build, or an evaluation by one worker for all, that ends process after process fails the run; a
 client that does so, or one that evaluates on its own rows, is left out alone.
@@ -25,7 +25,7 @@ EVALUATION: Final = "the evaluation"
 
 
 def too_deadly(value: FederatedRun) -> RunFailed | None:
-    """Something that ends every process that tries it would go on for ever."""
+    """Fail the run when its build or its evaluation ends every process that tries it."""
     deaths = {task: value.deaths[task] for task in (BUILD, EVALUATION) if task in value.deaths}
     deadly = [task for task in deaths if deaths[task].are_too_many]
     if not deadly:
@@ -35,7 +35,7 @@ def too_deadly(value: FederatedRun) -> RunFailed | None:
 
 
 def crashed(value: FederatedRun) -> UpdateRejected | None:
-    """The first client of the open round that ends every process which trains it."""
+    """Reject the first client of the open round that ends every process which trains it."""
     for client in value.selected:
         deaths = value.deaths.get(task_of(client))
         is_open = client not in value.updates and client not in value.rejected
@@ -45,7 +45,7 @@ def crashed(value: FederatedRun) -> UpdateRejected | None:
 
 
 def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> FederatedRun:
-    """A worker process ended: count it against what it did, or all that it had to do."""
+    """Count a worker process that ended against what it did, or against all that it had to do."""
     member, tasks = died.member, set(value.left.get(died.member, ()))
     if member in value.helper and (value.committed is None or value.to_evaluate):
         tasks.add(task_of_helper(value, member))
@@ -59,26 +59,27 @@ def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> Federate
 
 
 def task_of_helper(value: FederatedRun, member: Member) -> str:
-    """What a worker that builds or evaluates has to do, as the key of its deaths."""
+    """Return the task of a worker that builds or evaluates, as the key of its deaths."""
     if value.committed is None:
         return BUILD
     return task_of_evaluator(member.worker_id) if value.evaluators else EVALUATION
 
 
 def task_of_evaluator(worker_id: WorkerId) -> str:
-    """The same, of a client that evaluates on its own rows."""
+    """Return the task of a client that evaluates on its own rows, as the key of its deaths."""
     return f"{EVALUATION} on {worker_id}"
 
 
 def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
-    """What is done in the sessions of a party: see effects.client_round, evaluate and build."""
+    """Return the task of the party whose plan ended, whose path ends in "client<n>", "evaluate" or
+    "build"."""
     name = at.rpartition("/")[2]
     client = name.removeprefix("client")
     return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)
 
 
 def with_helper(value: FederatedRun, fact: MembersFormed) -> FederatedRun:
-    """Another worker builds and evaluates; remembers what was taken from the one before."""
+    """Note that another worker builds and evaluates, and what was taken from the one before."""
     left = dict(value.left)
     for member in value.helper:
         if member not in fact.members and (value.committed is None or value.to_evaluate):

@@ -1,4 +1,4 @@
-"""The evaluation of a federated state by the clients that have made it, each on its own rows.
+"""Evaluation of a federated state by the clients that have made it, each on its own rows.
 
 A client that cannot evaluate is left out of it alone, with the reason.
 """
@@ -40,8 +40,8 @@ def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
 
 
 def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> FederatedRun:
-    """With the evaluations that `before` owes to the commits up to a segment: evaluations may come
-    some rounds after what they evaluate."""
+    """Add the evaluations that `before` still owes to the commits up to a segment: evaluations may
+    come some rounds after what they evaluate."""
 
     def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
         return {number: each for number, each in of_segments.items() if number <= segment}
@@ -55,7 +55,8 @@ def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> Federa
 
 
 def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None:
-    """The metrics of a round that all its clients have evaluated, of those that could."""
+    """Return the metrics of a round that all its clients have evaluated, from those that could; or
+    the failure of the run."""
     if job.evaluation is None:
         return None
     for segment, clients in value.evaluators.items():
@@ -80,7 +81,7 @@ def _said(failed: dict[int, str]) -> str:
 
 
 def evaluation_crashed(value: FederatedRun) -> ClientEvaluated | None:
-    """A client whose evaluation ends every process that tries it."""
+    """Give up the evaluation of a client that ends every process that tries it."""
     for segment in value.evaluators:
         for client in evaluators_left(value, segment):
             deaths = value.deaths.get(task_of_evaluator(value.roster[client].worker_id))

@@ -1,4 +1,4 @@
-"""The metrics of a state that several clients have evaluated, each on rows that only it has."""
+"""Metrics of a state that several clients have evaluated, each on rows that only it has."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ WEIGHT = "weight:"
 
 
 def combine(sums_of: Mapping[int, Mapping[str, float]], metrics: Sequence[str]) -> dict[str, float]:
-    """Weighted means by "<split>.<metric>", added in order of client.
+    """Return weighted means by "<split>.<metric>", added in order of client.
 
     sums_of: by client, "<split>/<metric>" -> sum of metric times weight, "<split>/weight:<metric>"
     -> weight. Perplexity is exp of the mean loss.

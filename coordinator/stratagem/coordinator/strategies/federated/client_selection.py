@@ -1,4 +1,4 @@
-"""Which clients take part in a federated round."""
+"""Selection of the clients that take part in a federated round."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ def select(
     round_num: int,
     num_extra: int = 0,
 ) -> tuple[int, ...]:
-    """The clients of a round, ascending; drawn from the roster and never from who is alive.
+    """Return the clients of a round, ascending; drawn from the roster, never from who is alive.
 
     Random: num_extra + max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by
     (run seed, round), so that a restarted coordinator draws the same.
@@ -37,7 +37,7 @@ def select(
 
 
 def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:
-    """How many updates a round needs; of_all: where the job does not say."""
+    """Return the number of updates a round needs; of_all: the number where the job names none."""
     if quorum is None:
         return of_all
     if isinstance(quorum, int):
@@ -46,5 +46,5 @@ def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) ->
 
 
 def num_random(fraction: float, num_clients: int) -> int:
-    """How many clients a random share is."""
+    """Return the number of clients that a random share contains, at least 1."""
     return max(1, math.floor(fraction * num_clients + 1e-9))

@@ -9,8 +9,8 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     (commit)     the new global state is a blob; next round
 
 Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
-for, where its rows lie on one worker). Only a deadline with a quorum, or over-selection, leaves
-anybody out; `late_updates.py` has what becomes of those.
+for, where its rows are on one worker). Only a deadline with a quorum, or over-selection, leaves
+clients out; `late_updates.py` decides what becomes of those.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -87,7 +87,7 @@ from stratagem.coordinator.strategies.scheduling.placement import eligible
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
-    """The next step of the round that the facts call for."""
+    """Return the next fact of the round that the state calls for."""
     return decide_round(job, value, world, now_s, lambda workers: assign(job, value, workers))
 
 
@@ -98,7 +98,7 @@ def decide_round(
     now_s: float,
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
-    """The next step of the round; while it is open, what `train` decides of its clients."""
+    """Return the next fact of the round; while it is open, what `train` decides of its clients."""
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
@@ -157,7 +157,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
 
 
 def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
-    """Why a reported fact is stale or late; "" when welcome."""
+    """Return why a reported fact is stale or late; "" when it is welcome."""
     match fact:
         case ModelBuilt() | BuildFailed():
             return "" if value.committed is None else "the model is built already"
@@ -179,7 +179,7 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
 def pending(
     run_id: RunId, job: JobSpec, value: FederatedRun, horizon: int | None
 ) -> frozenset[Effect]:
-    """The build, the clients still to be trained, the fold, the evaluations."""
+    """Return the build, the clients still to be trained, the fold, the evaluations."""
     effects: set[Effect] = set()
     if value.committed is None:
         if value.helper:
@@ -199,7 +199,8 @@ def pending(
 def _evaluating(
     run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
 ) -> Iterator[EvaluateState]:
-    """By the helper, or by each client of the round on its own rows."""
+    """Yield the evaluations of a state: by the helper, or by each client of the round on its own
+    rows."""
     if job.evaluation is None or not value.helper:
         return
     splits = (job.evaluation.split,)
@@ -220,20 +221,20 @@ def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
 
 
 def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
-    """Whatever the worker had to do in this round."""
+    """Return the death of a worker process for all that it had to do in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """The global state, what the server optimizer keeps beside it, and the states that wait for
-    an evaluation: also while nobody is here to do it, and while the run is stopped."""
+    """Return the global state, what the server optimizer keeps with it, and the states that wait
+    for an evaluation: also while no worker can do it, and while the run is stopped."""
     kept = {value.committed.digest, *value.server_state} if value.committed else set()
     kept |= {base.digest for base in value.to_evaluate}
     return frozenset(kept) | late_updates.blobs(value)
 
 
 def progress(value: FederatedRun) -> NestedProgress:
-    """The committed round."""
+    """Return the progress of the party, up to the committed round."""
     metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
     return NestedProgress(
         value.committed,
@@ -249,7 +250,7 @@ def progress(value: FederatedRun) -> NestedProgress:
 def rebase(
     _job: JobSpec, value: FederatedRun, base: Base, num_rows: Mapping[str, int]
 ) -> FederatedRun:
-    """The next round begins from the state that was given; a server optimizer begins anew."""
+    """Begin the next round from the given state; a server optimizer starts afresh."""
     return replace(
         FederatedRun(value.party),
         membership=value.membership + 1,
@@ -265,7 +266,7 @@ def rebase(
 def returned(
     job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
 ) -> FederatedRun:
-    """As `rebase`, with the evaluations that are still owed."""
+    """Rebase to an earlier commit, keeping the evaluations that are still owed."""
     fresh = replace(rebase(job, value, base, value.num_rows), metrics=metrics)
     return with_owed(fresh, value, base.segment)
 

@@ -1,6 +1,6 @@
-"""The run value of a federated party, and how facts change it.
+"""The run value of a federated party, and the folds of facts into it.
 
-Pure folds; what is decided on the value stands in round_decisions.py.
+The folds are pure; round_decisions.py decides on the value.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from stratagem.coordinator.core.facts import (
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A client that its round was closed without, and that trains on."""
+    """A client that its round was closed without, and that continues to train."""
 
     round_num: int
     """The round that it trains for."""
@@ -42,27 +42,27 @@ class Late:
     """The state that it trains from."""
     member: Member
     membership: int
-    """Of its assignment."""
+    """Membership of its assignment."""
     update: UpdateReceived | None = None
     """Set once it has arrived: it enters the round that closes next."""
 
 
 @dataclass(frozen=True, slots=True)
 class FederatedRun:
-    """The global state, the open round, and who does what in it."""
+    """The run value: the global state, the open round, and the work of each worker in it."""
 
     party: Party
     membership: int = 0
     helper: tuple[Member, ...] = ()
-    """The worker that builds and evaluates; those of all clients where these evaluate."""
+    """The worker that builds and evaluates; where clients evaluate, the workers of all of them."""
     fingerprint: str = ""
     roster: tuple[ClientBinding, ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation."""
+    """Metrics of the newest evaluation."""
     trained: Mapping[str, float] = field(default_factory=dict)
-    """Of the training of the newest round that was closed; see round_metrics.py."""
+    """Training metrics of the newest round that was closed; see round_metrics.py."""
     round_num: int = 0
     """The open round, from 1; 0 until the model is built."""
     selected: tuple[int, ...] = ()
@@ -81,25 +81,25 @@ class FederatedRun:
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
     """The workers on which a client has failed in the open round, and is not asked again."""
     server_state: tuple[Digest, ...] = ()
-    """What the server optimizer keeps beside the committed state, one blob per slot."""
+    """What the server optimizer keeps besides the committed state, one blob per slot."""
     accepted: tuple[Accepted, ...] = ()
     """Set once the round is closed."""
     num_needed: int | None = None
-    """The open round closes with so many updates; None: not before all have answered."""
+    """Number of updates with which the open round closes; None: not before all have answered."""
     deadline_s: float | None = None
     late: Mapping[int, Late] = field(default_factory=dict)
-    """By client; empty where late updates are refused."""
+    """Late clients, by client; empty where late updates are refused."""
     to_evaluate: tuple[Base, ...] = ()
     evaluators: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Round -> the clients that evaluate it on their own rows; else the helper does."""
+    """Round -> the clients that evaluate it on their own rows; without any, the helper does."""
     evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
-    """Round -> client -> what it says."""
+    """Round -> client -> its answer."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
     """The workers that cannot build the model, where each has rows of its own."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
-    """What was taken from a worker in this round, because it was lost."""
+    """Tasks that were taken from a worker in this round, because it was lost."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
-    """Worker processes that ended in this round while they had this to do."""
+    """By task: the worker processes that ended in this round while they had it to do."""
 
 
 MAX_CLIENTS_AHEAD = 4
@@ -113,7 +113,7 @@ def spec_of(job: JobSpec) -> Federated:
 
 
 def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
-    """Other workers for some clients; remembers whose they were."""
+    """Assign other workers to some clients, and remember whose they were."""
     moved = {a.client for a in fact.assignments}
     kept = {c: a for c, a in value.assigned.items() if c not in moved}
     new = {a.client: (a.member, fact.membership) for a in fact.assignments if a.member}
@@ -135,8 +135,8 @@ def _assigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -
 
 
 def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]:
-    """The clients of the open round that nobody trains now; asked with every fact, so it is quick
-    while there are none."""
+    """Return the clients of the open round that no worker trains now; asked with every fact, so it
+    is quick while there are none."""
     if not value.num_unassigned and all(is_here(member) for member in value.holders):
         return []
     return [
@@ -149,7 +149,7 @@ def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]
 
 
 def due_clients(value: FederatedRun) -> list[int]:
-    """The clients to be trained next, in order: a few of each worker."""
+    """Return the clients to be trained next, in order: a few of each worker."""
     num_due = Counter[Member]()
     due = []
     for client in value.selected:
@@ -165,7 +165,8 @@ def due_clients(value: FederatedRun) -> list[int]:
 
 
 def evaluates_at_clients(job: JobSpec) -> bool:
-    """Rows that never leave their worker can be evaluated only there."""
+    """Return True when clients evaluate: rows that never leave their worker can be evaluated only
+    there."""
     return job.data.worker_local is not None and job.evaluation is not None
 
 
@@ -197,7 +198,7 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
 
 
 def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
-    """No deadline any more; some of the clients that have failed have another chance."""
+    """Lift the deadline, and give some of the clients that have failed another chance."""
     again = set(fact.asked_again)
     tried = {
         client: value.tried.get(client, frozenset()) | {value.assigned[client][0]}
@@ -216,8 +217,8 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
 
 
 def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
-    """Workers have forgotten the run. Clients of the open round that have failed are asked again,
-    and it has its whole time."""
+    """Restart the open round after a resumption: workers have forgotten the run, clients that have
+    failed are asked again, and the round has its whole time."""
     time_s = spec_of(job).options.round_deadline_s
     has_deadline = time_s is not None and value.selected and not value.accepted
     fresh = replace(
@@ -236,7 +237,7 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
 
 
 def task_of(client: int) -> str:
-    """What a client has to do in a round, as the key of its deaths."""
+    """Return the task of a client in a round, as the key of its deaths."""
     return f"client {client}"
 
 
@@ -251,7 +252,8 @@ def _with_rejections(value: FederatedRun) -> Mapping[int, tuple[int, str]]:
 
 
 def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]:
-    """What versions that counted skipped steps when an update came have counted."""
+    """Return the training metrics with the skipped steps of an update that was journaled by a
+    version that counted them when it came."""
     if update.num_steps or SKIPPED_STEPS not in update.metrics:
         return value.trained
     num_skipped = value.trained.get(SKIPPED_STEPS, 0) + update.metrics[SKIPPED_STEPS]

@@ -1,4 +1,4 @@
-"""How a federated run stands, for people and for the strategy around it."""
+"""The status of a federated run, for people and for the strategy around it."""
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
@@ -11,7 +11,7 @@ from stratagem.coordinator.strategies.scheduling.placement import eligible, why_
 
 
 def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
-    """How the run stands."""
+    """Return the run's status, for people."""
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
@@ -57,7 +57,8 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
 
 
 def _why_not_evaluated(value: FederatedRun) -> str:
-    """For whom an evaluation waits, each on rows that only it has; "" where all are here."""
+    """Return which clients an evaluation waits for, each on rows that only it has; "" where all are
+    here."""
     here = {member.worker_id for member in value.helper}
     for base in value.to_evaluate:
         left = evaluators_left(value, base.segment) if base.segment in value.evaluators else ()

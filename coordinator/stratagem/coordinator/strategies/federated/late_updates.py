@@ -1,4 +1,5 @@
-"""Clients that a round was closed without, and that train on: their updates enter a later round.
+"""Late updates: clients that a round was closed without train on, and their updates enter a later
+round.
 
 Only where the job says so (`options.late_updates`). What such a client has changed on its own base
 is made to the present state and counts n · d^staleness, staleness being the rounds between the one
@@ -31,7 +32,8 @@ from stratagem.coordinator.strategies.federated.federated_run import (
 
 
 def max_staleness(job: JobSpec) -> int:
-    """Rounds for which updates of a closed round may still be needed; 0: late ones are refused."""
+    """Return for how many rounds updates of a closed round may still be needed; 0: late ones are
+    refused."""
     strategy = job.strategy
     if not isinstance(strategy, Federated) or strategy.options.late_updates is None:
         return 0
@@ -39,14 +41,15 @@ def max_staleness(job: JobSpec) -> int:
 
 
 def weight(job: JobSpec, accepted: Accepted) -> float:
-    """What an update counts for in the mean of its round."""
+    """Return the weight of an update in the mean of its round: rows, discounted by staleness."""
     policy = spec_of(job).options.late_updates
     discount = 1.0 if policy is None else policy.discount
     return float(accepted.num_samples * discount**accepted.staleness)
 
 
 def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> FederatedRun:
-    """A round has closed: those that were training train on; late updates that it took are gone."""
+    """Mark the clients that still train as a round closes as late, and drop the late updates it
+    took."""
     if not max_staleness(job):
         return value
     assert before.committed is not None
@@ -58,7 +61,7 @@ def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> Fede
 
 
 def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
-    """The next round begins: who would be too stale in it is given up, and all after the last."""
+    """Give up the late clients that would be too stale in the next round, or all after the last."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
     late = {c: each for c, each in value.late.items() if value.round_num - each.round_num <= limit}
@@ -66,13 +69,13 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
 
 
 def after_selection(value: FederatedRun) -> FederatedRun:
-    """A client that is selected again trains for the new round."""
+    """Drop late clients that are selected again: they train for the new round."""
     chosen = set(value.selected)
     return replace(value, late={c: each for c, each in value.late.items() if c not in chosen})
 
 
 def is_late(value: FederatedRun, fact: Fact) -> bool:
-    """Whether a fact is about clients that an earlier round was closed without."""
+    """Return True for a fact about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
             each = value.late.get(fact.client)
@@ -87,7 +90,8 @@ def is_late(value: FederatedRun, fact: Fact) -> bool:
 
 
 def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
-    """Fold such a fact: an update that waits for the next closing, or a client that is given up."""
+    """Fold a fact about late clients: an update that waits for the next closing, or a client that
+    is given up."""
     late = dict(value.late)
     match fact:
         case UpdateReceived():
@@ -102,7 +106,8 @@ def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
 
 
 def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
-    """Late clients whose worker is lost are not trained again; None while there are none."""
+    """Give up late clients whose worker is lost; they are not trained again. None while there are
+    none."""
     here = {worker.member for worker in workers}
     lost = {c: each for c, each in _training(value) if each.member not in here}
     if not lost:
@@ -121,7 +126,7 @@ def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned
 
 
 def accepted(value: FederatedRun) -> list[Accepted]:
-    """The late updates that the open round takes when it closes now."""
+    """Return the late updates that the open round takes if it closes now."""
     return [
         Accepted(
             client=client,
@@ -136,12 +141,12 @@ def accepted(value: FederatedRun) -> list[Accepted]:
 
 
 def received(value: FederatedRun) -> list[UpdateReceived]:
-    """The same, as they came; in order of client."""
+    """Return the facts of the late updates that have arrived, in order of client."""
     return [each.update for _, each in sorted(value.late.items()) if each.update is not None]
 
 
 def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
-    """What the late clients train: the same as when their round was open."""
+    """Yield the training of the late clients, unchanged from when their round was open."""
     strategy = spec_of(job)
     for client, each in _training(value):
         yield TrainClient(
@@ -158,7 +163,8 @@ def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainC
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """The states that late clients train from, or have."""
+    """Return the states that late clients train from, or that accepted late updates were trained
+    from."""
     kept = {each.base.digest for each in value.late.values()}
     return frozenset(kept | {each.base for each in value.accepted if each.base})
 

@@ -1,4 +1,5 @@
-"""Who builds the model of a federation: where each worker has rows of its own, any that can.
+"""The choice of the worker that builds a federation's model; where each has rows of its own, any
+that can.
 
 A site whose data or code raises when the model is built would otherwise end the federation before
 its first round. All its workers are tried, and the run fails when none can.
@@ -18,7 +19,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import FAIL, M
 
 
 def may_move(job: JobSpec) -> bool:
-    """Whether a build that fails on one worker may succeed on another one."""
+    """Return True when a build that fails on one worker may succeed on another one."""
     if not isinstance(job.strategy, Federated) or job.data.worker_local is None:
         return False
     return job.strategy.options.on_client_error != FAIL
@@ -27,7 +28,8 @@ def may_move(job: JobSpec) -> bool:
 def build_failed(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
 ) -> BuildFailed | RunFailed | None:
-    """A worker whose processes the build ends one after the other; then, that none is left."""
+    """Give up on a worker whose processes the build ends one after the other; fail the run when
+    none is left."""
     deaths = value.deaths.get(BUILD)
     if deaths is not None and deaths.latest and deaths.are_too_many and may_move(job):
         reason = why("it", deaths)
@@ -42,7 +44,7 @@ def build_failed(
 
 
 def with_build(value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
-    """The first state; or somebody else is to build it."""
+    """Fold the outcome of a build: the first state, or a worker that cannot build it."""
     if isinstance(fact, ModelBuilt):
         return replace(
             value,
@@ -62,7 +64,7 @@ def with_build(value: FederatedRun, fact: ModelBuilt | BuildFailed) -> Federated
 
 
 def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:
-    """The workers that have not failed to build, while there is no model."""
+    """Return the workers that have not failed to build, while there is no model."""
     if value.committed is not None:
         return workers
     return [worker for worker in workers if worker.member.worker_id not in value.unfit]

@@ -1,4 +1,4 @@
-"""When a federated round closes, with which updates, and what follows when there are too few.
+"""The closing of a federated round: when, with which updates, and what follows from too few.
 
 Pure functions of the run value and of which workers there are; federated.py asks them.
 """
@@ -31,7 +31,8 @@ WAIT = "wait"
 def close(
     job: JobSpec, value: FederatedRun, now_s: float
 ) -> RoundClosed | RoundWaits | RunFailed | None:
-    """Close the round when all have answered, its deadline has passed, or enough are here."""
+    """Close the round when all have answered, its deadline has passed, or enough updates are
+    here."""
     num_selected, num_updates = len(value.selected), len(value.updates)
     num_answered = num_updates + len(value.rejected)
     is_late = value.deadline_s is not None and now_s >= value.deadline_s
@@ -70,8 +71,8 @@ def close(
 
 
 def num_required(job: JobSpec, value: FederatedRun) -> int:
-    """The updates without which the round cannot close: the quorum, else any one of those that
-    did not fail."""
+    """Return the updates without which the round cannot close: the quorum, else any one of those
+    that did not fail."""
     quorum = spec_of(job).options.quorum
     if quorum is None:
         return 1
@@ -79,7 +80,7 @@ def num_required(job: JobSpec, value: FederatedRun) -> int:
 
 
 def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunFailed | None:
-    """Too few updates."""
+    """Wait, or fail the run, when the round has too few updates."""
     needed = num_required(job, value)
     if value.rejected:
         count += f"; {commonest_first(job, value)}"
@@ -98,8 +99,8 @@ def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunF
 
 
 def ask_again(job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]) -> RoundWaits | None:
-    """Clients of a round that waits, which have failed, and for which there is another worker: a
-    new start of their own, where their rows lie on it."""
+    """Ask again the failed clients of a round that waits for which there is another worker: a new
+    start of their own, where their rows are on it."""
     if not value.is_waiting or not value.rejected:
         return None
     alive = {worker.member.worker_id: worker for worker in workers}

@@ -1,4 +1,4 @@
-"""What a federated round decides, in the order of the round.
+"""The decisions of a federated round, in the order of the round.
 
 Pure functions of the run value and of which workers there are; federated.py asks them.
 """
@@ -34,7 +34,8 @@ from stratagem.coordinator.strategies.federated.update_rejections import in_all,
 def new_helper(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
 ) -> MembersFormed | None:
-    """Somebody must build at first, and evaluate later."""
+    """Choose the worker that builds at first and evaluates later, or all clients' workers where
+    these evaluate; None while it stays."""
     alive = {worker.member for worker in workers}
     helper = tuple(member for member in value.helper if member in alive)
     if evaluates_at_clients(job) and value.roster:
@@ -106,7 +107,8 @@ def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelect
 def assign(
     job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]
 ) -> ClientsAssigned | None:
-    """A live worker for every client that has none: its own, else the one with fewest clients."""
+    """Assign a live worker to every client that has none: its own, else the one with fewest
+    clients."""
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
@@ -146,7 +148,8 @@ def worker_for(
     load: Counter[WorkerId],
     tried: frozenset[Member],
 ) -> WorkerRecord | None:
-    """Where a client trains: on its own worker, else on the one with fewest; on none of `tried`."""
+    """Return the worker that a client trains on: its own, else the one with fewest clients; none of
+    `tried`."""
     own = alive.get(binding.worker_id)
     if own is not None and own.member not in tried:
         return own

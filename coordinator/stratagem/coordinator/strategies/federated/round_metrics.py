@@ -1,4 +1,4 @@
-"""What is said of the training of a federated round: of all its accepted updates together.
+"""Training metrics of a federated round, over all its accepted updates together.
 
 It depends on which updates were accepted and on nothing else: neither on the order in which they
 came nor on what a coordinator that was killed had seen of them.
@@ -18,7 +18,7 @@ def round_metrics(
     late: Sequence[UpdateReceived] = (),
     num_skipped: float = 0.0,
 ) -> dict[str, float]:
-    """By name, of the clients of a round and of the late ones that it takes.
+    """Return the training metrics by name, of the clients of a round and of the late ones it takes.
 
     The loss is the mean over rows and, with its spread over clients, that of the clients of the
     round: late ones have trained another state. Bytes and skipped steps are sums, norms the
@@ -50,7 +50,8 @@ def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
 
 
 def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
-    """Of what clients say of their steps: the largest, the sum, or the mean over rows."""
+    """Combine the metrics that clients report of their steps: the largest, the sum, or the mean
+    over rows."""
     found = {}
     for name in sorted({name for update in updates for name in update.metrics}):
         saying = [update for update in updates if name in update.metrics]

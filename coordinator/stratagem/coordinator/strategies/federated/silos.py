@@ -274,7 +274,7 @@ def _in_training(value: SiloRun) -> dict[int, Child]:
 
 
 def status(job: JobSpec, value: SiloRun, world: World) -> Status:
-    """How the rounds stand, with the workers of all silos."""
+    """Return the run's status, with the workers of all silos."""
     found = federated_status.status(job, value.rounds, world)
     members = nested.members(value.clients.values()) or found.members
     if not _has_begun(value.rounds):

@@ -1,4 +1,4 @@
-"""Why updates of federated clients do not count, in words, and what an exception says of its cause.
+"""Rejections of federated clients' updates in words, and the cause that an exception stands for.
 
 A client that fails is rejected alone, with a cause and a reason; the round goes on without it. What
 becomes of a round that has too few updates left is decided in round_closing.py.
@@ -19,7 +19,7 @@ from stratagem.coordinator.strategies.federated.federated_run import FederatedRu
 FAIL: Final = "fail"
 MAX_REASON_CHARS: Final = 300
 MAX_NAMED: Final = 8
-"""Clients that a sentence names one by one."""
+"""Number of clients that a sentence names one by one."""
 
 _VERBS: Final = {
     Cause.EXCEPTION: "raised",
@@ -32,13 +32,14 @@ _VERBS: Final = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
-"""In what torch says of memory with an exception that has no type of its own."""
+"""Words of torch's messages about memory in exceptions that have no type of their own."""
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
-"""In what a worker says of an entry point that its `--allow` does not have."""
+"""Words of a worker's message about an entry point that its `--allow` does not have."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:
-    """What kind of failure an exception is; one without a traceback is a worker's own word."""
+    """Return the kind of failure an exception is; one without a traceback is a worker's own
+    message."""
     kind = error.type.rpartition(".")[2]
     if kind.endswith(_OUT_OF_MEMORY):
         return Cause.MEMORY
@@ -54,7 +55,7 @@ def cause_of(error: ErrorRecord) -> Cause:
 
 
 def reason_of(error: ErrorRecord) -> str:
-    """Type and message in one line; the message alone where nothing was raised."""
+    """Return type and message in one line; the message alone where nothing was raised."""
     text = f"{error.type}: {error.message}" if error.traceback else error.message
     line = " ".join(text.split())
     return line if len(line) <= MAX_REASON_CHARS else f"{line[: MAX_REASON_CHARS - 1]}…"
@@ -63,7 +64,7 @@ def reason_of(error: ErrorRecord) -> str:
 def rejection(
     value: FederatedRun, client: int, cause: Cause, reason: str, error: ErrorRecord | None = None
 ) -> UpdateRejected:
-    """The rejection of a client of the open round."""
+    """Return the rejection of a client of the open round."""
     return UpdateRejected(
         party=value.party,
         round_num=value.round_num,
@@ -75,7 +76,7 @@ def rejection(
 
 
 def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
-    """The end of a run that no client may fail, once one has."""
+    """Fail a run in which no client may fail, once one has."""
     if spec_of(job).options.on_client_error != FAIL or not value.rejected:
         return None
     client = min(value.rejected)
@@ -85,13 +86,15 @@ def forbidden(job: JobSpec, value: FederatedRun) -> RunFailed | None:
 
 
 def said(job: JobSpec, value: FederatedRun) -> str:
-    """ "client 0: not finite; clients 1, 3: KeyError: 'label'" of the open round."""
+    """Return the open round's rejections, as "client 0: not finite; clients 1, 3: KeyError:
+    'label'"."""
     groups = _groups(value)
     return "; ".join(f"{names(job, value, who)}: {reason}" for (_, reason), who in groups)
 
 
 def commonest_first(job: JobSpec, value: FederatedRun) -> str:
-    """ "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not finite: ... (client 1)"."""
+    """Return the rejections by number, as "3 raised KeyError: 'label' (clients 0, 2, 3); 1 not
+    finite: ... (client 1)"."""
     return "; ".join(
         f"{len(who)} {_VERBS.get(cause, 'rejected:')} {reason} ({names(job, value, who)})"
         for (cause, reason), who in _by_number(value)
@@ -99,7 +102,7 @@ def commonest_first(job: JobSpec, value: FederatedRun) -> str:
 
 
 def commonest_error(value: FederatedRun) -> ErrorRecord | None:
-    """An exception for the commonest reason for which there is one."""
+    """Return an exception for the commonest reason for which there is one."""
     for _, who in _by_number(value):
         for client in who:
             if (error := value.rejected[client].error) is not None:
@@ -108,7 +111,7 @@ def commonest_error(value: FederatedRun) -> ErrorRecord | None:
 
 
 def names(job: JobSpec, value: FederatedRun, clients: list[int]) -> str:
-    """ "clients 0, 2"; with their workers where each has its own rows on one."""
+    """Name clients, as "clients 0, 2"; with their workers where each has its own rows on one."""
     has_homes = job.data.worker_local is not None
     shown = [
         f"{client} ({value.roster[client].worker_id})" if has_homes else str(client)
@@ -122,7 +125,7 @@ Group = tuple[tuple[Cause, str], list[int]]
 
 
 def _groups(value: FederatedRun) -> list[Group]:
-    """The rejected clients by cause and reason; in order of their first client."""
+    """Return the rejected clients by cause and reason; in order of their first client."""
     found: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.rejected.items()):
         found[fact.cause, fact.reason].append(client)
@@ -134,7 +137,7 @@ def _by_number(value: FederatedRun) -> list[Group]:
 
 
 def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
-    """The clients that rounds have left out, in order of client."""
+    """Return the clients that closed rounds have rejected, in order of client."""
     return tuple(
         RejectedClient(client, value.roster[client].worker_id, count, reason)
         for client, (count, reason) in sorted(value.rejections.items())
@@ -142,7 +145,8 @@ def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
 
 
 def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
-    """Each client once, with the rounds of all and its newest reason."""
+    """Merge rejections so that each client occurs once, with the rounds of all and its newest
+    reason."""
     found: dict[int, RejectedClient] = {}
     for each in rejected:
         before = found[each.client].num_rounds if each.client in found else 0
@@ -151,7 +155,8 @@ def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
 
 
 def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
-    """The rejected clients of the whole run, for its last sentence; "" when there were none."""
+    """Return the rejected clients of the whole run, for its last sentence; "" when there were
+    none."""
     order = sorted(together(rejected), key=lambda each: (-each.num_rounds, each.client))
     has_homes = job.data.worker_local is not None
     parts = [

@@ -1,4 +1,4 @@
-"""How a population evolves: who copies whom, and how what was copied is varied.
+"""The evolution of a population: which member copies which, and how copied values are varied.
 
 Population based training, https://arxiv.org/abs/1711.09846. Pure functions over one snapshot of
 the scores (higher is better, None is invalid: missing, not finite, or failed). Every member draws
@@ -37,13 +37,14 @@ Draw = Callable[[Plain], JSON]
 
 
 def stream(seed: int, member: int, generation: int) -> Random:
-    """The random numbers of one member in one generation; generation 0 draws the first values."""
+    """Return the random numbers of one member in one generation; generation 0 draws the first
+    values."""
     key = hashlib.sha256(f"population/{seed}/{member}/{generation}".encode()).digest()
     return Random(int.from_bytes(key[:8]))
 
 
 def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) -> dict[int, int]:
-    """Member -> the member that it copies, for those that copy."""
+    """Return member -> the member that it copies, for those that copy."""
     match exploit:
         case Truncation(fraction=fraction):
             return _truncation(scores, fraction, streams)
@@ -90,7 +91,7 @@ def explored(
     rng: Random,
     kept: Set[str] = frozenset(),
 ) -> dict[str, JSON]:
-    """Copied hyperparameters, varied but for those that are kept."""
+    """Return copied hyperparameters, varied but for those that are kept."""
 
     def value_of(each: Plain) -> JSON:
         varied = _varied(explore, each, params, rng)  # which takes its place in the stream
@@ -110,17 +111,20 @@ def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Ran
 
 
 def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
-    """Hyperparameters from the search space; a conditional one only where its parent allows it."""
+    """Draw hyperparameters from the search space; a conditional one only where its parent allows
+    it."""
     return _assemble(space, lambda each: _drawn(each, rng))
 
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
-    """Every dimension is asked, in order, so that each has its own place in the stream."""
+    """Ask for a value of every dimension, in order, so that each has its own place in the
+    stream."""
     return active_values(space, {_name(each): value_of(plain(each)) for each in space.dimensions})
 
 
 def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
-    """Of one value for each dimension those whose conditions are met, and what is frozen."""
+    """Return, from one value for each dimension, those whose conditions are met, and what is
+    frozen."""
     conditions = {each.name: each for each in space.dimensions if isinstance(each, Conditional)}
 
     def is_active(name: str) -> bool:
@@ -136,12 +140,12 @@ def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
 
 
 def _name(dimension: Dimension) -> str:
-    """The hyperparameter that a dimension sets."""
+    """Return the hyperparameter that a dimension sets."""
     return plain(dimension).name
 
 
 def plain(dimension: Dimension) -> Plain:
-    """The dimension itself, without the conditions that it stands under."""
+    """Return the dimension itself, without the conditions that it stands under."""
     while isinstance(dimension, Conditional):
         dimension = dimension.dimension
     return dimension
@@ -160,7 +164,7 @@ def _drawn(dimension: Plain, rng: Random) -> JSON:
 
 
 def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
-    """The point a share of the way from low to high."""
+    """Return the point a share of the way from low to high."""
     match scale:
         case Scale.LINEAR:
             value = low + (high - low) * share

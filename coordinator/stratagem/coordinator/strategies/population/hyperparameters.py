@@ -1,4 +1,4 @@
-"""Which fields of a job a population may vary.
+"""Checks of which fields of a job a population may vary.
 
 What a member copies is a state and hyperparameters; afterwards it goes on from that state with
 other hyperparameters. So a field can be varied where the state does not depend on it.
@@ -60,7 +60,8 @@ _WHY_NOT = {
 
 
 def check_params(job: JobSpec) -> list[Violation]:
-    """Every hyperparameter must be a field of the job that can be varied."""
+    """Return the violations of a search space: every hyperparameter must be a field of the job that
+    can be varied."""
     space = space_of(job)
     names = [plain(each).name for each in space.dimensions]
     found = [each for name in (*names, *space.frozen) for each in _check_name(job, name)]
@@ -90,14 +91,14 @@ def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
 
 
 def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
-    """What is wrong with the ends of a range, or with a choice."""
+    """Return a violation for an end of a range, or a choice, that a member cannot have."""
     space, name = space_of(job), plain(dimension).name
     needed = _conditions(space, dimension)
     others = draw(space, stream(job.seed, 0, 0))
     first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
     for value in _extremes(plain(dimension)):
         alone = {**space.frozen, **needed, name: value}
-        # It may need what others of the space say.
+        # It may need values of other dimensions.
         together = active_values(space, {**first, **others, **needed, name: value})
         why = _why_not(job, alone)
         if why and _why_not(job, together):
@@ -106,7 +107,7 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
 
 
 def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
-    """A keyword that is drawn beside an optimizer which does not take it."""
+    """Refuse a keyword that is drawn together with an optimizer which does not take it."""
     space, name = space_of(job), plain(dimension).name
     chosen = next((each for each in space.dimensions if plain(each).name == _OPTIMIZER), None)
     if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
@@ -122,8 +123,8 @@ def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]
 
 
 def _unknown(job: JobSpec, params: Params, name: str) -> str:
-    """Why the optimizer of a member does not take this keyword; "" when it does, and where what is
-    drawn beside it makes no job."""
+    """Return why the optimizer of a member does not take this keyword; "" when it does, and where
+    what is drawn with it makes no valid job."""
     try:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError:
@@ -134,7 +135,7 @@ def _unknown(job: JobSpec, params: Params, name: str) -> str:
 
 
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
-    """Values of others under which the dimension is there."""
+    """Return values of other dimensions under which the dimension is active."""
     by_name = {each.name: each for each in space.dimensions}
     found: dict[str, JSON] = {}
     while isinstance(dimension, Conditional):
@@ -153,7 +154,7 @@ def _extremes(dimension: Plain) -> list[JSON]:
 
 
 def _why_not(job: JobSpec, params: Params) -> str:
-    """Why a member cannot have these hyperparameters; "" when it can."""
+    """Return why a member cannot have these hyperparameters; "" when it can."""
     try:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:

@@ -1,7 +1,7 @@
-"""How often the members of a population have failed, and most often why.
+"""Counts of the failures of a population's members, by kind, and the commonest reason.
 
 One member that fails is the population's business: it copies another one. Many that fail alike
-have a reason that is the job's, which nobody should have to look for in the log.
+have a reason that is the job's, which users should not have to look for in the log.
 """
 
 import re
@@ -25,7 +25,8 @@ class FailureKind:
     members: frozenset[int]
 
     def text(self, population_size: int) -> str:
-        """The reason, and whose it seems to be."""
+        """Return the reason, and how many members share it; with half of them it seems to be the
+        job's."""
         alike = len(self.members)
         if alike == 1:
             return self.reason
@@ -35,13 +36,13 @@ class FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Of a whole run."""
+    """The failures of the members in a whole run, counted by kind."""
 
     num_failures: int = 0
     kinds: tuple[FailureKind, ...] = ()
 
     def with_one(self, member: int, failed: PartyFailed) -> "Failures":
-        """One more; of a new kind only where there are not too many."""
+        """Return the failures with one more; of a new kind only where there are not too many."""
         pattern, kinds = _NUMBER.sub("#", failed.reason), list(self.kinds)
         at = next((i for i, kind in enumerate(kinds) if kind.pattern == pattern), None)
         if at is not None:
@@ -52,11 +53,12 @@ class Failures:
         return Failures(self.num_failures + 1, tuple(kinds))
 
     def commonest(self) -> FailureKind | None:
-        """The most frequent kind; the first of equals."""
+        """Return the most frequent kind; the first of equals."""
         return max(self.kinds, key=lambda kind: kind.count, default=None)
 
     def text(self, population_size: int) -> str:
-        """For people; "" when nobody has failed."""
+        """Return the number of failures and their commonest reason, for people; "" when there are
+        none."""
         kind = self.commonest()
         if kind is None:
             return ""

@@ -76,7 +76,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def decide(job: JobSpec, value: PopulationRun, world: World, now_s: float) -> Fact | None:
-    """The members' own decisions; then what follows from their scores."""
+    """Return the members' own decisions; then what follows from their scores."""
     if not value.members:
         return form(job, value)
     if value.generation > spec_of(job).generations:
@@ -115,7 +115,8 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
 
 
 def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
-    """What the member says; a member that has failed wants nothing more in this generation."""
+    """Return why a reported fact is stale, as its member decides; a member that has failed takes
+    nothing more in this generation."""
     for member in value.members:
         if nested.is_of(member.child, fact):
             if is_scored(member):
@@ -129,7 +130,7 @@ def reject_reason(_job: JobSpec, value: PopulationRun, fact: Fact) -> str:
 def pending(
     run_id: RunId, job: JobSpec, value: PopulationRun, _horizon: int | None
 ) -> frozenset[Effect]:
-    """What the members that still train need."""
+    """Return the effects that the members that still train need."""
     looks = value.structural is not None and spec_of(job).generations > 1
     return frozenset(
         replace(effect, params=member.params) if looks and isinstance(effect, Build) else effect
@@ -139,7 +140,7 @@ def pending(
 
 
 def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
-    """How the run stands."""
+    """Return the run's status, for people."""
     done, generations = value.generation - 1, spec_of(job).generations
     training = _in_training(value)
     members = nested.members(value.children())
@@ -169,7 +170,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
 
 
 def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
-    """The end of the run: whose state is the result, and what has not gone well."""
+    """Return the end of the run: whose state is the result, and what has failed on the way."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
     origin = value.origins.get(number)
@@ -186,7 +187,7 @@ def _in_training(value: PopulationRun) -> list[MemberRun]:
 
 
 def _folded(member: MemberRun, fact: Fact, now_s: float) -> MemberRun:
-    """The member with a fact of its party, or of the whole run, folded in."""
+    """Return the member with a fact of its party, or of the whole run, folded in."""
     if isinstance(fact, PartyFailed) and fact.party == member.child.party:
         return replace(member, failure=fact)
     if nested.is_of(member.child, fact) or isinstance(fact, RunResumed):

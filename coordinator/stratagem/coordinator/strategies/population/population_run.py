@@ -1,4 +1,4 @@
-"""The run value of a population, and what follows from how its members stand.
+"""The run value of a population, and what follows from the states of its members.
 
 Every member is a party of its own (`member0`, `member1`, ...) that trains generation after
 generation under an inner strategy. Pure functions; population.py asks them.
@@ -40,28 +40,28 @@ from stratagem.coordinator.strategies.population.structural_hyperparameters impo
 
 @dataclass(frozen=True, slots=True)
 class MemberRun:
-    """One member: how it trains, and what its newest score was."""
+    """One member: its party, its hyperparameters, and its scores."""
 
     child: Child
     params: Mapping[str, JSON]
     schedule: tuple[Setting, ...]
-    """What its state has been trained with, and last what it trains with now; a copy's begins as
-    that of its donor."""
+    """The settings that its state was trained with, and last those of now; a copy's begins as that
+    of its donor."""
     generation: int = 1
     """The generation that it trains now."""
     failure: PartyFailed | None = None
     """Why it has no score in this generation."""
     scores: tuple[float | None, ...] = ()
-    """Of the generations behind it, higher is better; None: invalid."""
+    """Scores of its past generations, higher is better; None: invalid."""
     rejected: tuple[RejectedClient, ...] = ()
-    """Of a federation: those of the rounds before it went on from another state."""
+    """For a federation: clients rejected in the rounds before it continued from another state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationRun:
     party: Party
     strategies: Strategies
-    """Out of which the members' own comes."""
+    """The table that the members' strategy is taken from."""
     generation: int = 1
     """The generation that not all members have closed yet."""
     members: tuple[MemberRun, ...] = ()
@@ -69,12 +69,12 @@ class PopulationRun:
     """Hyperparameters that copies have from their donors; None: see PopulationFormed."""
     failures: Failures = field(default_factory=Failures)
     origins: Mapping[int, Origin] = field(default_factory=dict)
-    """Of the generations whose commits are kept."""
+    """Origins by generation, of those whose commits are kept."""
     best: tuple[float, int] | None = None
     """The best metric of a closed generation (higher is better), and the first that had it."""
 
     def children(self) -> tuple[Child, ...]:
-        """The members' parties."""
+        """Return the members' parties."""
         return tuple(member.child for member in self.members)
 
 
@@ -93,12 +93,12 @@ def inner_of(job: JobSpec) -> Strategy:
 
 
 def _segments(job: JobSpec) -> int:
-    """Segments of one generation: a federated member commits every round."""
+    """Return the segments of one generation: a federated member commits every round."""
     return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
 
 
 def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
-    """What a member trains: the run's job with its hyperparameters and a seed of its own."""
+    """Return the job of a member: the run's job with its hyperparameters and a seed of its own."""
     spec, per_generation = spec_of(job), job.steps_per_generation or 1
     inner = inner_of(job)
     total = spec.generations * per_generation
@@ -118,7 +118,7 @@ def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec
 
 
 def member_seed(seed: int, member: int) -> int:
-    """Independent streams for the members; every one a seed that torch takes."""
+    """Return a member's seed, which torch takes; the streams of members are independent."""
     key = hashlib.sha256(f"member/{seed}/{member}".encode()).digest()
     return int.from_bytes(key[:4])
 
@@ -138,12 +138,12 @@ def form(job: JobSpec, value: PopulationRun) -> PopulationFormed:
 
 
 def is_scored(member: MemberRun) -> bool:
-    """The member has done with its generation, well or badly."""
+    """Return True when the member has finished its generation, with a score or with a failure."""
     return member.failure is not None or nested.is_at_horizon(member.child)
 
 
 def score_of(job: JobSpec, member: MemberRun) -> float | None:
-    """The member's score in the generation that it has just trained; higher is better."""
+    """Return the member's score in the generation that it has just trained; higher is better."""
     evaluation = job.evaluation
     assert evaluation is not None
     if member.failure is not None:
@@ -155,7 +155,7 @@ def score_of(job: JobSpec, member: MemberRun) -> float | None:
 
 
 def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | RunFailed | None:
-    """The end of a generation once every member has a score for it, and who copies whom."""
+    """Return the end of a generation once every member has a score for it, and who copies whom."""
     number, spec = value.generation, spec_of(job)
     if spec.options.asynchronous:
         if any(len(member.scores) < number for member in value.members):
@@ -206,7 +206,7 @@ def _evolution(
 def _explored(
     job: JobSpec, value: PopulationRun, donor: MemberRun, rng: Random
 ) -> Mapping[str, JSON]:
-    """What a copy of the donor trains with."""
+    """Return the hyperparameters that a copy of the donor trains with."""
     explore, space = spec_of(job).explore, space_of(job)
     if value.structural is None:
         return explored(explore, space, donor.params, rng)
@@ -214,7 +214,7 @@ def _explored(
 
 
 def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
-    """Asynchronous: the first member that has trained its generation goes on at once."""
+    """Let the first member that has trained its generation continue at once (asynchronous)."""
     for number, member in enumerate(value.members):
         if len(member.scores) < member.generation and is_scored(member):
             return _evolved(job, value, number)
@@ -222,12 +222,12 @@ def evolve_one(job: JobSpec, value: PopulationRun) -> MemberEvolved | None:
 
 
 def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
-    """One member's score, and whom it copies: judged by the newest scores of all."""
+    """Return one member's score, and whom it copies: judged by the newest scores of all."""
     member, spec = value.members[number], spec_of(job)
     score = score_of(job, member)
     scores = [each.scores[-1] if each.scores else None for each in value.members]
     scores[number] = score
-    # Somebody without any score yet is nobody's donor, and is not judged here.
+    # A member without any score yet is not a donor, and is not judged here.
     streams = [stream(job.seed, m, member.generation) for m in range(len(scores))]
     copied = None
     is_last = member.generation == spec.generations
@@ -250,12 +250,13 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
 
 
 def trained_with(member: MemberRun, step: int) -> tuple[Setting, ...]:
-    """What the member's committed state of this step was trained with."""
+    """Return the settings that the member's committed state of this step was trained with."""
     return member.schedule[:1] + tuple(s for s in member.schedule[1:] if s.from_step < step)
 
 
 def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
-    """The clients that the member's rounds have left out; one of several states, several times."""
+    """Return the clients that the member's rounds have rejected; after several states, one may
+    occur several times."""
     return (*member.rejected, *nested.progress(member.child).rejected)
 
 
@@ -268,7 +269,7 @@ def _all_failed(value: PopulationRun) -> RunFailed:
     for number, member in enumerate(value.members):
         if member.failure is not None:
             failures = failures.with_one(number, member.failure)
-    # Asynchronous members that have failed may be on their way again.
+    # Asynchronous members that have failed may have resumed training.
     commonest = (failures if failures.num_failures else value.failures).commonest()
     why = commonest.text(len(value.members)) if commonest else "no member has a finite score"
     return RunFailed(
@@ -281,7 +282,7 @@ def _all_failed(value: PopulationRun) -> RunFailed:
 
 
 def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> PopulationRun:
-    """The members begin."""
+    """Begin the members."""
     members = tuple(
         MemberRun(
             nested.begin(
@@ -300,7 +301,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
 
 
 def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
-    """A member's model has shown which hyperparameters are structural."""
+    """Take in which hyperparameters a member's model has shown to be structural."""
     if value.structural is None or not fact.structural:
         return value
     names = with_parents(space_of(job), value.structural | frozenset(fact.structural))
@@ -308,7 +309,7 @@ def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun
 
 
 def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
-    """The next generation; synchronous members have waited for it."""
+    """Begin the next generation; synchronous members have waited for it."""
     value = with_origin(job, value, fact)
     value = replace(value, generation=fact.generation + 1)
     if spec_of(job).options.asynchronous:
@@ -323,9 +324,9 @@ def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> Popula
 
 
 def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> PopulationRun:
-    """The population, which knows what the new commit was trained with.
+    """Return the population with the origin of the new commit added.
 
-    Of the older ones it keeps what is kept of the commits: the newest, and the best one.
+    Of the older origins it keeps those of the commits that are kept: the newest, and the best one.
     """
     evaluation = job.evaluation
     assert evaluation is not None
@@ -344,14 +345,14 @@ def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> P
 
 
 def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> PopulationRun:
-    """One member goes on alone."""
+    """Let one member continue alone."""
     members = list(value.members)
     members[fact.member] = _next(job, value, fact.member, fact.score, fact.copied, _rows(value))
     return replace(value, members=tuple(members))
 
 
 def _rows(value: PopulationRun) -> Mapping[str, int]:
-    """The rows of the data, as any member that has built the model knows them."""
+    """Return the rows of the data, as any member that has built the model knows them."""
     found = (nested.progress(member.child).num_rows for member in value.members)
     return next((rows for rows in found if rows), {})
 
@@ -364,7 +365,7 @@ def _next(
     copied: Copied | None,
     rows: Mapping[str, int],
 ) -> MemberRun:
-    """The member with its score noted, ready for the next generation if there is one."""
+    """Return the member with its score noted, ready for the next generation if there is one."""
     member, segments = value.members[number], _segments(job)
     generation = member.generation
     scored = replace(member, scores=(*member.scores, score))
@@ -383,7 +384,7 @@ def _next(
         scored = replace(scored, rejected=together(rejected(member)))
         child = nested.rebased(child, member_job(job, number, params), base, num_rows, horizon)
     elif member.failure is not None and committed is not None:
-        # It failed and nobody was there to copy: once more, from what it last committed.
+        # It failed and there was no member to copy: try again from what it last committed.
         base = Base(generation * segments, committed.step, committed.digest)
         scored = replace(scored, rejected=together(rejected(member)))
         child = nested.rebased(child, child.job, base, num_rows, horizon)

@@ -1,4 +1,4 @@
-"""Which hyperparameters of a population are structural.
+"""Detection of the structural hyperparameters of a population.
 
 They decide the layout of the state that members copy, or its optimizer, so a state cannot go on
 under another value: a copy has its donor's, and exploring leaves it alone. `optimizer.name` is
@@ -48,14 +48,14 @@ class Variant:
 
 
 def known_structure(space: SearchSpace) -> frozenset[str]:
-    """The hyperparameters that are structural whatever the model is."""
+    """Return the hyperparameters that are structural whatever the model is."""
     each = map(plain, space.dimensions)
     named = (dim.name for dim in each if dim.options.structural or dim.name in BY_DEFINITION)
     return with_parents(space, frozenset(named))
 
 
 def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
-    """Also those that decide whether one of these is there at all."""
+    """Return the names, and those that decide whether one of these is there at all."""
     by_name = {dimension.name: dimension for dimension in space.dimensions}
     found = set(names)
     for dimension in space.dimensions:
@@ -67,7 +67,8 @@ def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
 
 
 def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
-    """What to build beside a member with these hyperparameters, to see which are structural.
+    """Yield the jobs to build in addition to a member with these hyperparameters, to find which are
+    structural.
 
     job: of the population.
     """
@@ -99,7 +100,7 @@ def _changed(tried: Params, params: Params) -> Iterator[str]:
 
 
 def _given(document: Mapping[str, JSON], path: str) -> JSON:
-    """What the job itself says there; None where that is nothing."""
+    """Return the job's own value at a dotted path; None where it has none."""
     *parents, last = path.split(".")
     place: JSON = dict(document)
     for key in parents:
@@ -111,7 +112,7 @@ def _given(document: Mapping[str, JSON], path: str) -> JSON:
 
 
 def values_of(dimension: Plain) -> Iterator[JSON]:
-    """Some values that are as far apart as they can be."""
+    """Yield some values that are as far apart as they can be."""
     match dimension:
         case Float(low=low, high=high, scale=scale):
             yield from (on_scale(low, high, scale, share) for share in _SHARES)
@@ -122,7 +123,7 @@ def values_of(dimension: Plain) -> Iterator[JSON]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Positions of a row of `count`, its two ends among them, and not more than `most`."""
+    """Return positions of a row of `count`, its two ends among them, and not more than `most`."""
     if count <= most:
         return list(range(count))
     return sorted({at * (count - 1) // (most - 1) for at in range(most)})

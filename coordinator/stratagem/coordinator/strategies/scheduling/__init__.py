@@ -1,1 +1,1 @@
-"""Which workers a run gets, and where its steps are cut into segments."""
+"""Placement of runs on workers, and the division of their steps into segments."""

@@ -1,4 +1,4 @@
-"""Which workers a run gets: by capability and numerics, the least loaded first."""
+"""Placement of a run on workers: by capability and numerics, the least loaded first."""
 
 from collections import Counter
 
@@ -6,11 +6,11 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.state import WorkerRecord, World
 
 MAX_NAMES = 8
-"""Of workers in one sentence."""
+"""Number of workers named in one sentence."""
 
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
-    """Usable workers whose numerics fit, least loaded first.
+    """Return usable workers whose numerics fit, least loaded first.
 
     fingerprint: what the run's members have; "" before the first placement, when the numerics
     that most workers share are taken (the first in order among equals).
@@ -25,7 +25,7 @@ def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]
 
 
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
-    """Why there are no workers, or not as many as are needed, as a sentence."""
+    """Return why there are no workers, or not as many as are needed, as a sentence."""
     usable = world.usable()
     if not world.workers:
         return "no worker is registered"

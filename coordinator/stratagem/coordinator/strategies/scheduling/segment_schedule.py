@@ -1,4 +1,4 @@
-"""Where a synchronous run is cut into segments: at checkpoints and at evaluations.
+"""The schedule by which a synchronous run is cut into segments: at checkpoints and at evaluations.
 
 A segment is the unit of commitment. Its boundary changes no bits: workers snapshot and go on.
 """
@@ -15,26 +15,27 @@ TRAIN_SPLIT = "train"
 
 @dataclass(frozen=True, slots=True)
 class SegmentSchedule:
-    """Optimizer steps of a run and the periods, in steps, at which something happens."""
+    """The optimizer steps of a run, and the periods, in steps, of its evaluations and
+    checkpoints."""
 
     num_steps: int
     evaluate_every: int | None
     checkpoint_every: int
 
     def ends(self) -> tuple[int, ...]:
-        """The step at which each segment ends, ascending; the last one is num_steps."""
+        """Return the step at which each segment ends, ascending; the last one is num_steps."""
         return _ends(self.num_steps, self.evaluate_every, self.checkpoint_every)
 
     def evaluates_at(self, step: int) -> bool:
-        """True when the evaluation is due after this step."""
+        """Return True when the evaluation is due after this step."""
         if self.evaluate_every is None:
             return False
         return step == self.num_steps or step % self.evaluate_every == 0
 
 
 def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
-    """The schedule of a job whose splits have this many rows. One that trains nothing has a single
-    segment, without steps, after which it evaluates."""
+    """Return the schedule of a job whose splits have this many rows. One that trains nothing has a
+    single segment, without steps, after which it evaluates."""
     if job.only_evaluates:
         return SegmentSchedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
     num_train_rows = num_rows[TRAIN_SPLIT]

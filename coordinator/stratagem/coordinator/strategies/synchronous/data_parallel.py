@@ -50,7 +50,7 @@ def _shape(job: JobSpec) -> SegmentRules:
     if isinstance(options.inner, ModelParallel):
         return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
     exchange = _EXCHANGES[type(strategy.aggregation)]
-    # Residuals of a codec belong to shards: whoever owns a shard has the only copy of its residual.
+    # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state
     is_sole_copy = exchange is ExchangeMethod.GOSSIP or has_residuals
     return SegmentRules(

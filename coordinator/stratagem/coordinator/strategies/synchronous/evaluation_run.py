@@ -37,7 +37,7 @@ _DONE = 2
 
 
 def _decide(job: JobSpec, value: PartyRun, world: World, _now_s: float) -> Fact | None:
-    """A death too many, the end, or other members."""
+    """Return the next fact: a death too many, the end, or other members."""
     if value.deaths.are_too_many:
         return RunFailed(reason=why("the evaluation", value.deaths))
     if value.open_segment == _DONE:
@@ -61,7 +61,7 @@ def _reject_reason(_job: JobSpec, value: PartyRun, fact: Fact) -> str:
 def _pending(
     run_id: RunId, job: JobSpec, value: PartyRun, _horizon: int | None
 ) -> frozenset[Effect]:
-    """The state, then its evaluation."""
+    """Return the effects due: the build of the state, then its evaluation."""
     if not value.members or value.open_segment == _DONE:
         return frozenset()
     if value.committed is None:
@@ -79,7 +79,7 @@ def _pending(
 
 
 def _status(job: JobSpec, value: PartyRun, world: World) -> Status:
-    """How the run stands; steps are batches."""
+    """Return the run's status, for people; steps are batches."""
     spec = _spec(job)
     num_batches = ceil(value.num_rows.get(spec.split, 0) / spec.batch_size)
     phase, strategy_phase, reason = _phase(job, value, world)

@@ -23,7 +23,7 @@ from stratagem.coordinator.strategies.synchronous.segments import SegmentRules, 
 
 
 def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> SegmentRules:
-    """One pipeline, or several that share the rows of each batch."""
+    """Return the rules of one pipeline, or of several that share the rows of each batch."""
     return SegmentRules(
         num_shards=num_replicas,
         min_members=1,
@@ -36,7 +36,8 @@ def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) 
 
 
 def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
-    """Partitions that do not tile a graph model; other models are known to the workers only."""
+    """Refuse partitions that do not tile a graph model; other models are known to the workers
+    only."""
     if job.model.graph is None:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Which workers become the stages of a pipeline, and of its replicas.
+"""Placement of the stages of a pipeline, and of its replicas, on workers.
 
 A replica needs a worker for every partition: the one of the given name, or one that carries the
 tag, the first registered that has no partition of the run yet, else the one with fewest. A worker
@@ -21,7 +21,8 @@ Place = Callable[[JobSpec, PartyRun, World], Placed]
 
 
 def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) -> Place:
-    """As many whole replicas as the workers suffice for, those that are whole kept as they are."""
+    """Return the placement of as many whole replicas as the workers suffice for; it keeps those
+    that are whole as they are."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         workers = _by_registration(job, run, world)
@@ -47,13 +48,13 @@ def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) ->
 
 
 def part_per_rank(members: tuple[Member, ...], ranks: tuple[int, ...]) -> Parts:
-    """The same rank of every replica holds the same nodes."""
+    """Return one part per rank: the same rank of every replica holds the same nodes."""
     width = len(set(ranks)) or 1
     return tuple(tuple(members[rank::width]) for rank in range(min(width, len(members))))
 
 
 def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str]:
-    """Names the partitions that no worker is there for."""
+    """Return a function that names the partitions that no worker is there for."""
 
     def why(job: JobSpec, run: PartyRun, world: World) -> str:
         workers = _by_registration(job, run, world)
@@ -73,13 +74,13 @@ def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str
 def _spreads_better(
     spec: ModelParallel, workers: Mapping[WorkerId, WorkerRecord], run: PartyRun
 ) -> bool:
-    """Whether stages that share a worker could now have more of them."""
+    """Return True when stages that share workers could now be spread over more of them."""
     found = _replica(spec, workers, set(), ())
     return found is not None and len(found[0]) > _width(run)
 
 
 def _by_registration(job: JobSpec, run: PartyRun, world: World) -> Mapping[WorkerId, WorkerRecord]:
-    """Eligible workers in the order in which they registered."""
+    """Return eligible workers in the order in which they registered."""
     fitting = {worker.member.worker_id for worker in eligible(job, world, run.fingerprint)}
     return {name: record for name, record in world.workers.items() if name in fitting}
 
@@ -91,7 +92,7 @@ def _width(run: PartyRun) -> int:
 def _whole_replicas(
     run: PartyRun, workers: Mapping[WorkerId, WorkerRecord]
 ) -> list[tuple[Member, ...]]:
-    """The replicas of which every member is still there."""
+    """Return the replicas of which every member is still there."""
     alive = {record.member for record in workers.values()}
     width = _width(run)
     replicas = [run.members[i : i + width] for i in range(0, len(run.members), width)]
@@ -104,7 +105,8 @@ def _replica(
     taken: set[WorkerId],
     ranks: tuple[int, ...],
 ) -> tuple[tuple[Member, ...], tuple[int, ...]] | None:
-    """(members by rank, rank of each partition) of one more replica; None without the workers.
+    """Return (members by rank, rank of each partition) of one more replica; None without the
+    workers.
 
     All replicas are cut in the same way: a further one has the ranks of the first.
     """

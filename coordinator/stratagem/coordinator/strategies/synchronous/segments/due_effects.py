@@ -1,4 +1,4 @@
-"""What a synchronous party needs done: the commit that is due, and the segment to train."""
+"""The effects that a synchronous party needs: the commit that is due, and the segment to train."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ MAX_UNCOMMITTED = 2
 def pending(
     run_id: RunId, job: JobSpec, run: PartyRun, shape: SegmentRules, horizon: int | None = None
 ) -> frozenset[Effect]:
-    """The commit that is due, and the segment to train."""
+    """Return the commit that is due, and the segment to train; before any state, the build."""
     if run.committed is None:
         if not run.members:
             return frozenset()
@@ -81,5 +81,5 @@ def _segment(
 
 
 def _latest_metrics(run: PartyRun) -> Mapping[str, float]:
-    """Of the segment before the open one."""
+    """Return the metrics of the segment before the open one."""
     return run.finished[-1].metrics if run.finished else run.metrics

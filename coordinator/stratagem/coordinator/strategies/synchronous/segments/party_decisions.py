@@ -1,4 +1,4 @@
-"""What a synchronous party decides: who belongs to it, and when it ends."""
+"""The decisions of a synchronous party: its members, and its end."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
 
 
 def decide(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Fact | None:
-    """The next fact: a death too many, the end, or other members."""
+    """Return the next fact: a death too many, the end, or other members."""
     if run.deaths.are_too_many:
         reason = why(f"segment {run.open_segment}", run.deaths)
         return RunFailed(reason=reason, cause=Cause.CRASHED)
@@ -38,7 +38,7 @@ def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
 def members_due(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> MembersFormed | None:
-    """Other members than the present ones, if there should be."""
+    """Return other members than the present ones, if there should be."""
     placed = (shape.place or _any_workers(shape))(job, run, world)
     members = placed.members
     if members == run.members:
@@ -56,7 +56,8 @@ def members_due(
 
 
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
-    """The members that are left and any that can join, up to one per shard."""
+    """Return a placement that keeps the members that are left and adds any that can join, up to one
+    per shard."""
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         alive = tuple(member for member in run.members if world.holds(member))
@@ -96,13 +97,13 @@ def _why_reformed(
 
 
 def _has_left(world: World, member: Member) -> bool:
-    """It was told to end, and drains or is gone."""
+    """Return True when the member was asked to end, and drains or is gone."""
     record = world.workers.get(member.worker_id)
     return record is None or (record.member == member and record.is_alive and record.is_draining)
 
 
 def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
-    """The same members under a new membership, after their exchange has failed."""
+    """Return the same members under a new membership, after their exchange has failed."""
     if party != run.party:
         return None
     return MembersFormed(

@@ -1,4 +1,4 @@
-"""What the rest of the coordinator, and a strategy around this one, ask of a party."""
+"""Queries about a party, for the rest of the coordinator and for a strategy around this one."""
 
 from collections.abc import Mapping
 
@@ -17,30 +17,31 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
 
 
 def parties(run: PartyRun) -> Mapping[Party, PartyView]:
-    """The party itself."""
+    """Return the party itself as the only one that exchanges tensors."""
     return {run.party: PartyView(run.membership, run.members)}
 
 
 def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
-    """A member works on the open segment, or did until it was lost."""
+    """Return the death to count for a member that works on the open segment, or did until it was
+    lost."""
     if member not in run.members and member not in run.left:
         return ()
     return (ProcessDied(party=run.party, member=member, segment=run.open_segment),)
 
 
 def blobs(run: PartyRun) -> frozenset[Digest]:
-    """The state to return to."""
+    """Return the state to return to."""
     return frozenset({run.committed.digest} if run.committed else ())
 
 
 def progress(run: PartyRun) -> NestedProgress:
-    """The committed segment."""
+    """Return the progress of the party, up to the committed segment."""
     is_idle = not run.finished
     return NestedProgress(run.committed, run.metrics, run.num_rows, run.loss, is_idle, run.traffic)
 
 
 def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Status:
-    """How the party stands."""
+    """Return the party's status, for people."""
     ends: tuple[int, ...] = ()
     if run.committed is not None:
         ends = schedule_of(job, run.num_rows).ends()

@@ -31,7 +31,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class PartyRun:
-    """Members of one synchronous party and how far they have come."""
+    """The run value: the members of one synchronous party and how far they have come."""
 
     party: Party
     membership: int = 0
@@ -42,11 +42,11 @@ class PartyRun:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the committed segment."""
+    """Metrics of the committed segment."""
     loss: float = 0.0
-    """Of the newest segment that was trained."""
+    """Mean training loss of the newest segment that was trained."""
     traffic: Mapping[str, int] = field(default_factory=dict)
-    """Of the same; see SegmentFinished."""
+    """Traffic of the same segment; see SegmentFinished."""
     lineage: int = 0
     """How often the party has begun from a given state."""
     open_segment: int = 0
@@ -63,7 +63,7 @@ class PartyRun:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Who is to belong to a party; nobody while not all that it takes are there."""
+    """The members that a party is to have; empty while not all workers that it takes are there."""
 
     members: tuple[Member, ...]
     ranks: tuple[int, ...] = ()
@@ -74,18 +74,18 @@ Parts = tuple[tuple[Member, ...], ...]
 
 
 def one_part(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Every member holds the whole state."""
+    """Return a single part: every member holds the whole state."""
     return (members,)
 
 
 def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Parts:
-    """Every member holds what no other one has."""
+    """Return one part per member: every member holds what no other one has."""
     return tuple((member,) for member in members)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """What tells one synchronous strategy from another."""
+    """The rules in which one synchronous strategy differs from another."""
 
     num_shards: int
     min_members: int
@@ -93,9 +93,9 @@ class SegmentRules:
     parts_of: Callable[[tuple[Member, ...], tuple[int, ...]], Parts] = one_part
     """How members, in order of rank, divide the state among them; also from the party's ranks."""
     place: Callable[[JobSpec, "PartyRun", World], Placed] | None = None
-    """Who is to belong to the party, where not any workers will do."""
+    """The placement of the party, where not any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
-    """What `place` waits for, for people."""
+    """The sentence about what `place` waits for, for people."""
     is_sole_copy: bool = False
     """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
     any change of members, and any failed exchange, returns the party to its last commit."""
@@ -148,7 +148,7 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> Pa
         members=fact.members,
         fingerprint=fact.fingerprint,
         ranks=fact.ranks,
-        # Who joins disturbs nobody; a loss does, and so does an exchange that has failed.
+        # A member that joins is no setback; a loss is, and so is an exchange that has failed.
         is_recovering=run.is_recovering or _is_setback(run, fact),
         why=fact.reason,
         left=run.left | (set(run.members) - set(fact.members)),
@@ -160,13 +160,13 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> Pa
     is_whole = all(survivors & set(part) for part in parts)
     if is_whole and not shape.is_sole_copy:
         return formed
-    # What members still hold, they hold at different steps and as parts of segments that begin
-    # anew: it is not to be gone on with.
+    # What members still hold, they hold at different steps and as parts of segments that start
+    # again: it must not be continued from.
     return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
-    """Whether members, or what they had begun, are lost with the membership before."""
+    """Return True when members, or what they had begun, are lost with the membership before."""
     if run.open_segment == 0 or not run.members:
         return False
     return fact.members == run.members or not set(run.members) <= set(fact.members)
@@ -178,7 +178,7 @@ def _returned_to_commit(run: PartyRun) -> PartyRun:
 
 
 def reject_reason(run: PartyRun, fact: Fact) -> str:
-    """Why a reported fact is stale; "" when it is the one waited for."""
+    """Return why a reported fact is stale; "" when it is the one waited for."""
     match fact:
         case ModelBuilt():
             return "" if run.open_segment == 0 else "the model is built already"
@@ -195,7 +195,7 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
 
 
 def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
-    """The members drop what they hold, meet again, and begin after the base."""
+    """Make the members drop what they hold, meet again, and begin after the base."""
     return replace(
         run,
         membership=run.membership + 1,
@@ -212,13 +212,13 @@ def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]
 
 
 def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, float]) -> PartyRun:
-    """The party goes back to a commit of its own, whose metrics count on: such as the steps that
-    were skipped up to it."""
+    """Return the party to a commit of its own, whose metrics count on: such as the steps that were
+    skipped up to it."""
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
 
 
 def num_segments(job: JobSpec, run: PartyRun) -> int:
-    """Segments of the whole run; -1 while the number of rows is unknown."""
+    """Return the segments of the whole run; -1 while the number of rows is unknown."""
     if run.committed is None:
         return -1
     return len(schedule_of(job, run.num_rows).ends())

@@ -1,4 +1,5 @@
-"""A strategy of one synchronous party, made from what tells it from others: a shape and a check."""
+"""The strategy of one synchronous party, made from what distinguishes it: its rules and its
+check."""
 
 from collections.abc import Callable
 
@@ -21,9 +22,10 @@ def synchronous(
     shape: Callable[[JobSpec], SegmentRules],
     check: Callable[[JobSpec], list[Violation]] = lambda _: [],
 ) -> Strategy:
-    """The strategy of a party that trains segment after segment; nothing depends on time.
+    """Return the strategy of a party that trains segment after segment; nothing depends on time.
 
-    shape: how the job's party is made up and what its members hold. check: what is wrong with it.
+    shape: returns the rules of the job's party: how it is made up and what its members hold. check:
+    returns the violations of a job.
     """
     run, decisions = synchronous_run, party_decisions
     return Strategy(
