@@ -1,4 +1,4 @@
-"""A party inside a strategy, run by a strategy of its own.
+"""Functions for a party inside a strategy, which is run by a strategy of its own.
 
 The strategy around it makes children, hands them the facts of their parties, asks them for
 decisions and effects, and lets each go as far as its horizon, in segments. What a child cannot
@@ -29,7 +29,7 @@ from stratagem.coordinator.core.strategy_table import Strategies
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
-    """What is wrong with a child's job, including that its strategy cannot be nested."""
+    """Return the violations of a child's job, including that its strategy cannot be nested."""
     try:
         strategy = strategies.require(job)
     except InvalidInputError as error:
@@ -41,9 +41,11 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> list[Violation]:
-    """The same of the job of an `options.inner`, with the fields where the user wrote them.
+    """Return the violations of the job of an `options.inner`, with the fields where the user wrote
+    them.
 
-    What is wrong with it beyond its strategy is wrong only inside: the user wrote no such field.
+    An error in the job itself, beyond its strategy, is reported for `options.inner`: the user wrote
+    no such field.
     """
     try:
         found = check(child_job(), strategies)
@@ -58,18 +60,18 @@ def _inside(field: str) -> str:
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:
-    """A child before anything has happened."""
+    """Return a child before anything has happened."""
     strategy = strategies.of(job)
     return Child(party, job, strategy, strategy.init(job, party, strategies), horizon)
 
 
 def progress(child: Child) -> NestedProgress:
-    """How far the child has come."""
+    """Return the progress of the child."""
     return _nesting(child).progress(child.value)
 
 
 def is_at_horizon(child: Child) -> bool:
-    """All that the child may train for now is committed and evaluated."""
+    """Return True when all that the child may train for now is committed and evaluated."""
     found = progress(child)
     return (
         found.committed is not None and found.committed.segment >= child.horizon and found.is_idle
@@ -79,13 +81,14 @@ def is_at_horizon(child: Child) -> bool:
 def rebased(
     child: Child, job: JobSpec, base: Base, num_rows: Mapping[str, int], horizon: int
 ) -> Child:
-    """The child goes on from another state, perhaps with another job."""
+    """Return the child continuing from another state, perhaps with another job."""
     value = _nesting(child).rebase(job, child.value, base, num_rows)
     return replace(child, job=job, value=value, horizon=horizon)
 
 
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
-    """The child's next decision."""
+    """Return the child's next decision; its completion is None, and its failure that of its
+    party."""
     fact = child.strategy.decide(child.job, child.value, world, now_s)
     match fact:
         case RunCompleted():
@@ -104,29 +107,29 @@ def transition(child: Child, fact: Fact, now_s: float) -> Child:
 
 
 def again(child: Child) -> Child:
-    """The child after a failure: it begins anew from where it stands, with its whole budget."""
+    """Return the child after a failure: it restarts from where it stands, with its whole budget."""
     return transition(child, RunResumed(), now_s=0.0)
 
 
 def is_of(child: Child, fact: Fact) -> bool:
-    """Whether a fact concerns the child's party or one below."""
+    """Return True for a fact of the child's party or of one below."""
     party = getattr(fact, "party", None)
     return party is not None and is_within(party, child.party)
 
 
 def reject_reason(child: Child, fact: Fact) -> str:
-    """Why a reported fact is stale; "" when welcome."""
+    """Return why a reported fact is stale; "" when it is welcome."""
     return child.strategy.reject_reason(child.job, child.value, fact)
 
 
 def why_waiting(child: Child, world: World) -> str:
-    """What a child without workers waits for, as a sentence; "" for one that has some."""
+    """Return, as a sentence, what a child without workers waits for; "" for one that has some."""
     found = child.strategy.status(child.job, child.value, world)
     return "" if found.members else found.reason
 
 
 def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
-    """What the child now needs done."""
+    """Return the effects that the child now needs performed."""
     return child.strategy.pending(run_id, child.job, child.value, child.horizon)
 
 
@@ -137,7 +140,7 @@ def members(children: Iterable[Child]) -> tuple[Member, ...]:
 
 
 def world_beside(world: World, siblings: Iterable[Child]) -> World:
-    """The world as a child should see it: workers of its siblings are the more loaded."""
+    """Return the world as a child should see it: workers of its siblings count as more loaded."""
     load: Counter[WorkerId] = Counter()
     for view in _parties(siblings):
         load.update(member.worker_id for member in view.members)

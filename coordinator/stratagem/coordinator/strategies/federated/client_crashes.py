@@ -71,8 +71,8 @@ def task_of_evaluator(worker_id: WorkerId) -> str:
 
 
 def _task_at(value: FederatedRun, at: Party, member: Member) -> str:
-    """Return the task of the party whose plan ended, whose path ends in "client<n>", "evaluate" or
-    "build"."""
+    """Return the task of the party whose plan the process executed; the party's path ends in
+    "client<n>", "evaluate" or "build"."""
     name = at.rpartition("/")[2]
     client = name.removeprefix("client")
     return task_of(int(client)) if client.isdecimal() else task_of_helper(value, member)

@@ -17,7 +17,7 @@ def select(
     round_num: int,
     num_extra: int = 0,
 ) -> tuple[int, ...]:
-    """Return the clients of a round, ascending; drawn from the roster, never from who is alive.
+    """Return the clients of a round, ascending; drawn from the roster, whichever workers are alive.
 
     Random: num_extra + max(1, floor(fraction * len(roster) + 1e-9)) without replacement, seeded by
     (run seed, round), so that a restarted coordinator draws the same.

@@ -50,14 +50,14 @@ from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_S
 
 @dataclass(frozen=True, slots=True)
 class SiloRun:
-    """The rounds, and the parties of the clients that have taken part so far."""
+    """The run value: the rounds, and the parties of the clients that have taken part so far."""
 
     rounds: FederatedRun
     strategies: Strategies
-    """Out of which the clients' own comes."""
+    """The table that the clients' strategy is taken from."""
     clients: Mapping[int, Child]
     failures: Mapping[int, PartyFailed] = field(default_factory=dict)
-    """By client, in the open round; each becomes the rejection of its client alone."""
+    """Failures by client, in the open round; each becomes the rejection of its client alone."""
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -91,7 +91,8 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
 
 
 def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
-    """What a client trains in a round: its own rows, with a fresh optimizer and its own order."""
+    """Return the job of a client in a round: its own rows, with a fresh optimizer and its own
+    order."""
     spec = spec_of(job)
     epochs = spec.options.local_epochs
     partition = job.document().get("partition") or {"method": "contiguous"}
@@ -113,13 +114,14 @@ def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
 
 
 def client_seed(seed: int, client: int, round_num: int) -> int:
-    """The seed of one client's part of one round."""
+    """Return the seed of one client's part of one round."""
     key = hashlib.sha256(f"silo/{seed}/{client}/{round_num}".encode()).digest()
     return int.from_bytes(key[:4])
 
 
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
-    """The next step of the round; between its opening and its closing, those of the clients."""
+    """Return the next fact of the round; between its opening and its closing, those of the
+    clients."""
     rounds = value.rounds
     if not _has_begun(rounds) and nested.decide(_sample(job, value), world, now_s) is None:
         return None  # nothing is built for silos that have no place
@@ -129,7 +131,7 @@ def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | N
 
 
 def _failed(value: SiloRun) -> UpdateRejected | None:
-    """The rejection of the first client whose party has failed."""
+    """Return the rejection of the first client whose party has failed."""
     for client in _unanswered(value):
         if (fact := value.failures.get(client)) is None:
             continue
@@ -147,7 +149,7 @@ def _has_begun(rounds: FederatedRun) -> bool:
 
 
 def _sample(job: JobSpec, value: SiloRun) -> Child:
-    """Any silo before its first round; all need the same kinds of workers."""
+    """Return any silo before its first round; all need the same kinds of workers."""
     party = child_party(value.rounds.party, "client0")
     return nested.begin(party, client_job(job, 0, 1), 0, value.strategies)
 
@@ -184,7 +186,7 @@ def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRu
 
 
 def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
-    """The selected clients begin; those that have taken part before, from the new global state."""
+    """Begin the selected clients; those that have taken part before, from the new global state."""
     clients = dict(value.clients)
     for client in value.rounds.selected:
         known = clients.get(client)
@@ -193,7 +195,7 @@ def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
         else:
             party = child_party(value.rounds.party, f"client{client}")
             begun = nested.begin(party, client_job(job, client, 1), 0, value.strategies)
-            # One that has failed before it knew its rows goes on from its membership.
+            # One that has failed before it knew its rows continues from its membership.
             clients[client] = begun if known is None else nested.again(known)
     return replace(value, clients=clients, failures={})
 
@@ -211,7 +213,8 @@ def _with_client(value: SiloRun, client: int, child: Child) -> SiloRun:
 
 
 def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
-    """As the client, or the round, says."""
+    """Return why a reported fact is stale, as its client or the round decides; "" when it is
+    welcome."""
     for client, child in value.clients.items():
         if nested.is_of(child, fact):
             if client not in _in_training(value):
@@ -221,7 +224,8 @@ def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
 
 
 def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) -> frozenset[Effect]:
-    """What the round needs, but that clients train as parties."""
+    """Return the effects that the round needs, with the clients' parties in place of their
+    training."""
     of_rounds = federated.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](each for each in of_rounds if not isinstance(each, TrainClient))
     for child in _in_training(value).values():
@@ -230,7 +234,7 @@ def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) ->
 
 
 def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
-    """The updates of the clients that have trained."""
+    """Return the collection of the updates of the clients that have trained."""
     rounds, effects = value.rounds, set[Effect]()
     for client in _unanswered(value):
         progress = nested.progress(value.clients[client])
@@ -256,7 +260,7 @@ def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
 
 
 def _unanswered(value: SiloRun) -> list[int]:
-    """The clients of the open round without an update."""
+    """Return the clients of the open round without an update."""
     rounds = value.rounds
     if rounds.accepted:
         return []
@@ -264,7 +268,7 @@ def _unanswered(value: SiloRun) -> list[int]:
 
 
 def _in_training(value: SiloRun) -> dict[int, Child]:
-    """The clients that have not trained yet; one is built first (horizon 0)."""
+    """Return the clients that have not trained yet; a new one is built first (horizon 0)."""
     found = {}
     for client in _unanswered(value):
         child = value.clients[client]
@@ -293,12 +297,12 @@ def status(job: JobSpec, value: SiloRun, world: World) -> Status:
 
 
 def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
-    """The next round begins from the state that was given."""
+    """Begin the next round from the given state."""
     return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
 
 
 def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, float]) -> SiloRun:
-    """The rounds go back."""
+    """Return the rounds to an earlier commit."""
     return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
 
 

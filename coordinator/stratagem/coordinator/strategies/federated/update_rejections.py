@@ -1,7 +1,7 @@
 """Rejections of federated clients' updates in words, and the cause that an exception stands for.
 
-A client that fails is rejected alone, with a cause and a reason; the round goes on without it. What
-becomes of a round that has too few updates left is decided in round_closing.py.
+A client that fails is rejected alone, with a cause and a reason; the round continues without it.
+round_closing.py decides what becomes of a round that has too few updates left.
 """
 
 from collections import defaultdict

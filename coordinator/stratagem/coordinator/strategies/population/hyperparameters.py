@@ -1,7 +1,7 @@
 """Checks of which fields of a job a population may vary.
 
-What a member copies is a state and hyperparameters; afterwards it goes on from that state with
-other hyperparameters. So a field can be varied where the state does not depend on it.
+A member copies a state and hyperparameters; afterwards it continues from that state with other
+hyperparameters. So a field can be varied where the state does not depend on it.
 """
 
 from collections.abc import Iterator
