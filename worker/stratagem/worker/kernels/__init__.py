@@ -1,8 +1,8 @@
 """Operators on flat float32 vectors for which torch has no fused one.
 
-`ops` is the door: it checks arguments and takes the Triton programs for CUDA tensors, the torch
-reference for all others; both give the same bits. Formulas are in docs/explanation/kernels.md.
-Must not know gradients, members or codecs.
+`kernel_ops` is the entry: it checks arguments and takes the Triton programs for CUDA tensors, the
+torch reference for all others; both give the same bits. Formulas are in
+docs/explanation/kernels.md. Must not know gradients, members or codecs.
 """
 
 from stratagem.worker.kernels.kernel_ops import (

@@ -1,7 +1,7 @@
-"""The operators: arguments are checked here, and here it is decided who computes.
+"""The operators of the kernels: they check the arguments and choose the backend that computes.
 
-`runs_programs` says which tensors go to the Triton programs (`fused`); all others go to the torch
-reference (`reference`). Neither checks anything. Both give the same bits.
+`runs_programs` says which tensors go to the Triton programs (`triton_launch`); all others go to the
+torch reference (`torch_kernels`). Neither checks anything. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_SKETCH_SIZE: Final = 1 << 30
 
 
 class Backend(Protocol):
-    """What `fused` and `reference` are. Vectors are flat and contiguous, scalars float32 values."""
+    """The interface of `triton_launch` and `torch_kernels`. Vectors are flat and contiguous,
+    scalars float32 values."""
 
     def signs(self, seed: int, numel: int, device: torch.device) -> Tensor: ...
     def sum_magnitudes(self, x: Tensor, threshold: float) -> Tensor: ...
@@ -44,14 +45,16 @@ def _has_triton() -> bool:
 
 
 def runs_programs(device: torch.device) -> bool:
-    """Whether tensors of this device go to the Triton programs: those of a CUDA device where triton
-    can be imported, and of the CPU under triton's interpreter (its TRITON_INTERPRET=1)."""
+    """Returns whether tensors of this device go to the Triton programs: those of a CUDA device
+    where triton can be imported, and of the CPU under triton's interpreter (its
+    TRITON_INTERPRET=1)."""
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or is_interpreted) and _has_triton()
 
 
 def backend(device: torch.device) -> Backend:
-    """Who computes on tensors of this device. Triton is imported when it is first needed."""
+    """Returns the backend for tensors of this device. Triton is imported when it is first
+    needed."""
     if runs_programs(device):
         fused: Backend = import_module("stratagem.worker.kernels.triton_launch")
         return fused
@@ -92,7 +95,7 @@ def quantise_deterministic(
     """Signs of the elements of x above the threshold: float32 [n] -> uint8 [ceil(n / 4)].
 
     q_i = sign(x_i) if |x_i| > threshold else 0, two bits each: 00 for 0, 01 for +1, 10 for -1;
-    element i lies at bits 2 (i mod 4) of byte i // 4, unused bits are zero. rest (float32 [n],
+    element i is in bits 2 (i mod 4) of byte i // 4, unused bits are zero. rest (float32 [n],
     may be x) becomes x - q * scale, what error feedback keeps (Seide et al., 2014).
     """
     _check_vector("x", x)

@@ -3,7 +3,7 @@
 torch has no uint32 arithmetic: words are held in int32, whose products have the same 32 bits, and
 the signs that a shift brings in are masked off. Products and sums are separate operations, so that
 none is contracted to a fused one, which rounds differently.
-Arguments were checked by `ops`, which also says what each operator is.
+Arguments were checked by `kernel_ops`, which also says what each operator is.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
 
 
 def _projection(block: int, size: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where place j of a block reads, and its sign: int64 [size], float32 [size]."""
+    """Returns for each place j of a block the place that it reads, and its sign: int64 [size],
+    float32 [size]."""
     words = _words(seed, torch.tensor([2 * block, 2 * block + 1])).to(torch.int64) & 0xFFFFFFFF
     factor, shift = words.tolist()
     j = torch.arange(size, device=device)

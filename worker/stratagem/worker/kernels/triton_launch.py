@@ -1,6 +1,6 @@
 """The operators on a CUDA device: allocates the answers and launches the Triton programs.
 
-Takes the place of `reference`; `ops` chooses and has checked the arguments. Nothing here waits for
+Replaces `torch_kernels`; `kernel_ops` chooses and has checked the arguments. Nothing here waits for
 the device. Under TRITON_INTERPRET=1, set before the import, the programs run on CPU tensors.
 """
 
@@ -111,7 +111,7 @@ def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _signed(seed: int) -> int:
-    """The same 32 bits as a number that triton passes in 32 bits, whatever it is."""
+    """Returns the same 32 bits as a signed number, which triton always passes in 32 bits."""
     return seed - (1 << 32) if seed >> 31 else seed
 
 

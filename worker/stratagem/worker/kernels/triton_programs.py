@@ -1,4 +1,4 @@
-"""The operators as Triton programs. Imports triton; only `fused` imports this.
+"""The operators as Triton programs. Imports triton; only `triton_launch` imports this.
 
 Each program instance works on BLOCK elements and writes its own places only: no atomics, so the
 bits depend on nothing but the arguments. Only triton's builtins are used, none of its library
@@ -124,7 +124,7 @@ def tree_program(x, sums, n, BLOCK: tl.constexpr, NUM_LEVELS: tl.constexpr):
 
 @triton.jit
 def _projection(seed, block, j, size):
-    """Where place j of a block reads inside the block, and its sign."""
+    """Return the place inside the block that place j reads, and its sign."""
     factor = _hash32(seed, block * 2) | 1
     shift = _hash32(seed, block * 2 + 1)
     place = (factor * j.to(tl.uint32) + shift) & (size - 1)

@@ -2,7 +2,7 @@
 
 Each engine implements `Link`: send, receive, cut; the one for shared memory, which sends nothing,
 implements `SharedGroup`: memory, barrier, cut. What the tensors mean, in which order they are added
-and who belongs to the party is decided above.
+and which processes belong to the party is decided above.
 """
 
 from stratagem.worker.mesh.gloo_backend import form_gloo

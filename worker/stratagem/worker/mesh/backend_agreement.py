@@ -1,8 +1,8 @@
 """Forms the link of a membership with the engine that all its members agree on.
 
-Everything that needs an address is opened before the rendezvous, its answers decide (`choice`),
-and what was not chosen is closed again. Owns what this process may offer: the operator's wish, and
-whether sharing memory has turned out to be impossible here.
+Everything that needs an address is opened before the rendezvous, its answers decide
+(`backend_choice`), and what was not chosen is closed again. Owns what this process may offer: the
+operator's wish, and whether sharing memory has turned out to be impossible here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ log = structlog.get_logger(__name__)
 
 
 class MeshOffer:
-    """What one process offers to the parties it is a member of. Used by the torch thread."""
+    """The engines that one process offers to the parties it is a member of. Used by the torch
+    thread."""
 
     def __init__(self, wish: str, device: torch.device) -> None:
         """wish: AUTO, or the one engine that the operator wants."""
@@ -49,14 +50,15 @@ class MeshOffer:
         self._num_failures = 0
 
     def engines(self, among: Sequence[str]) -> tuple[str, ...]:
-        """Those of `among`, which the caller can use, that are on offer."""
+        """Returns those of `among`, the engines that the caller can use, that are on offer."""
         return tuple(name for name in self._engines if name in among)
 
     def sharing_works(self) -> None:
         self._num_failures = 0
 
     def sharing_fails(self, error: UnshareableError) -> None:
-        """After some failures in a row the next best engine is offered instead, if there is one."""
+        """Counts a failure; after some in a row the next best engine is offered instead, if there
+        is one."""
         self._num_failures += 1
         if self._num_failures >= MAX_SHARING_FAILURES and self._engines != ("shm",):
             log.warning("no shared memory between workers from now on", reason=str(error))
@@ -65,7 +67,8 @@ class MeshOffer:
 
 @dataclass(frozen=True, slots=True)
 class MemberAddress:
-    """Where a member stands: its group, and how others reach this process."""
+    """A member's place in the mesh: its group, and the hub, host and device by which others reach
+    it."""
 
     group: Group
     hub: PeerHub
@@ -84,7 +87,8 @@ class _Elsewhere(Exception):
 def form_agreed(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> Link | SharedGroup:
-    """Blocks until all members are connected. Raises ExchangeError, and what rendezvous raises."""
+    """Forms the link for tensors and blocks until all members are connected. Raises ExchangeError,
+    and what rendezvous raises."""
     with ExitStack() as opened:
         forming = _Forming(place, rendezvous, timeout_s, opened)
         for name in engines:
@@ -102,7 +106,8 @@ def form_agreed(
 def form_messages(
     place: MemberAddress, engines: Sequence[str], rendezvous: Rendezvous, timeout_s: float
 ) -> MessageLink:
-    """The same for messages; engines among "shm" and "grpc"."""
+    """Forms the link for messages as `form_agreed` forms that for tensors; engines among "shm" and
+    "grpc"."""
     with ExitStack() as opened:
         forming = _Forming(place, rendezvous, timeout_s, opened)
         for name in engines:
@@ -160,7 +165,7 @@ class _Forming:
         raise _Elsewhere(choice.engine, [offer[choice.engine].address for offer in offers])
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
-        """Everybody's gloo address; raises _Elsewhere when it is not gloo."""
+        """Returns the gloo addresses of all members; raises _Elsewhere when gloo was not chosen."""
         self._offer["gloo"] = EngineOffer("", address)
         try:
             self.agree()
@@ -189,5 +194,5 @@ class _Forming:
 
 
 def _device_identity(device: torch.device) -> str:
-    """The same for two processes only when they use the same device."""
+    """Returns a name that two processes share only when they use the same device."""
     return str(torch.cuda.get_device_properties(device).uuid)

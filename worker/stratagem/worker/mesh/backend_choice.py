@@ -1,4 +1,4 @@
-"""Which engine a membership takes: a function of what all its members say in the rendezvous.
+"""The choice of a membership's engine: a function of what all its members offer in the rendezvous.
 
 Every member has the same answers and so comes to the same choice, without another round. An engine
 needs more than being there: shared memory one host, nccl a device for each. Pure; opens nothing.
@@ -19,7 +19,7 @@ PREFERENCE: Final = ("shm", "nccl", "gloo", "grpc")
 
 @dataclass(frozen=True, slots=True)
 class EngineOffer:
-    """What one member has ready for one engine.
+    """One member's readiness for one engine.
 
     place: shm: which host this is; nccl: which device; else nothing. address: as the engine
     wants it.
@@ -37,7 +37,7 @@ Offer = Mapping[str, EngineOffer]
 class EngineChoice:
     engine: str
     reason: str
-    """Why no better one; empty when it is the best that anybody offers."""
+    """Why no better one; empty when it is the best that any member offers."""
 
 
 def encode(offer: Offer) -> bytes:
@@ -61,7 +61,7 @@ def decode(words: bytes, rank: int) -> dict[str, EngineOffer]:
 
 
 def choose(offers: Sequence[Offer]) -> EngineChoice:
-    """The first engine of PREFERENCE that all can take; offers by rank.
+    """Returns the first engine of PREFERENCE that all can take; offers by rank.
 
     Raises InvalidInputError where there is none: to meet again would change nothing.
     """
@@ -82,7 +82,7 @@ def choose(offers: Sequence[Offer]) -> EngineChoice:
 
 
 def _objection(name: str, offers: Sequence[Offer]) -> str | None:
-    """Why the members cannot take this engine together."""
+    """Returns why the members cannot take this engine together; None where they can."""
     for rank, offer in enumerate(offers):
         if name not in offer:
             return f"member {rank} does not offer it"

@@ -1,8 +1,8 @@
-"""Between a device and the host: the one place where tensors that travel are brought across.
+"""Copies between a device and the host: the only place where travelling tensors are brought across.
 
-On a CUDA device a copy goes through pinned memory, and is queued on whatever stream the caller is
-on. An exchange has a `SideStream` of its own, which waits only for the gradients that are handed
-over, so its copies and additions run beside the rest of backward. For tensors on the CPU all of
+On a CUDA device a copy goes through pinned memory, and is queued on the caller's current stream. An
+exchange has a `SideStream` of its own, which waits only for the gradients that are handed over, so
+its copies and additions run concurrently with the rest of backward. For tensors on the CPU all of
 this is the identity: no copy, no thread, no wait. Must not know gradients or members.
 """
 
@@ -21,10 +21,10 @@ class DeviceEvent(Protocol):
     """A point in the work of a device, as torch.cuda.Event is."""
 
     def query(self) -> bool:
-        """Whether the device has come past it."""
+        """Returns whether the device has come past it."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until it has."""
+        """Blocks the calling thread until the device has come past it."""
 
 
 class HostCopy:
@@ -37,21 +37,21 @@ class HostCopy:
         self._host, self._arrived = host, arrived
 
     async def arrive(self) -> Tensor:
-        """The tensor on the host; the event loop goes on until it is there."""
+        """Returns the tensor on the host; the event loop is not blocked until it is there."""
         if self._arrived is not None and not self._arrived.query():
             await asyncio.to_thread(self._arrived.synchronize)
         return self._host
 
     def wait(self) -> Tensor:
-        """The tensor on the host; blocks the calling thread until it is there."""
+        """Returns the tensor on the host; blocks the calling thread until it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
 
 
 def to_host(tensor: Tensor) -> HostCopy:
-    """The tensor itself if it is on the CPU, else a copy of what the calling thread's current
-    stream leaves in it. It must stay as it is until the copy has arrived."""
+    """Returns the tensor itself if it is on the CPU, else a copy of what the calling thread's
+    current stream leaves in it. It must stay as it is until the copy has arrived."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return HostCopy(tensor.cpu(), None)
@@ -60,14 +60,15 @@ def to_host(tensor: Tensor) -> HostCopy:
     stream = torch.cuda.current_stream(tensor.device)
     # Should it be freed early, its memory is not given to others before the copy has ended.
     tensor.record_stream(stream)
-    # blocking: whoever waits for it leaves the core to others
+    # blocking: a thread that waits for it leaves the core to others
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(stream)
     return HostCopy(host, arrived)
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor on the host, for copies to or from this device; pinned for CUDA.
+    """Returns an uninitialised tensor on the host, for copies to or from this device; pinned for
+    CUDA.
 
     Nothing is kept for reuse here: torch gives pinned memory that was freed to the next caller,
     once the copies that were queued with it have ended.
@@ -76,10 +77,10 @@ def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 class SideStream:
-    """Work of a device that is queued beside what it computes. Empty on the CPU.
+    """A stream of a device for work that runs concurrently with what it computes. Empty on the CPU.
 
-    Who computes marks what is ready, the other thread follows that mark and queues its own work,
-    and who computes joins before it uses the results.
+    The computing thread marks what is ready, the other thread follows that mark and queues its own
+    work, and the computing thread joins before it uses the results.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,25 +90,26 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what the calling thread's current stream has been given so far."""
+        """Returns an event at the end of what the calling thread's current stream has been given so
+        far."""
         if self._stream is None:
             return None
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return mark
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        """What is queued here from now on begins after the mark."""
+        """Makes all work that is queued here from now on wait for the mark."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
     def entered(self) -> AbstractContextManager[object]:
-        """Within it, what the calling thread queues goes here."""
+        """Returns a context in which what the calling thread queues goes to this stream."""
         if self._stream is None:
             return nullcontext()
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """What the calling thread's current stream is given from now on begins after all that was
-        queued here."""
+        """Makes later work of the calling thread's current stream wait for all that was queued
+        here."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)

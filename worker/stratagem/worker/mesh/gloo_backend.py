@@ -35,7 +35,7 @@ def form_gloo(
     """Joins the group of `size` members; blocks until all are connected.
 
     host is the address of this machine under which the others reach it. rendezvous gets this
-    member's address and answers with everybody's, by rank; what it raises is raised here.
+    member's address and answers with those of all, by rank; what it raises is raised here.
     """
     with _forming:
         before = gloo_sockets.open_sockets()
@@ -59,7 +59,7 @@ def form_gloo(
 class GlooLink:
     """A `Link` over one process group.
 
-    gloo fails the transfers with a peer that is gone, but not those with the others, who may wait
+    gloo fails the transfers with a peer that is gone, but not those with the others, which may wait
     for that peer themselves. So a thread of the link watches the connections and cuts all of them
     when one has ended and the transfers under way do not come to their end either.
     """
@@ -177,10 +177,10 @@ class GlooWork:
 
 
 class _RendezvousStore(Store):
-    """What gloo wants to know about its peers, answered from one rendezvous.
+    """A store that answers gloo's questions about its peers from one rendezvous.
 
     gloo sets its own address once and then waits for and gets each member's, under keys that end
-    in "/<rank>". In front of each address travel the ports of the member's listener.
+    in "/<rank>". Each address is preceded by the ports of the member's listener.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _RendezvousStore(Store):
         return self._addresses[int(key.rsplit("/", 1)[-1])]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """All addresses are here as soon as set has returned."""
+        """Returns at once: all addresses are here as soon as set has returned."""
 
 
 def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -215,5 +215,5 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
 
 
 def _first_line(error: Exception) -> str:
-    """gloo appends advice and a C++ stack; the first line says what happened."""
+    """Returns the first line, which says what happened: gloo appends advice and a C++ stack."""
     return str(error).splitlines()[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SocketId:
-    """A socket of this process. The inode tells it from a later one under the same number."""
+    """A socket of this process. The inode distinguishes it from a later one of the same number."""
 
     fd: int
     inode: int

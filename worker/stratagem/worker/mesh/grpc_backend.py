@@ -45,7 +45,7 @@ WINDOW_BYTES: Final = 16 * 2**20
 def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: float) -> GrpcLink:
     """Joins the group; blocks until this member has a stream to each other one.
 
-    rendezvous gets the address of this process and answers with everybody's, by rank; what it
+    rendezvous gets the address of this process and answers with those of all, by rank; what it
     raises is raised here. Not to be called on the event loop.
     """
     endpoint = hub.join(group)
@@ -125,8 +125,10 @@ class GrpcLink:
                 tasks.create_task(self._hold(out))
 
     async def _hold(self, out: _Outbound) -> None:
-        """Without this member nothing whole can be exchanged any more. What the others still send
-        may come to its end; a receive that does not may wait for who waits for that member."""
+        """Holds the stream to one member; cuts the link some time after it has ended if receives
+        are still open. Without this member nothing whole can be exchanged any more. What the others
+        still send may come to its end; a receive that does not may wait for a member that waits for
+        that one."""
         await out.run()
         box = self._endpoint.box
         await asyncio.sleep(LEAVE_GRACE_S + box.num_open_bytes / LEAVE_BYTES_PER_S)
@@ -141,8 +143,8 @@ class GrpcLink:
         return work
 
     def _copy_of(self, tensor: Tensor) -> HostCopy:
-        """One copy serves all peers that a tensor goes to in a row: while one send of it is under
-        way nobody may change it."""
+        """Returns the tensor on the host. One copy serves all peers that a tensor goes to in a row:
+        while one send of it is under way it must not be changed."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.tensor is tensor and not latest.is_done:
             return latest.copy
@@ -152,12 +154,12 @@ class GrpcLink:
         return self._endpoint.box.post(Route(peer, 0, tag), tensor)
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """From now on take these messages, (source, tag), of this step, each once, and no older
-        step's. For messages whose size the receiver does not know."""
+        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        older step's. For messages whose size the receiver does not know."""
         self._endpoint.box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """The bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
         return self._endpoint.box.take(Route(peer, step, tag), timeout_s)
 
     def cut(self) -> None:
@@ -176,7 +178,7 @@ class GrpcLink:
 
 
 class GrpcTransfer:
-    """One send. `is_done` is guarded by the mailbox's condition."""
+    """One send under way. `is_done` is guarded by the mailbox's condition."""
 
     __slots__ = ("__weakref__", "_out", "copy", "is_done", "size_bytes", "step", "tag", "tensor")
 
@@ -194,7 +196,7 @@ class GrpcTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where another member is reached, and what it is shown."""
+    """The address of another member, and the proof of identity that it is shown."""
 
     address: str
     proof: Proof
@@ -226,7 +228,7 @@ class _Outbound:
                 raise ExchangeError(f"send to member {self._peer}: {reason}")
 
     async def run(self) -> None:
-        """Hold the stream until the link ends or the peer is gone; never raises for those."""
+        """Holds the stream until the link ends or the peer is gone; never raises for those."""
         reason = f"member {self._peer} has ended the stream"
         try:
             async with self._door.open() as channel:
@@ -303,7 +305,7 @@ class _Outbound:
         self._box.lose(self._peer, reason)
         if not self.connected.done():
             self.connected.set_exception(ExchangeError(f"member {self._peer}: {reason}"))
-            self.connected.exception()  # the first of them is enough for whoever waits
+            self.connected.exception()  # the first of them is enough for those that wait
 
 
 def _manifest(tensor: Tensor | None) -> tensor_pb2.Manifest:

@@ -1,4 +1,4 @@
-"""The one interface between the reducer and whatever carries its bytes.
+"""The one interface between the reducer and the engines that carry its bytes.
 
 A link belongs to one membership of a party: it is formed when all members are there and thrown
 away when one of them is lost; there is no repair. It must not know what it carries.
@@ -16,11 +16,12 @@ LEAVE_BYTES_PER_S = 100e6
 """After a peer left, what is under way has this long, at this rate, to end well."""
 
 Rendezvous = Callable[[bytes], list[bytes]]
-"""Hands in this member's address, answers with those of all members by rank."""
+"""Takes this member's address and returns those of all members by rank."""
 
 
 class ExchangeError(StratagemError):
-    """An exchange cannot end: a peer is lost or silent, or it was cut. Names no culprit."""
+    """Raised when an exchange cannot end: a peer is lost or silent, or it was cut. Names no
+    culprit."""
 
 
 class PendingTransfer(Protocol):
@@ -39,7 +40,7 @@ class Link(Protocol):
     def size(self) -> int: ...
     @property
     def name(self) -> str:
-        """Which engine this is: "gloo", "nccl", "grpc"."""
+        """The engine's name: "gloo", "nccl", "grpc"."""
 
     @property
     def in_order(self) -> bool:
@@ -62,16 +63,16 @@ class MessageLink(Protocol):
 
     @property
     def name(self) -> str:
-        """Which engine this is: "shm", "grpc"."""
+        """The engine's name: "shm", "grpc"."""
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """From now on take these messages, (source, tag), of this step, each once, and no older
-        step's."""
+        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        older step's."""
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int) -> PendingTransfer: ...
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """The bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...

@@ -1,7 +1,8 @@
-"""Forms a link in a thread of its own, so that whoever waits for it can be called away at once.
+"""Forms a link in a thread of its own, so that a caller that waits for it can be called away at
+once.
 
 gloo cannot be told to give up connecting; a peer that was lost between the rendezvous and the
-connection would hold everybody up until a timeout. A link that comes too late is thrown away.
+connection would hold all members up until a timeout. A link that comes too late is thrown away.
 Knows nothing of engines.
 """
 

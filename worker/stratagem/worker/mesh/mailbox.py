@@ -1,9 +1,9 @@
-"""Where messages of fellow members arrive: one mailbox per membership of a party.
+"""Mailboxes, in which messages of fellow members arrive: one per membership of a party.
 
-Owns what has arrived early, what is waited for, and who is gone. Messages of gRPC come in on the
-event loop, receives are posted and waited for in other threads; one condition guards all. A message
-whose receive is posted goes straight into its tensor; an early one is kept, up to a limit. Must not
-know gRPC.
+Owns what has arrived early, what is waited for, and which members are gone. Messages of gRPC come
+in on the event loop, receives are posted and waited for in other threads; one condition guards all.
+A message whose receive is posted goes straight into its tensor; an early one is kept, up to a
+limit. Must not know gRPC.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Message:
 
 
 class Mailbox:
-    """Everything that the other members send to this one under one membership."""
+    """Receives everything that the other members send to this one under one membership."""
 
     def __init__(self, max_early_bytes: int = MAX_EARLY_BYTES) -> None:
         self.changed: Final = threading.Condition()
@@ -100,7 +100,7 @@ class Mailbox:
     # ---- the side of the receiving member, any thread ----
 
     def post(self, route: Route, tensor: Tensor) -> Receive:
-        """Say where a message shall go; it may be here already."""
+        """Posts a receive: the tensor that a message shall go to, which may be here already."""
         receive = Receive(self, route, tensor)
         with self.changed:
             self._refuse_when_over(route.source, route in self._messages)
@@ -119,7 +119,8 @@ class Mailbox:
         return receive
 
     def wait(self, receive: Receive, timeout_s: float) -> None:
-        """Block until the receive is done, or cannot be any more."""
+        """Blocks until the receive is done. Raises ExchangeError when it cannot be any more, or in
+        time."""
         source = receive.route.source
         with self.changed:
             self.changed.wait_for(
@@ -131,9 +132,10 @@ class Mailbox:
             raise ExchangeError(f"receive of {receive.route}: {reason}")
 
     def open_step(self, step: int, awaited: Iterable[Route]) -> None:
-        """From now on take these messages of this step, each once, and none of an older one.
+        """Opens a step: from now on takes these messages of it, each once, and none of an older
+        one.
 
-        They are taken with `take`, whatever their size, and do not count as early.
+        They are taken with `take`, can have any size, and do not count as early.
         """
         with self.changed:
             self._first_step, self._awaited = step, set(awaited)
@@ -144,7 +146,7 @@ class Mailbox:
                 self._unreserve(route)
 
     def take(self, route: Route, timeout_s: float) -> memoryview:
-        """Block until a message of unknown size is here whole; its bytes are the caller's."""
+        """Blocks until a message of unknown size is here whole; its bytes are the caller's."""
 
         def is_here() -> bool:
             message = self._messages.get(route)
@@ -159,14 +161,15 @@ class Mailbox:
             return self._messages.pop(route).buffer
 
     def has(self, route: Route) -> bool:
-        """Whether `take` would not have to wait: the message is here whole, or cannot come."""
+        """Returns whether `take` would not have to wait: the message is here whole, or cannot
+        come."""
         with self.changed:
             message = self._messages.get(route)
             is_here = message is not None and message.is_complete
             return is_here or bool(self._reason(route.source, route))
 
     def end(self, reason: str) -> None:
-        """Make all waits fail, now and later; nothing is written into a tensor afterwards."""
+        """Makes all waits fail, now and later; nothing is written into a tensor afterwards."""
         with self.changed:
             self._end = self._end or reason
             self._posted.clear()
@@ -175,12 +178,12 @@ class Mailbox:
 
     @property
     def reason(self) -> str:
-        """Why it has ended; "" while it has not."""
+        """The reason why it has ended; "" while it has not."""
         return self._end
 
     @property
     def num_open_bytes(self) -> int:
-        """What is waited for and not here yet."""
+        """The number of bytes that are waited for and not here yet."""
         with self.changed:
             begun = [m.receive for m in self._messages.values() if m.receive is not None]
             return sum(receive.size_bytes for receive in (*self._posted.values(), *begun))
@@ -188,25 +191,26 @@ class Mailbox:
     # ---- the side of the streams, on the event loop ----
 
     def enter(self, source: int) -> None:
-        """A stream of this member is open."""
+        """Counts a stream of this member as open."""
         with self.changed:
             self._present[source] = self._present.get(source, 0) + 1
 
     def leave(self, source: int, reason: str) -> None:
-        """A stream of this member has ended."""
+        """Counts a stream of this member as ended."""
         with self.changed:
             self._present[source] -= 1
         self.lose(source, reason)
 
     def lose(self, source: int, reason: str) -> None:
-        """Nothing more comes from this member, unless a stream of its own is still open."""
+        """Declares that nothing more comes from this member, unless a stream of its own is still
+        open."""
         with self.changed:
             if not self._present.get(source):
                 self._gone.setdefault(source, reason)
                 self.changed.notify_all()
 
     def begin(self, route: Route, spec: TensorSpec) -> tuple[ChunkWriter, Callable[[], None]]:
-        """A message starts: where its chunks go, and what to call after the last one."""
+        """Starts a message: returns where its chunks go, and what to call after the last one."""
         with self.changed:
             message = self._admit(route, spec)
 
@@ -225,7 +229,7 @@ class Mailbox:
         return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
     def put(self, route: Route, data: memoryview) -> None:
-        """A message of bytes that is here whole; they are copied."""
+        """Takes a message of bytes that is here whole; they are copied."""
         spec = TensorSpec("data", "uint8", (len(data),), 0, len(data))
         with self.changed:
             message = self._admit(route, spec)
@@ -235,7 +239,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def abandon(self, route: Route) -> None:
-        """The stream of a message has broken: what has come of it leaves no trace."""
+        """Removes all trace of a message whose stream has broken."""
         with self.changed:
             message = self._messages.get(route)
             if message is None or message.is_complete:
@@ -250,7 +254,7 @@ class Mailbox:
     # ---- inside ----
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
-        """The room of a message that may come; refuses any other."""
+        """Makes room for a message that may come; refuses any other."""
         if self._end:
             raise UnavailableError(f"the receiver has left the party: {self._end}")
         if route in self._messages:
@@ -267,7 +271,7 @@ class Mailbox:
         return message
 
     def _is_awaited(self, route: Route) -> bool:
-        """True for a message of the open step; refuses what is stale or comes twice."""
+        """Returns True for a message of the open step; refuses what is stale or comes twice."""
         if self._awaited is None or route.step > self._first_step:
             return False
         if route.step < self._first_step:
@@ -293,7 +297,7 @@ class Mailbox:
             self._early_bytes -= self._messages[route].size_bytes
 
     def _deliver(self, route: Route, message: _Message) -> None:
-        """Hand a message over when it is complete and waited for."""
+        """Hands a message over when it is complete and waited for."""
         receive = message.receive
         if receive is None or not message.is_complete or self._end:
             return
@@ -324,5 +328,5 @@ def _mismatch(receive: Receive, spec: TensorSpec) -> str:
 
 
 def _room(size_bytes: int) -> memoryview:
-    """Memory that is taken as it is written: an announced message may never come."""
+    """Returns memory that is taken as it is written: an announced message may never come."""
     return np.empty(size_bytes, np.uint8).data

@@ -1,4 +1,4 @@
-"""PeerService: where the streams of other members come in.
+"""PeerService: serves the incoming streams of other members.
 
 Owns which groups this process belongs to, and routes messages by (run, party, membership, source,
 step, tag) into the mailbox of the group. The sending side is `mesh/grpc_backend.py`. Streams are
@@ -6,7 +6,7 @@ served on the event loop; groups are joined and left from any thread. Must not k
 what a message means.
 
 A stream begins with a header without tensors: it names the sender before there is anything to send,
-so that the end of the stream says who has left.
+so that the end of the stream says which member has left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Group:
     rank: int
     size: int
     worker_ids: tuple[str, ...] = ()
-    """Whose messages count, by rank, as the coordinator has said; none: nobody has certificates."""
+    """By rank, the workers whose messages count, from the coordinator; none: no certificates."""
 
     @property
     def key(self) -> tuple[str, str, int]:

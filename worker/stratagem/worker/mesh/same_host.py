@@ -1,7 +1,8 @@
-"""Members on one host: how they find out that they are, and connected Unix sockets among them.
+"""Members on one host: how they recognise that they share it, and connected Unix sockets among
+them.
 
 They meet in the abstract namespace, that is, inside one network namespace; a secret from the
-rendezvous tells them from strangers. Knows nothing of what the sockets will carry.
+rendezvous keeps strangers out. Knows nothing of what the sockets will carry.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _MAX_CALLERS: Final = 128
 
 
 class SharedListener:
-    """Where the other members of this host reach this one. Made before the rendezvous."""
+    """The socket by which the other members of this host reach this one. Made before the
+    rendezvous."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -43,7 +45,8 @@ class SharedListener:
 
 
 def host_identity() -> str | None:
-    """Equal for processes that can reach each other's listeners; None where there is no way.
+    """Returns a name that is equal for processes that can reach each other's listeners; None where
+    there is no way.
 
     The boot id alone is not enough: containers have it in common and share nothing else.
     """
@@ -61,7 +64,8 @@ def host_identity() -> str | None:
 def connect(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket]:
-    """A socket to each other member, by rank; addresses by rank, as their listeners gave them.
+    """Returns a socket to each other member, by rank; addresses by rank, as their listeners gave
+    them.
 
     Closes the listener. Raises UnshareableError when a member cannot be reached at all, which is
     also what a member looks like that has just died; ExchangeError when one does not come.
@@ -95,7 +99,7 @@ def connect(
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Ends it in both directions; its owner still has to close it."""
+    """Ends the connection in both directions; its owner still has to close it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:  # the peer was faster
@@ -119,8 +123,8 @@ def _call(address: bytes, rank: int, peer: int, deadline_s: float) -> socket.soc
 
 
 class _Door:
-    """A listener, and who has called and not said a word yet: a member of a busy host may stand
-    still there, and nobody waits for it. Strangers are turned away."""
+    """A listener, and the callers that have not sent a word yet: a member of a busy host may stand
+    still there without holding others up. Strangers are turned away."""
 
     def __init__(self, listener: SharedListener) -> None:
         self._listener = listener
@@ -129,11 +133,12 @@ class _Door:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Input of one of them is a reason to `admit`."""
+        """The sockets of which any input is a reason to `admit`."""
         return [self._listener.socket, *self._callers]
 
     def admit(self) -> list[tuple[int, socket.socket]]:
-        """Who has said the secret by now, with the rank it gives. Does not wait."""
+        """Returns the callers that have sent the secret by now, each with the rank it gives. Does
+        not wait."""
         with suppress(BlockingIOError):
             caller, _ = self._listener.socket.accept()
             caller.setblocking(False)
@@ -168,7 +173,8 @@ def _await_input(
     missing: int,
     deadline_s: float,
 ) -> None:
-    """Until one of them has something; a connected member that goes meanwhile ends the waiting."""
+    """Waits until one of the callers has input. Raises ExchangeError when none comes in time or a
+    connected member leaves meanwhile."""
     poll = select.poll()
     for sock in callers:
         poll.register(sock, select.POLLIN)

@@ -31,7 +31,7 @@ from stratagem.worker.mesh.shm_segments import (
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
 ) -> SharedGroup:
-    """Connects all members, as `neighbours.connect` does."""
+    """Connects all members, as `same_host.connect` does."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 
 
@@ -87,15 +87,16 @@ class SharedGroup:
         self._flush()
 
     def has_heard(self, count: int) -> bool:
-        """Whether each other member has sent that many tokens since the group was formed."""
+        """Returns whether each other member has sent that many tokens since the group was
+        formed."""
         if any(heard < count for heard in self._heard.values()):
             self._drain()
         return all(heard >= count for heard in self._heard.values())
 
     def hear(self, count: int, last: int, timeout_s: float) -> None:
         """Blocks until `has_heard(count)`. Raises ExchangeError, which names a member that is
-        missing: silent, or gone before it has sent `last` tokens. Who left after them left
-        nothing undone; who left before is missed by all, so nobody waits for the others."""
+        missing: silent, or gone before it has sent `last` tokens. A member that left after them
+        left nothing undone; one that left before is missed by all, so none waits for the others."""
         deadline_s = time.monotonic() + timeout_s
         while not self.has_heard(count):
             late = sorted(peer for peer, heard in self._heard.items() if heard < count)

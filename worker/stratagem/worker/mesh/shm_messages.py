@@ -2,7 +2,7 @@
 
 The sender owns slots: anonymous segments, made when none is free and passed over a Unix socket. It
 copies a message into one and announces it there; the receiver copies it out when it looks next and
-gives the slot back. Nobody waits for a receiver that computes: what finds no slot stays here until
+gives the slot back. No sender waits for a computing receiver: what finds no slot stays here until
 the sender comes by again. Both look only while they send or wait, so there is no thread, and no
 core is taken from those that compute. Knows nothing of what it carries.
 """
@@ -58,7 +58,8 @@ class _Slot:
 
 
 class SlotLink:
-    """A socket to, and slots for, each other member. Used by one thread; only `cut` by others."""
+    """A message link over shared memory: a socket to, and slots for, each other member. Used by one
+    thread; only `cut` by others."""
 
     name = "shm"
 
@@ -79,7 +80,8 @@ class SlotLink:
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
     def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> ShmTransfer:
-        """tensor: bytes, not to be changed before the end of the wait. Returns at once.
+        """Starts sending. tensor: bytes, not to be changed before the end of the wait. Returns at
+        once.
 
         Raises UnshareableError where there is no memory for it; nothing of it is sent then.
         """
@@ -88,19 +90,19 @@ class SlotLink:
         return work
 
     def open_step(self, step: int, awaited: Iterable[tuple[int, int]]) -> None:
-        """From now on take these messages, (source, tag), of this step, each once, and no older
-        step's."""
+        """Opens a step: from now on takes these messages, (source, tag), of it, each once, and no
+        older step's."""
         self._box.open_step(step, [Route(peer, step, tag) for peer, tag in awaited])
 
     def take(self, peer: int, step: int, tag: int, timeout_s: float) -> memoryview:
-        """The bytes of one message, which are the caller's. Raises ExchangeError."""
+        """Returns the bytes of one message, which are the caller's. Raises ExchangeError."""
         route = Route(peer, step, tag)
         if not self.wait_until(lambda: self._box.has(route), timeout_s):
             raise ExchangeError(f"receive of {route}: nothing within {timeout_s:g} s")
         return self._box.take(route, 0.0)
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Moves what can be moved until then; False when the time was over first."""
+        """Moves what can be moved until is_done(); returns False when the time was over first."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             for way in self._ways.values():
@@ -116,11 +118,11 @@ class SlotLink:
             poll.poll(max(1.0, 1000 * left_s))
 
     def reason(self, peer: int) -> str:
-        """Why nothing more goes to a member; empty while something may."""
+        """Returns why nothing more goes to a member; empty while something may."""
         return self._box.reason or self._ways[peer].end
 
     def is_announced(self, work: ShmTransfer) -> bool:
-        """Whether the peer has been told of it."""
+        """Returns whether the peer has been notified of the message."""
         return work.is_done and self._ways[work.peer].is_flushed
 
     def cut(self) -> None:
@@ -140,14 +142,14 @@ class SlotLink:
 
 
 class ShmTransfer:
-    """One send."""
+    """One send under way."""
 
     __slots__ = ("_link", "data", "is_done", "peer", "route")
 
     def __init__(self, link: SlotLink, peer: int, route: Route, data: memoryview) -> None:
         self._link, self.peer, self.route, self.data = link, peer, route, data
         self.is_done = False
-        """It lies in a slot."""
+        """Its bytes are in a slot."""
 
     def wait(self, timeout_s: float) -> None:
         """Returns when the peer can take it. Raises ExchangeError."""
@@ -161,7 +163,7 @@ class ShmTransfer:
 
 
 class _Way:
-    """To and from one other member."""
+    """The connection to and from one other member: its socket, slots and notices."""
 
     def __init__(
         self, rank: int, peer: int, sock: socket.socket, box: Mailbox, max_slot_bytes: int

@@ -1,6 +1,6 @@
-"""Phase training: which steps compute their gradient, which predict it, and from what.
+"""Phase training: some steps compute their gradient, the others predict it from earlier ones.
 
-`PhaseTraining` is what a trainer uses; `schedule` is the pure state machine inside it.
+`PhaseTraining` is what a trainer uses; `phase_schedule` is the pure state machine inside it.
 """
 
 from stratagem.worker.phases.phase_schedule import PhaseError, TrainingPhase

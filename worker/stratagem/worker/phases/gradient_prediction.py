@@ -1,4 +1,4 @@
-"""Gradients that are predicted from earlier ones, and how good that was.
+"""Prediction of gradients from earlier ones, and the quality of the predictions.
 
 Works on flat gradients (N,): all parameters one after the other, in the widest of their dtypes and
 at least float32. Every element is multiplied and added by itself, never with a fused operation, so
@@ -24,17 +24,17 @@ MAX_RELATIVE_ERROR = 1e9
 
 
 def flat_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that holds gradients of all of these."""
+    """Returns the dtype that holds gradients of all of these."""
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def norm(flat: Tensor) -> float:
-    """Euclidean, summed in float64."""
+    """Returns the Euclidean norm, summed in float64."""
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
 
 
 def quality(exact: Tensor, predicted: Tensor) -> Quality:
-    """How a prediction compares with the gradient that came out; both (N,).
+    """Compares a prediction with the gradient that came out; both (N,).
 
     The cosine follows from three norms by the law of cosines. Two gradients of zero agree.
     """
@@ -69,7 +69,8 @@ class GradientHistory:
         self.replace([*self.steps, step], [*self.gradients, gradient])
 
     def predict(self, step: int) -> Tensor:
-        """The gradient (N,) of a step after the last recorded one, as a new tensor.
+        """Returns the predicted gradient (N,) of a step after the last recorded one, as a new
+        tensor.
 
         Its norm is at most `trust` times that of the last exact gradient: where the line has left
         that region it is shortened, its direction stays.
@@ -84,7 +85,8 @@ class GradientHistory:
         return total.mul_(limit / length) if length > limit else total
 
     def replace(self, steps: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Goes on from these, oldest first; the newest ones where there are more than it keeps."""
+        """Takes these gradients in place of its own, oldest first; keeps the newest ones where
+        there are more than it has room for."""
         kept = slice(-self._capacity, None)
         self.steps, self.gradients = list(steps)[kept], list(gradients)[kept]
         self._last_norm = None

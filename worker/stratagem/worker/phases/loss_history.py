@@ -1,4 +1,4 @@
-"""The last losses of one kind of step, and what they say.
+"""The last losses of one kind of step, and the statistics that phase training reads from them.
 
 Pure: no clock, no tensor. Every comparison is relative to |loss|, so that losses at and below zero
 mean the same as others.
@@ -25,7 +25,7 @@ _LEAST_DEVIATION: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LossSummary:
-    """Of all losses kept. variance: of the population."""
+    """Statistics of all losses kept. variance: of the population."""
 
     mean: float
     variance: float
@@ -36,7 +36,7 @@ class LossSummary:
 
 
 class Rise(NamedTuple):
-    """Between two neighbouring windows."""
+    """A rise of the mean loss between two neighbouring windows."""
 
     window: int
     """Losses in each."""
@@ -52,11 +52,11 @@ class LossHistory:
     capacity: int = MAX_LOSSES
 
     def recorded(self, loss: float) -> LossHistory:
-        """With one more loss, and without the oldest if there is no room."""
+        """Returns the history with one more loss, and without the oldest if there is no room."""
         return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
 
     def summary(self) -> LossSummary | None:
-        """None without losses."""
+        """Returns the statistics of all losses; None without losses."""
         if not self.losses:
             return None
         variance = statistics.pvariance(self.losses)
@@ -70,33 +70,34 @@ class LossHistory:
         )
 
     def rolling_average(self, window: int) -> float | None:
-        """Mean of the last `window` losses; None while there are fewer."""
+        """Returns the mean of the last `window` losses; None while there are fewer."""
         return mean(self.losses[-window:]) if len(self.losses) >= window else None
 
     def change(self, window: int) -> float | None:
-        """(newer − older) / |older| of the means of the last two windows; None while there are
-        fewer losses. An older mean of zero counts as the least positive number."""
+        """Returns (newer − older) / |older| of the means of the last two windows; None while there
+        are fewer losses. An older mean of zero counts as the least positive number."""
         if len(self.losses) < 2 * window:
             return None
         older, newer = mean(self.losses[-2 * window : -window]), mean(self.losses[-window:])
         return _relative(newer - older, older)
 
     def is_converging(self, threshold: float) -> bool:
-        """Whether the newer half lies below the older one by more than this share of it."""
+        """Returns whether the mean of the newer half is below that of the older by more than this
+        share of it."""
         change = self.change(len(self.losses) // 2) if len(self.losses) >= 2 else None
         return change is not None and -change > threshold
 
     def is_diverging(self, window: int, numerics: int = CURRENT) -> bool:
-        """Whether it has risen by a fifth; see `rise`."""
+        """Returns whether the loss has risen by more than a fifth; see `rise`."""
         return self.rise(window, DIVERGENCE_SHARE, numerics) is not None
 
     def rise(self, window: int, share: float, numerics: int = CURRENT) -> Rise | None:
-        """How the newer of two neighbouring windows lies above the older one, by more than this
-        share; None where it does not.
+        """Returns the rise between two neighbouring windows if it is more than this share; None
+        otherwise.
 
         By the rules of `numerics` 2 longer windows are looked at, too, and halves of what there is,
-        for what rises slowly: there the rise must be more than twice its standard error, and go on
-        in the last windows at half its speed at least.
+        for what rises slowly: there the rise must be more than twice its standard error, and
+        continue in the last windows at half its speed at least.
         """
         change = self.change(window)
         if change is not None and change > share:
@@ -124,7 +125,8 @@ class LossHistory:
         return high - low > SIGNIFICANT_ERRORS * error
 
     def is_spike(self, window: int) -> bool:
-        """Whether the newest loss lies three deviations above the `window` losses before it."""
+        """Returns whether the newest loss is more than three deviations above the mean of the
+        `window` before it."""
         baseline = self.losses[-window - 1 : -1]
         if len(baseline) < max(window, 2):
             return False
@@ -134,14 +136,15 @@ class LossHistory:
         return rise > 0 and rise > SPIKE_DEVIATIONS * deviation
 
     def improvement_rate(self) -> float | None:
-        """(last − first) / |first|: negative while the loss falls; None below two losses."""
+        """Returns (last − first) / |first|: negative while the loss falls; None below two
+        losses."""
         if len(self.losses) < 2:
             return None
         return _relative(self.losses[-1] - self.losses[0], self.losses[0])
 
 
 def mean(losses: Sequence[float]) -> float:
-    """The exactly rounded sum divided by the count: independent of how it is added up."""
+    """Returns the exactly rounded sum divided by the count: independent of how it is added up."""
     return math.fsum(losses) / len(losses)
 
 

@@ -1,4 +1,4 @@
-"""How the lengths of the phases follow the loss.
+"""Adaptation of the lengths of the phases to the loss.
 
 Pure functions of the lengths and the losses of Full steps, which are equal on all replicas. A
 length moves in the intended direction or not at all, within limits that follow from the job.
@@ -17,7 +17,7 @@ FALL_SHARE: Final = 0.05
 
 
 class Lengths(NamedTuple):
-    """Steps of a cycle."""
+    """The lengths of the phases of a cycle, in steps."""
 
     full: int
     predict: int
@@ -30,7 +30,8 @@ def configured(spec: PhasesSpec) -> Lengths:
 def adapted(
     lengths: Lengths, losses: LossHistory, spec: PhasesSpec, numerics: int = CURRENT
 ) -> Lengths:
-    """More exact steps after a rise of the loss, more predicted ones after a fall."""
+    """Returns the lengths of the next cycle: more exact steps after a rise of the loss, more
+    predicted ones after a fall."""
     if not spec.adaptive.enabled:
         return lengths
     window = spec.adaptive.window
@@ -47,7 +48,8 @@ def adapted(
 
 
 def after_failed_check(lengths: Lengths, spec: PhasesSpec) -> Lengths:
-    """Half as many predicted steps: the last ones led to where the prediction was wrong."""
+    """Returns lengths with half as many predicted steps: the last ones led to where the prediction
+    was wrong."""
     if not spec.adaptive.enabled:
         return lengths
     return lengths._replace(predict=_shorter_predict(lengths, spec, 0.5))

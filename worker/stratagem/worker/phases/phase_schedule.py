@@ -1,4 +1,5 @@
-"""Which phase a step belongs to: a pure state machine over a frozen, JSON-able state.
+"""The schedule of the phases, which gives each step its phase: a pure state machine over a frozen,
+JSON-able state.
 
 `begin` opens the next step and says its phase; `end` closes it with what was seen. Between the two
 the phase cannot change, however often `begin` is asked. All decisions follow from sums over the
@@ -38,12 +39,13 @@ class TrainingPhase(StrEnum):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the step computes its gradient."""
+        """True if a step of this phase computes its gradient."""
         return self is not TrainingPhase.PREDICT
 
 
 class Quality(NamedTuple):
-    """A prediction against the gradient a that came out: ‖a − p‖ / ‖a‖, and the cosine."""
+    """The quality of a prediction p against the gradient a that came out: ‖a − p‖ / ‖a‖, and the
+    cosine."""
 
     relative_error: float
     cosine: float
@@ -54,7 +56,7 @@ class Quality(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Steps that have ended, by phase."""
+    """The number of steps that have ended, by phase."""
 
     full: int = 0
     predict: int = 0
@@ -70,7 +72,7 @@ NO_STEPS: Final = Counts()
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Between two steps, or inside one when `is_open`."""
+    """The state of the schedule between two steps, or inside one when `is_open`."""
 
     lengths: Lengths
     """Of the present cycle; adaptation moves them."""
@@ -119,16 +121,16 @@ class State:
 
 
 class PhaseError(RuntimeError):
-    """A call that does not fit the phase: a defect of the caller."""
+    """Raised for a call that does not fit the phase: a defect of the caller."""
 
 
 def initial(spec: PhasesSpec) -> State:
-    """Before the first step; also what a reset returns to."""
+    """Returns the state before the first step, to which a reset returns too."""
     return State(configured(spec))
 
 
 def begin(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> State:
-    """The state with a step open; the same state when one is open already."""
+    """Returns the state with a step open; the same state when one is open already."""
     if state.is_open:
         return state
     phase = _next_phase(state, spec)
@@ -148,7 +150,7 @@ def end(
     checks: tuple[Quality, ...] = (),
     numerics: int = CURRENT,
 ) -> State:
-    """The state after the open step.
+    """Returns the state after the open step.
 
     loss: the mean over the global batch of an exact step; a predicted one has none. checks: how
     predictions of this step's gradient compare with it; see `check_due` and `back_test_due`.
@@ -173,23 +175,25 @@ def end(
     if state.phase is TrainingPhase.CORRECT:
         return _end_correct(closed, spec, loss, passed)
     losses = state.full_losses.recorded(loss)
-    # Whatever the gradients look like: predictions must not carry a run further away.
+    # Even where the gradients agree: predictions must not carry a run further away.
     may_predict = passed and not losses.is_diverging(spec.adaptive.window, numerics)
     return _end_full(replace(closed, full_losses=losses), spec, passed, may_predict)
 
 
 def needed_full_steps(state: State, spec: PhasesSpec) -> int:
-    """Full steps of the present cycle; the first one is preceded by the warm-up."""
+    """Returns the number of Full steps of the present cycle; the first one is preceded by the
+    warm-up."""
     return state.lengths.full + (spec.warmup_steps if state.cycle == 0 else 0)
 
 
 def check_due(state: State) -> bool:
-    """Whether the open step is the first exact one after predicted ones."""
+    """Returns whether the open step is the first exact one after predicted ones."""
     return state.is_open and state.phase.is_exact and state.num_since_exact > 0
 
 
 def back_test_due(state: State, spec: PhasesSpec) -> bool:
-    """Whether PREDICT may follow the open Full step, if its gradient could have been predicted."""
+    """Returns whether PREDICT may follow the open Full step, if its gradient could have been
+    predicted."""
     is_last = state.num_full + 1 == needed_full_steps(state, spec)
     return (
         state.is_open
@@ -200,14 +204,14 @@ def back_test_due(state: State, spec: PhasesSpec) -> bool:
 
 
 def horizon(state: State, spec: PhasesSpec) -> int:
-    """Steps ahead that the back-test predicts: as far as predictions will reach, if the Full steps
-    leave room for a line before."""
+    """Returns how many steps ahead the back-test predicts: as far as predictions will reach, if the
+    Full steps leave room for a line before."""
     return max(1, min(spec.correct_every, state.lengths.predict, state.lengths.full - 2))
 
 
 def forecast_due(state: State, spec: PhasesSpec) -> bool:
-    """Whether the gradient of the last Full step is to be predicted from here, after the open
-    step's gradient is known."""
+    """Returns whether the gradient of the last Full step is to be predicted from here, after the
+    open step's gradient is known."""
     ahead = needed_full_steps(state, spec) - (state.num_full + 1)
     is_here = ahead == horizon(state, spec) and state.phase is TrainingPhase.FULL
     return state.is_open and is_here and state.lengths.predict > 0
@@ -262,7 +266,7 @@ def _end_full(closed: State, spec: PhasesSpec, passed: bool, may_predict: bool) 
 
 
 def _end_correct(closed: State, spec: PhasesSpec, loss: float, passed: bool) -> State:
-    # A loss that jumped gives the cycle up, whatever the gradient looks like.
+    # A loss that jumped gives the cycle up, even where the gradient agrees.
     is_spike = closed.full_losses.recorded(loss).is_spike(spec.adaptive.window)
     may_predict = passed and not is_spike
     return replace(

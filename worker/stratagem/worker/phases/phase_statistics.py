@@ -1,4 +1,4 @@
-"""What phase training has saved, in three honest units. Pure: seconds come in as arguments.
+"""Statistics of what phase training has saved, in three units. Pure: seconds come in as arguments.
 
 step ratio: all steps per step with a gradient. It counts a predicted step as free.
 cost model: T·(f+b) / (B·(f+b) + P·p) for T steps, B of them exact with f and b seconds forward and
@@ -6,7 +6,7 @@ backward, P predicted with p seconds each. (With a forward pass in each predicte
 f; here a predicted step reads no data, so p is the prediction itself.)
 wall time: T·(mean seconds of an exact step) / (seconds of all steps), exchange and update included.
 All three compare with as many steps without phases; whether fewer steps would have reached the same
-loss only a run without phases can tell.
+loss only a run without phases can show.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stratagem.worker.phases.phase_schedule import NO_STEPS, Counts, State, Trai
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Measured in this process since it loaded its state; sums over `counts` steps."""
+    """Seconds measured in this process since it loaded its state; sums over `counts` steps."""
 
     counts: Counts = NO_STEPS
     forward: float = 0.0
@@ -35,7 +35,7 @@ class Seconds:
     def with_exact(
         self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
     ) -> Seconds:
-        """After one more exact step."""
+        """Returns the sums with one more exact step."""
         full, predict, correct = self.counts
         counts = Counts(
             full + (phase is TrainingPhase.FULL),
@@ -51,25 +51,26 @@ class Seconds:
         )
 
     def with_predicted(self, whole: float) -> Seconds:
-        """After one more Predict step."""
+        """Returns the sums with one more Predict step."""
         counts = self.counts._replace(predict=self.counts.predict + 1)
         return replace(self, counts=counts, predicted=self.predicted + whole)
 
     @property
     def cost_speedup(self) -> float:
-        """By the cost model."""
+        """The speed-up by the cost model."""
         passes = self.forward + self.backward
         return _speedup(self.counts, passes, self.predicted)
 
     @property
     def wall_speedup(self) -> float:
-        """By the clock."""
+        """The speed-up by the clock."""
         return _speedup(self.counts, self.exact, self.predicted)
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a run so far. `average_losses` lacks the phases without a loss; PREDICT never has one."""
+    """Statistics of a run so far. `average_losses` lacks the phases without a loss; PREDICT never
+    has one."""
 
     counts: Counts
     cycles: int
@@ -93,12 +94,12 @@ class Statistics:
 
 
 def step_ratio(counts: Counts) -> float:
-    """All steps per exact one; 1 before the first step."""
+    """Returns all steps per exact one; 1 before the first step."""
     return counts.total / max(counts.full + counts.correct, 1) if counts.total else 1.0
 
 
 def statistics_of(state: State) -> Statistics:
-    """The same on all replicas."""
+    """Returns the statistics of a state, which are the same on all replicas."""
     histories = {TrainingPhase.FULL: state.full_losses, TrainingPhase.CORRECT: state.correct_losses}
     return Statistics(
         counts=state.counts,
@@ -114,8 +115,8 @@ def statistics_of(state: State) -> Statistics:
 
 
 def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[str, float]:
-    """What the losses of FULL steps say, by name; the same on all replicas. What takes more losses
-    than there are is absent."""
+    """Returns the trends of the losses of FULL steps, by name; the same on all replicas. A trend
+    that takes more losses than there are is absent."""
     losses, window = state.full_losses, spec.adaptive.window
     found = {
         "full_loss": losses.rolling_average(window),
@@ -131,7 +132,8 @@ def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[s
 
 
 def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRENT) -> str:
-    """A sentence for people when the loss has begun to diverge, or has settled; "" otherwise."""
+    """Returns a sentence for people when the loss has begun to diverge, or has settled; ""
+    otherwise."""
     if before.full_losses is after.full_losses:
         return ""
     window = spec.adaptive.window

@@ -1,4 +1,5 @@
-"""Schedule and gradient history together: what a trainer asks and tells, and what is saved.
+"""The phases of a training: schedule and gradient history together, as a trainer calls them and as
+they are saved.
 
 `phase` says what the next step is. After an exact step the trainer hands over its gradients
 (`take`), for a predicted one it gets them (`predict`); the call that does not fit is an error.
@@ -62,7 +63,7 @@ class PhaseTraining:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; lengths are the configured ones again."""
+        """Forgets everything; lengths are the configured ones again."""
         self._state: State = phase_schedule.initial(self._spec)
         self._history = GradientHistory(self._spec.predictor, self._spec.trust)
         self._forecast: tuple[int, Tensor] | None = None
@@ -71,17 +72,17 @@ class PhaseTraining:
 
     @property
     def phase(self) -> TrainingPhase:
-        """Of the next step, however often it is asked."""
+        """The phase of the next step; the same for any number of calls."""
         return self._opened.phase
 
     @property
     def is_check_due(self) -> bool:
-        """Whether the next step is the first exact one after predicted ones."""
+        """True if the next step is the first exact one after predicted ones."""
         return phase_schedule.check_due(self._opened)
 
     @property
     def last_loss(self) -> float:
-        """Of the last exact step; NaN before the first."""
+        """The loss of the last exact step; NaN before the first."""
         loss = self._state.last_loss
         return math.nan if loss is None else loss
 
@@ -91,7 +92,7 @@ class PhaseTraining:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For people; the speed-ups are this process's."""
+        """Metrics for people; the speed-ups are this process's."""
         return {
             "step_ratio": self.statistics.step_ratio,
             "cost_speedup": self.seconds.cost_speedup,
@@ -101,7 +102,7 @@ class PhaseTraining:
         }
 
     def take_news(self) -> list[str]:
-        """Sentences for people since the last time this was asked."""
+        """Returns the sentences for people since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -169,7 +170,7 @@ class PhaseTraining:
         return tensors, {_SCHEDULE: dump_state(self._state), _HISTORY: json.dumps(history)}
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Goes on from what `state` gave; from the beginning where the state has no phases."""
+        """Continues from what `state` gave; from the beginning where the state has no phases."""
         self.reset()
         if _SCHEDULE not in metadata:
             return

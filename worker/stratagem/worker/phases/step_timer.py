@@ -14,8 +14,8 @@ class PassTimer:
     """Seconds of one step after the other; hands them to the phases when a step has ended."""
 
     def __init__(self, device: torch.device, *, is_idle: bool) -> None:
-        """Waits for the device where that is needed to tell the passes apart, unless is_idle: then
-        nobody asks."""
+        """Waits for the device where that is needed to separate the passes, unless is_idle: then
+        no times are needed."""
         self._device, self._is_idle = device, is_idle
         self._is_backward = False
         self._step_began_s = self._mark_s = 0.0
@@ -26,18 +26,19 @@ class PassTimer:
         self._forward_s = self._backward_s = 0.0
 
     def begin_passes(self) -> None:
-        """Of a shard: forward and backward in turn, once for each of its micro-batches."""
+        """Starts the passes of a shard: forward and backward in turn, once for each of its
+        micro-batches."""
         self._mark_s = time.perf_counter()
         self._is_backward = False
 
     def begin_backward(self) -> None:
-        """A forward pass has ended."""
+        """Ends a forward pass and starts the backward."""
         if not self._is_idle and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._pass(is_backward=True)
 
     def begin_forward(self) -> None:
-        """A further micro-batch."""
+        """Starts a further micro-batch."""
         self._pass(is_backward=False)
 
     def end_passes(self) -> None:

@@ -1,1 +1,1 @@
-"""ModelParallel on a worker: stages, what travels between them, and the step that they make."""
+"""ModelParallel on a worker: stages, the messages between them, and the step that they make."""

@@ -1,10 +1,11 @@
-"""The operator's object store for activations: where a membership's messages lie, and who sweeps.
+"""The operator's object store for activations: the folder of a membership's messages, and their
+deletion.
 
     <url>/<run>/<party>/<membership>/<replica>/...
 
 Messages are deleted as they are read; what a lost membership left behind is deleted when the next
 one is formed, and everything of a run when it is closed. Sweeping happens in threads of its own:
-a slow store holds nobody up, and one that fails is named in the log.
+a slow store holds up no step, and one that fails is named in the log.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ActivationStore:
             raise InvalidInputError.at("activation_store", text) from error
 
     def transport(self, run_id: str, party: str, membership: int, replica: int) -> StoreTransport:
-        """Of one replica of a party under one membership."""
+        """Returns the transport of one replica of a party under one membership."""
         prefix = f"{_folder(run_id, party)}/{membership}/{replica}"
         from stratagem.worker.pipeline.store_transport import StoreTransport
 
@@ -90,7 +91,7 @@ class ActivationStore:
         return made
 
     def clear_older(self, run_id: str, party: str, membership: int) -> None:
-        """Delete what earlier memberships of the party have left."""
+        """Deletes what earlier memberships of the party have left."""
         folder = _folder(run_id, party)
 
         def is_older(path: str) -> bool:
@@ -150,5 +151,6 @@ def _delete_if_there(store: Any, path: str) -> None:
 
 
 def _folder(run_id: str, party: str) -> str:
-    """Not nested like parties, so that no party lies inside another one's folder."""
+    """Returns the folder of a party; not nested like parties, so that none is inside another
+    one's."""
     return f"{run_id}/{party.replace('/', '.') or _ROOT}"

@@ -41,7 +41,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Which nodes go where, and in what portions they work.
+    """The placement of a model's nodes on ranks, and the portions in which they work.
 
     partitions: node ids (of a graph also ids and paths of subgraphs). ranks: of each partition.
     micro_batch_size: rows; None = the whole batch at once. schedule: one of `SCHEDULE_NAMES`.
@@ -65,7 +65,7 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """Which rank this is, and how it reaches the others; it waits `timeout_s` for one message."""
+    """A rank's number and its transport to the others; it waits `timeout_s` for one message."""
 
     rank: int
     transport: StageTransport
@@ -82,8 +82,8 @@ def build_stage_runner(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> StageRunner:
-    """fresh: initialised from the seed, as the whole model would be; otherwise load_state must come
-    first."""
+    """Builds the runner of one rank. fresh: initialised from the seed, as the whole model would be;
+    otherwise load_state must come first."""
     data = load_data(job, entrypoints, sources or DataSources())
     if "train" not in data and not job.only_evaluates:
         raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')

@@ -14,13 +14,14 @@ from stratagem.worker.pipeline.rank_setup import RunnerSetup
 _WINDOW_PER_STAGE: Final = 2
 
 Begins = Callable[[int, int], None]
-"""(batch, how many are left with it): hears of each batch that begins here."""
+"""(batch, how many are left with it): called for each batch that begins here."""
 
 
 def evaluate(
     setup: RunnerSetup, number: int, split: str, begins: Begins | None
 ) -> list[EvaluationPart]:
-    """Sums per batch on the rank of the last stage; nothing on the others. number: of the pass."""
+    """Returns the sums per batch on the rank of the last stage; nothing on the others. number: of
+    the pass."""
     parts: list[EvaluationPart] = []
 
     def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
@@ -31,7 +32,7 @@ def evaluate(
 
 
 def predict(setup: RunnerSetup, number: int, split: str) -> list[Any]:
-    """The model's output per batch on the rank of the last stage; nothing on the others."""
+    """Returns the model's output per batch on the rank of the last stage; nothing on the others."""
     outputs: list[Any] = []
     _forward(setup, number, split, lambda output, *_: outputs.append(output), None)
     return outputs
@@ -44,7 +45,8 @@ def _forward(
     use: Callable[[Any, Any, int, int], None],
     begins: Begins | None,
 ) -> None:
-    """One pass over all batches; use(output, y, rows, batch) on the rank of the last stage."""
+    """Does one pass over all batches; use(output, y, rows, batch) is called on the rank of the last
+    stage."""
     if split not in setup.data:
         known = ", ".join(setup.data)
         raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
@@ -73,7 +75,7 @@ def _forward(
 def _beginning(
     setup: RunnerSetup, split: str, count: int, begins: Begins | None
 ) -> Callable[[int], None]:
-    """What a batch begins with, at each stage here."""
+    """Returns the function that prepares each batch, at each stage here."""
     evaluator, num_all, num_begun = setup.evaluator, len(setup.data[split]), 0
 
     def begin(batch: int) -> None:

@@ -1,4 +1,5 @@
-"""What a worker holds of a pipeline under one membership: its stages, and what connects them."""
+"""The parts of a pipeline that a worker holds under one membership: its stages and their
+connections."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from stratagem.worker.pipeline.stage_transport import StageTransport
 
 
 class Interruptible(Protocol):
-    """What may be blocked in, and must be freed."""
+    """A connection that a thread may be blocked in, and that can be cut and closed."""
 
     def cut(self) -> None: ...
     def close(self) -> None: ...
@@ -34,7 +35,7 @@ class Lines:
     """What has taken `column` over."""
 
     def cut(self) -> None:
-        """From any thread, any number of times."""
+        """Cuts all connections. From any thread, any number of times."""
         self.transport.cut()
         for line in (self.carrier, self.exchange or self.column):
             if line is not None:
@@ -49,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class HeldStages:
-    """A rank that can take steps as long as nobody is lost."""
+    """A rank that can take steps as long as no member is lost."""
 
     membership: int
     runner: StageRunner
@@ -64,14 +65,14 @@ class HeldStages:
 
     @property
     def engine(self) -> str:
-        """For people: what carries what, and in which order stages work."""
+        """The engines that carry messages and the order in which stages work, for people."""
         text = self.runner.schedule_text
         order = f" {text}" if text else ""
         return f"{self.carrier}{order}{self.columns}"
 
     @property
     def shares_memory(self) -> bool:
-        """With the other ranks of the replica."""
+        """True if messages to the other ranks of the replica go through shared memory."""
         return self.lines.carrier is not None and self.lines.carrier.name == "shm"
 
     def cut(self) -> None:

@@ -1,8 +1,10 @@
-"""Which order of work suits the hops of a pipeline: measured by its ranks and agreed on by all.
+"""Choice of the order of work that suits a pipeline's hops: measured by its ranks and agreed on by
+all.
 
 In a training step every rank times what it computes. Then ranks that are neighbours send a message
-as large as those of the step to and fro, over the transport that carries activations, and all tell
-all what they found, so that all come to the same choice. It changes the order of work and no bit.
+as large as those of the step to and fro, over the transport that carries activations, and all ranks
+send all others what they found, so that all come to the same choice. It changes the order of work
+and no bit.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ NUM_PINGS: Final = 5
 """Round trips between two ranks that count; one more goes before them."""
 MAX_PING_BYTES: Final = 1 << 24
 _SHARE: Final = 2 * (NUM_PINGS + 1)
-"""The control number of what a rank tells the others; those below are pings and their answers."""
+"""The control number of a rank's results; those below are pings and their answers."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """What one rank sees of the training steps that it measures."""
+    """One rank's measurements of training steps: seconds computed and bytes sent."""
 
     device: torch.device
     seconds: dict[TaskKind, list[float]] = field(default_factory=dict)
@@ -53,8 +55,8 @@ class Meter:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward of the fastest micro-batch: the first ones take longer, and so do
-        those that something else on the machine gets in the way of."""
+        """Seconds of forward and backward of the fastest micro-batch: the first ones take longer,
+        and so do those that something else on the machine gets in the way of."""
         return sum(min(seconds) for seconds in self.seconds.values())
 
     def _now(self) -> float:
@@ -65,7 +67,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """What all ranks found together."""
+    """The times that all ranks found together."""
 
     hop_s: float
     """One way between two neighbours, median; of the slowest pair."""
@@ -74,7 +76,8 @@ class Hops:
 
 
 def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
-    """Takes a pass of its own; every rank calls it at the same place. Raises ExchangeError."""
+    """Measures in a pass of its own; every rank calls it at the same place. Raises
+    ExchangeError."""
     pairs = _pairs(lane)
     lane.transport.begin(pass_number, _awaited(lane, pass_number, pairs))
     hops_s = [_ping(lane, pass_number, pair, meter) for pair in pairs if lane.rank in pair]
@@ -93,13 +96,15 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
 
 
 def _pairs(lane: StageChannel) -> list[tuple[int, int]]:
-    """Ranks that send each other activations, in an order in which nobody waits in a ring."""
+    """Returns the ranks that send each other activations, in an order in which no ring of ranks
+    waits."""
     ends = ((lane.rank_of[b.source], lane.rank_of[b.target]) for b in lane.plan.boundaries)
     return sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]})
 
 
 def _ping(lane: StageChannel, pass_number: int, pair: tuple[int, int], meter: Meter) -> float:
-    """Median seconds of one way. The lower rank sends first; to the other one it is 0."""
+    """Returns the median seconds of one way. The lower rank sends first; for the other one it is
+    0."""
     low, high = pair
     numbers = range(NUM_PINGS + 1)
     there = [_address(lane, pass_number, 2 * i, low, high) for i in numbers]

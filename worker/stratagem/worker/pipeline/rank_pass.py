@@ -27,7 +27,7 @@ from stratagem.worker.user_code.entrypoints import user_code
 
 @dataclass(frozen=True, slots=True)
 class StageChannel:
-    """What a rank is to the others: its number, and how it reaches them."""
+    """A rank's connection to the others of its pipeline: its number, the plan and the transport."""
 
     plan: StagePlan
     rank_of: tuple[int, ...]
@@ -47,7 +47,8 @@ class StageChannel:
     def address(
         self, step: int, boundary: Boundary, count: int, micro_batch: int, *, backward: bool
     ) -> Address:
-        """The address of an activation, or of its gradient; `count` micro-batches make the step."""
+        """Returns the address of an activation, or of its gradient; `count` micro-batches make the
+        step."""
         ends = (self.rank_of[boundary.source], self.rank_of[boundary.target])
         source, target = reversed(ends) if backward else ends
         tag = tag_of(base_of(boundary.number, count), micro_batch, backward=backward)
@@ -56,14 +57,14 @@ class StageChannel:
         return Address(step, source, target, tag, label)
 
     def control(self, step: int, count: int, number: int, source: int, target: int) -> Address:
-        """The address of what is said once per step."""
+        """Returns the address of a message that is sent once per step."""
         tag = control_tag(self.plan.num_boundaries, count, number)
         return Address(step, source, target, tag, f"control {number}, from {source}, to {target}")
 
 
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
-    """What a pass computes, apart from the stages.
+    """The functions that a pass calls to load its data and compute its loss.
 
     begin(micro_batch) starts the drawing of random numbers; load() then reads (x, y, rows);
     lose(output, y, rows, micro_batch) answers the loss to begin a backward with, or None.
@@ -76,13 +77,14 @@ class PassCallbacks:
 
 
 class Gauge(Protocol):
-    """Looks on at a pass."""
+    """An observer of a pass."""
 
     def time(self, kind: TaskKind) -> AbstractContextManager[None]:
-        """Around what is computed for one micro-batch, without waiting and sending."""
+        """Returns a context around what is computed for one micro-batch, without waiting and
+        sending."""
 
     def sent(self, rank: int, message: Message) -> None:
-        """A message goes to another rank."""
+        """Records that a message goes to another rank."""
 
 
 class RankPass:
@@ -102,7 +104,8 @@ class RankPass:
         self._local: dict[Address, Message] = {}
 
     def awaited(self) -> Iterator[Address]:
-        """All that may come from other ranks: activations, and their gradients or credits."""
+        """Returns all that may come from other ranks: activations, and their gradients or
+        credits."""
         for micro_batch in range(self._count):
             for part in self._parts.values():
                 for boundaries, backward in ((part.before, False), (part.after, True)):
@@ -139,7 +142,7 @@ class RankPass:
 
     @torch.no_grad()
     def forward_only(self, actions: Sequence[Action], work: PassCallbacks, window: int) -> None:
-        """Forward of all micro-batches, at most `window` of them ahead of the next stage.
+        """Does the forward of all micro-batches, at most `window` of them ahead of the next stage.
 
         The backward tag of a micro-batch then carries nothing, which says: one more may be sent.
         """

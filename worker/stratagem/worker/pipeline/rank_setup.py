@@ -1,4 +1,4 @@
-"""What a rank of a pipeline is made of: handed to its training step and its evaluation."""
+"""The parts of a rank of a pipeline, as its training step and its evaluation take them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from stratagem.worker.pipeline.stage import StagePart
 
 @dataclass(frozen=True, slots=True)
 class RunnerSetup:
-    """What a runner is made of. `model` holds this rank's nodes only, under their full names."""
+    """The parts that a runner is made of. `model` holds this rank's nodes only, under their full
+    names."""
 
     job: JobSpec
     model: nn.Module

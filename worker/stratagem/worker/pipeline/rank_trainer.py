@@ -41,7 +41,7 @@ WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class StageGradients:
-    """What a shard adds to a step: the seam for data parallelism around a pipeline.
+    """The contribution of a shard to a step: the interface for data parallelism around a pipeline.
 
     gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
     reach. extras: float64 [weight, loss sum, wish to stop, 1 per parameter that was reached,
@@ -59,7 +59,7 @@ must be. Called before the division by the weight."""
 
 
 class StageRunner:
-    """Used by one thread."""
+    """Trains and evaluates one rank's stages of a pipeline. Used by one thread."""
 
     def __init__(self, setup: RunnerSetup) -> None:
         self._setup, self._job, self.model = setup, setup.job, setup.model
@@ -93,7 +93,7 @@ class StageRunner:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows per split."""
+        """The number of rows per split."""
         return {split: len(dataset) for split, dataset in self._setup.data.items()}
 
     @property
@@ -109,8 +109,8 @@ class StageRunner:
         stop: bool = False,
         reduce: Reduce | None = None,
     ) -> StepReport:
-        """One optimizer step over the next global batch, of which this pipeline computes `shards`,
-        one after the other. Without `reduce` these must be all of them, and only one.
+        """Does one optimizer step over the next global batch, of which this pipeline computes
+        `shards`, one after the other. Without `reduce` these must be all of them, and only one.
 
         Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
         ExchangeError; parameters, buffers and optimizer are then as before.
@@ -162,15 +162,16 @@ class StageRunner:
         )
 
     def evaluate(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
-        """Sums per batch on the rank of the last stage; nothing on the others."""
+        """Returns the sums per batch on the rank of the last stage; nothing on the others."""
         return evaluate(self._setup, self._next_pass(), split, begins)
 
     def predict(self, split: str) -> list[Any]:
-        """The model's output per batch of the evaluation on the rank of the last stage."""
+        """Returns the model's output per batch of the evaluation on the rank of the last stage."""
         return predict(self._setup, self._next_pass(), split)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """(live tensors, metadata) of this rank's nodes; the union over ranks is the whole state.
+        """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
+        state.
 
         Names are those of a single process. Optimizer state of a tied parameter comes from the
         rank that holds its first copy.
@@ -185,12 +186,12 @@ class StageRunner:
         return {**state.model_state(self.model), **tensors}, metadata
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """`state`, copied to the CPU: stays as it is while training goes on."""
+        """Returns `state`, copied to the CPU, which training then leaves as it is."""
         tensors, metadata = self.state()
         return state.copied(tensors), metadata
 
     def wants(self, name: str) -> bool:
-        """Whether `load_state` needs this tensor or number of the whole state."""
+        """Returns whether `load_state` needs this tensor or number of the whole state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
         return name.removeprefix(state.MODEL) in self.model.state_dict()
@@ -208,18 +209,19 @@ class StageRunner:
         self.step = int(metadata["step"])
 
     def fingerprint(self) -> str:
-        """Of this rank's part of the state."""
+        """Returns the fingerprint of this rank's part of the state."""
         return state.fingerprint(*self.state())
 
     def _next_pass(self) -> int:
-        """The number of a pass: all ranks count them alike."""
+        """Returns the number of the next pass: all ranks count them alike."""
         self._num_passes += 1
         return self._num_passes - 1
 
     def _compute_all(
         self, shards: range, live: list[Tensor], stop: bool
     ) -> Iterator[StageGradients]:
-        """The live shards of this replica; each starts from the buffers before the step."""
+        """Computes the live shards of this replica; each starts from the buffers before the
+        step."""
         for shard in shards:
             if shard > shards.start:
                 self._buffers.restore()
@@ -228,7 +230,7 @@ class StageRunner:
             self._compute((), 0, len(live), stop)
 
     def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
-        """Those of the placement, else those of the job."""
+        """Returns the micro-batches of the placement, if it has any, else those of the job."""
         if self._setup.micro_batch_size is not None:
             return torch.split(rows, self._setup.micro_batch_size)
         return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
@@ -236,7 +238,7 @@ class StageRunner:
     def _compute(
         self, micro_batches: Sequence[Tensor], shard: int, num_live: int, stop: bool
     ) -> StageGradients:
-        """Forward and backward of everything."""
+        """Does forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
         totals = torch.zeros(2, dtype=torch.float64)
         losses: list[float] = []
@@ -284,7 +286,8 @@ class StageRunner:
         return StageGradients(gradients, extras)
 
     def _take(self, total: StageGradients) -> Tensor:
-        """Makes the sum the gradient of each parameter that any shard reached; its extras."""
+        """Makes the sum the gradient of each parameter that any shard reached; returns its
+        extras."""
         reached = total.extras[FIXED : FIXED + len(self.params)].tolist()
         for (name, param), count in zip(self.params, reached, strict=True):
             param.grad = total.gradients[name] if count else None
@@ -322,6 +325,6 @@ class StageRunner:
 
 
 def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
-    """The sum where there is one shard."""
+    """Returns the sum where there is one shard."""
     (one,) = shards
     return one

@@ -1,4 +1,4 @@
-"""Which schedule the ranks of a pipeline follow, and what "auto" comes to stand for.
+"""Choice of the schedule that the ranks of a pipeline follow, also where "auto" leaves it open.
 
 Owns the proof that a schedule ends, before anything is computed by it. Must not know tensors.
 """
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class Schedules:
-    """Of one rank; all ranks come to the same."""
+    """The schedules of one rank; all ranks come to the same."""
 
     def __init__(
         self, asked: str, lane: StageChannel, device: torch.device, *, is_pipelined: bool
@@ -36,7 +36,8 @@ class Schedules:
         return f"{self.name} (auto)" if self._asked == AUTO else self.name
 
     def of(self, num_micro_batches: int) -> Schedule:
-        """The action lists of all ranks for a step of so many micro-batches, proven to end."""
+        """Returns the action lists of all ranks for a step of so many micro-batches, proven to
+        end."""
         if num_micro_batches not in self._made:
             lane = self._lane
             made = choose(self.name, lane.rank_of, num_micro_batches)
@@ -46,11 +47,11 @@ class Schedules:
 
     @property
     def can_settle(self) -> bool:
-        """Whether a step of more than one micro-batch was measured, for "auto"."""
+        """True if a step of more than one micro-batch was measured, for "auto"."""
         return self.meter is not None and self.meter.num_micro_batches >= 2
 
     def settle(self, number: int) -> None:
-        """Decide what "auto" stands for. number: of the pass in which hops are measured."""
+        """Decides what "auto" stands for. number: of the pass in which hops are measured."""
         assert self.meter is not None
         hops = measure_hops(self._lane, number, self.meter)
         self.meter, self.name = None, suited(hops.hop_s, hops.compute_s)

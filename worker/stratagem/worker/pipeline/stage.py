@@ -29,7 +29,7 @@ Place: TypeAlias = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Kept:
-    """What a stage keeps of one micro-batch from its forward to its backward."""
+    """The tensors that a stage keeps of one micro-batch from its forward to its backward."""
 
     entered: dict[int, dict[Place, Tensor]] = field(default_factory=dict)
     """By boundary: the leaves whose gradients are sent back."""
@@ -44,7 +44,7 @@ class Kept:
 
 
 class StagePart:
-    """The nodes of one stage."""
+    """The nodes of one stage, and their forward and backward."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class StagePart:
     def forward(
         self, given: Any, received: Mapping[int, Message]
     ) -> tuple[Kept, dict[int, Message]]:
-        """Runs the stage's nodes; (what is kept, what each boundary sends). With gradients if
-        torch's grad mode says so."""
+        """Runs the stage's nodes and returns (what is kept, what each boundary sends). With
+        gradients if torch's grad mode says so."""
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
@@ -97,14 +97,15 @@ class StagePart:
         run_calls(self._calls, self._modules, self._program.num_uses, given, slots)
 
     def backward(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """The whole backward; gradients of parameters are added to their .grad."""
+        """Does the whole backward; gradients of parameters are added to their .grad."""
         tensors, gradients = self._roots(kept, received)
         if tensors:
             self._walk(tensors, gradients)
         return self._gradients(kept)
 
     def backward_input(self, kept: Kept, received: Mapping[int, Message]) -> dict[int, Message]:
-        """The half that other stages wait for. Walks the graph and keeps it."""
+        """Does the half of the backward that other stages wait for. Walks the graph and keeps
+        it."""
         kept.roots = self._roots(kept, received)
         inputs = [leaf for by_place in kept.entered.values() for leaf in by_place.values()]
         if kept.roots[0] and inputs:
@@ -112,7 +113,7 @@ class StagePart:
         return self._gradients(kept)
 
     def backward_weight(self, kept: Kept) -> None:
-        """The other half. Walks the graph a second time."""
+        """Does the other half of the backward. Walks the graph a second time."""
         if kept.roots[0] and self._params:
             self._walk(*kept.roots, inputs=self._params)
 
@@ -155,7 +156,7 @@ class StagePart:
         return tensors, gradients
 
     def _gradients(self, kept: Kept) -> dict[int, Message]:
-        """The gradients of what entered, for each boundary over which any are due."""
+        """Returns the gradients of what entered, for each boundary over which any are due."""
         sent = {}
         for boundary in self.before:
             if entered := kept.entered[boundary.number]:
@@ -179,7 +180,7 @@ class StagePart:
 
 
 def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tensor]]:
-    """The message of a boundary, and the tensors for which gradients will come."""
+    """Returns the message of a boundary, and the tensors for which gradients will come."""
     tensors: list[Tensor] = []
     values: list[Any] = []
     left: dict[Place, Tensor] = {}
@@ -199,7 +200,7 @@ def _is_tail(uses: Sequence[int], num_uses: int) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """Between a leaf and the first node, which may work in place."""
+    """An identity between a leaf and the first node, which may work in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What travels between stages: tensors with a few words about them, and its form as bytes.
+"""Messages between stages: tensors with a few JSON-able words about them, and their form as bytes.
 
 A received tensor has the strides, and the alignment, of the one that was sent: the bits of a matrix
 product depend on both. So a cut between two nodes changes no bit. Must not know what carries it.
@@ -44,14 +44,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensors (0-d and empty ones too, of any dtype that trains) and JSON-able words."""
+    """One message: tensors (0-d and empty ones too, of any dtype that trains) and JSON-able
+    words."""
 
     tensors: Sequence[Tensor] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack(address: Address, message: Message) -> Tensor:
-    """One flat uint8 tensor: header, then the elements of each tensor on 64 bytes."""
+    """Packs a message into one flat uint8 tensor: header, then the elements of each tensor on 64
+    bytes."""
     layouts, payloads, end = [], [], 0
     for tensor in message.tensors:
         layout, compact = _layout_of(tensor)
@@ -82,7 +84,8 @@ def pack(address: Address, message: Message) -> Tensor:
 
 
 def unpack(address: Address, frame: memoryview) -> Message:
-    """Tensors in storage of their own. Raises IntegrityError for any other message."""
+    """Unpacks a message, with tensors in storage of their own. Raises IntegrityError for any other
+    message."""
     try:
         head, start = _read_head(frame)
         for name in ("step", "tag", "label"):
@@ -104,7 +107,7 @@ def _read_head(frame: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _layout_of(tensor: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """(how it lies in its storage, its distinct elements as a contiguous tensor)."""
+    """Returns (its layout in its storage, its distinct elements as a contiguous tensor)."""
     tensor = tensor.detach()
     shape, strides = list(tensor.shape), list(tensor.stride())
     compact = tensor
@@ -134,7 +137,8 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included; 0 when there are none."""
+    """Returns the number of elements from the first to the last, both included; 0 when there are
+    none."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -177,7 +181,7 @@ Skeleton = Any
 
 
 def take_apart(value: Any, found: list[Tensor]) -> Skeleton:
-    """The nesting of a value; its tensors are appended to `found`."""
+    """Returns the nesting of a value; its tensors are appended to `found`."""
     match value:
         case Tensor():
             found.append(value)
@@ -198,7 +202,7 @@ def take_apart(value: Any, found: list[Tensor]) -> Skeleton:
 
 
 def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
-    """The value again."""
+    """Rebuilds the value from its nesting and its tensors."""
     if isinstance(skeleton, int):
         return tensors[skeleton]
     ((kind, inner),) = skeleton.items()

@@ -1,4 +1,5 @@
-"""The one interface between stages and whatever carries their messages, and the carrier in memory.
+"""The one interface between stages and the transports of their messages, and the transport in
+memory.
 
 A transport belongs to one rank of one membership. It is cut when anything fails and not repaired.
 """
@@ -18,23 +19,24 @@ class StageTransport(Protocol):
     """Carries messages from and to the other ranks. Used by one thread, but for `cut`."""
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        """A pass begins: these messages, each once, and none of an older step will be taken."""
+        """Begins a pass: these messages, each once, and none of an older step will be taken."""
 
     def send(self, address: Address, message: Message) -> None:
         """Returns at once; the message is the transport's from now on."""
 
     def recv(self, address: Address, timeout_s: float) -> Message:
-        """Raises ExchangeError, which names the message, its sender and what went wrong."""
+        """Returns one message. Raises ExchangeError, which names the message, its sender and what
+        went wrong."""
 
     def end(self, timeout_s: float) -> None:
-        """The pass is over: returns when nothing of it is under way any more."""
+        """Ends the pass: returns when nothing of it is under way any more."""
 
     def cut(self) -> None:
-        """Make every wait fail soon, here and at the other ranks. From any thread."""
+        """Makes every wait fail soon, here and at the other ranks. From any thread."""
 
 
 class LocalPost:
-    """Where ranks of one process leave messages for each other: the tensors themselves."""
+    """A store in memory for messages between ranks of one process: the tensors themselves."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -79,7 +81,7 @@ class LocalPost:
 
 
 class LocalTransport:
-    """a rank of a `LocalPost`."""
+    """A transport of one rank of a `LocalPost`."""
 
     def __init__(self, post: LocalPost, rank: int) -> None:
         self._post, self._rank = post, rank

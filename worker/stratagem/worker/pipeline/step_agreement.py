@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other once per step, beside activations.
+"""The values that the ranks of a pipeline exchange once per step, apart from activations.
 
 Three rounds, each a message from rank to rank: the loss and its weight, from the last stage to all;
 gradients of tied parameters, among those that hold copies; norms and whether all is finite, from
@@ -29,7 +29,7 @@ _VERDICT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What holds for all ranks."""
+    """The outcome of a step, equal on all ranks."""
 
     is_finite: bool
     stop: bool
@@ -54,15 +54,15 @@ class Agreement:
         self.step, self._count = -1, 0
 
     def is_first(self, own: Trained) -> bool:
-        """Whether this rank holds the first copy."""
+        """Returns whether this rank holds the first copy."""
         return self._holders[own.name][0] == self._lane.rank
 
     def begin(self, step: int, count: int) -> None:
-        """Of pass number `step`, with `count` micro-batches."""
+        """Begins the rounds of pass number `step`, with `count` micro-batches."""
         self.step, self._count = step, count
 
     def awaited(self) -> Iterator[Address]:
-        """All that will come."""
+        """Returns the addresses of all messages that will come."""
         for rank in self._others:
             if rank == self._lane.rank_of[-1]:
                 yield self._address(_TOTALS, rank, self._lane.rank)
@@ -71,8 +71,8 @@ class Agreement:
             yield self._address(_VERDICT, rank, self._lane.rank)
 
     def share_totals(self, totals: Tensor, losses: Sequence[float]) -> tuple[Tensor, list[float]]:
-        """[weight, sum of the loss], and the loss of each micro-batch, as the last stage found
-        them."""
+        """Returns [weight, sum of the loss], and the loss of each micro-batch, as the last stage
+        found them."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
             totals, *more = self._recv(_TOTALS, last).tensors
@@ -83,8 +83,8 @@ class Agreement:
         return totals, list(losses)
 
     def sum_tied(self) -> list[bool]:
-        """Leaves the gradient of each own parameter in the .grad of its first copy here; for each
-        whether backward reached it."""
+        """Leaves the gradient of each own parameter in the .grad of its first copy here; returns
+        for each whether backward reached it."""
         for rank, shared in self._tied_with.items():
             if shared:
                 self._send(_TIED, rank, self._gradients_of(shared))
@@ -101,7 +101,7 @@ class Agreement:
         return [total is not None for total in totals]
 
     def verdict(self, *, stop: bool) -> Verdict:
-        """What all ranks say together. Norms are of the .grad of the first copies."""
+        """Returns the verdict of all ranks together. Norms are of the .grad of the first copies."""
         grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
         found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
         own = total_norm(list(found.values()), self._numerics)
@@ -133,7 +133,7 @@ class Agreement:
         return Trained(each.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
-        """Own parameters of which that rank holds copies too."""
+        """Returns the own parameters of which that rank holds copies too."""
         return [each for each in self.own if rank in self._holders[each.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:

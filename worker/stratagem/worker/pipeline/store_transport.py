@@ -36,7 +36,7 @@ _CUT: Final = "cut"
 class StoreTransport:
     """A rank whose peers read and write the same store.
 
-    url: file:///a/directory or s3://bucket/folder; settings: what obstore takes beside it, such as
+    url: file:///a/directory or s3://bucket/folder; settings: what obstore takes with it, such as
     endpoint and credentials.
     """
 
@@ -78,14 +78,14 @@ class StoreTransport:
             self._result(put, "the end of a step", timeout_s)
 
     def cut(self) -> None:
-        """The others see an object called `cut`."""
+        """Cuts the transport, which the others notice by an object called `cut`."""
         if not self._is_cut.is_set():
             self._is_cut.set()
             self._pool.submit(obstore.put, self._store, f"{self._prefix}/{_CUT}", b"")
             self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the writes that are under way."""
         self._pool.shutdown(wait=True)
 
     def _submit(self, act: Callable[..., Any], *arguments: Any) -> None:
@@ -114,7 +114,8 @@ class StoreTransport:
         return self._get(f"{self._prefix}/{_CUT}") is not None
 
     def _check_puts(self, address: Address) -> None:
-        """A write that failed here would leave others, and so us, waiting."""
+        """Raises the error of a failed write, which would leave the others, and so this rank,
+        waiting."""
         for put in [put for put in self._puts if put.done()]:
             self._puts.remove(put)
             self._result(put, str(address), 0.0)
@@ -130,7 +131,7 @@ class StoreTransport:
 
 
 def open_store(url: str, settings: dict[str, Any]) -> Any:
-    """The store of a URL; a local directory is made if it is not there.
+    """Opens the store of a URL; a local directory is made if it is not there.
 
     settings: what obstore calls config (endpoint, region, keys), and client_options, retry_config.
     """
@@ -140,7 +141,7 @@ def open_store(url: str, settings: dict[str, Any]) -> Any:
         Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
     try:
         return from_url(url, **settings)
-    except BaseException as error:  # obstore panics, beside Exception, at an unknown setting
+    except BaseException as error:  # obstore panics, outside Exception, at an unknown setting
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise InvalidInputError.at("data_store", str(error)) from error
         raise

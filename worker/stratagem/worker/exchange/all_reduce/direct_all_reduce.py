@@ -1,4 +1,5 @@
-"""The direct exchange over a link: what `schedule` prepared, in the order of time.
+"""The direct exchange over a link: executes what `all_reduce_schedule` prepared, in the order of
+time.
 
 Receives are posted ahead, the next pieces are sent while one is being added, and nothing waits for
 the end of a piece before it must.

@@ -1,6 +1,6 @@
 """Public copies: the state of a gossiping node that its neighbours know (CHOCO-SGD).
 
-A node sends its coded move since the last round; it and all who receive it add what decoding gives
+A node sends its coded move since the last round; it and all that receive it add what decoding gives
 to their copy, so all copies of a node are the same bits. What a payload did not carry stays in the
 difference between node and copy and is part of the next move: the copies are the error feedback
 (https://arxiv.org/abs/1902.00340). Knows neither members nor network.

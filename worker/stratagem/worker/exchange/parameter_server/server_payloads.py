@@ -110,7 +110,7 @@ class CodedFreight:
         self._divisor: float | None = None
 
     def pays_off(self, step: StepPlan) -> bool:
-        """Return whether coded messages are fewer bytes than partial sums, over all members."""
+        """Returns whether coded messages are fewer bytes than partial sums, over all members."""
         num_sums = sum(len(nodes) for nodes in step.nodes)
         compressor = self._compressor
         return step.num_live * compressor.message_bytes < num_sums * compressor.raw_bytes
