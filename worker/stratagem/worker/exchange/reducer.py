@@ -79,7 +79,7 @@ class GradientReducer:
         self._launch()
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """The next backward is this shard's first; own live shards come in ascending order.
+        """Begins a shard: the next backward is its first; own live shards come in ascending order.
 
         Each further one is announced by `next_micro_batch`. Buckets are handed over during the
         last backward of the last shard, never before: one exchange for all of them.
@@ -92,7 +92,7 @@ class GradientReducer:
         self.buckets.begin(plan.sets[self._num_done], self._on_full(plan))
 
     def next_micro_batch(self) -> None:
-        """The next backward adds to the shard that was begun."""
+        """Lets the next backward add to the shard that was begun."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
@@ -114,12 +114,12 @@ class GradientReducer:
         return None
 
     def discard(self) -> None:
-        """The step is given up: nothing of what was added stays in any gradient."""
+        """Gives the step up: nothing of what was added stays in any gradient."""
         self._step = None
         self.buckets.discard()
 
     def end_shard(self, shard: int, extras: StepScalars) -> None:
-        """The shard's gradients are complete; extras (num_extras in all) go with them."""
+        """Completes the shard's gradients; extras (num_extras in all) go with them."""
         plan = self._current()
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
@@ -274,7 +274,8 @@ def server_exchange(
     deadline_s: float = 30.0,
     compressor: Compressor | None = None,
 ) -> tuple[GradientReducer, ServerTransport]:
-    """The transport is the other end, for the event loop that talks to the coordinator."""
+    """Returns the reducer and its transport, the other end for the event loop that talks to the
+    coordinator."""
     coded = None if compressor is None else CodedFreight(buckets, compressor, rank)
     side = SideStream(buckets.device)
     transport = ServerTransport(buckets.layout, rank, side, deadline_s=deadline_s, coded=coded)

@@ -66,7 +66,7 @@ class SingleMemberReducer:
         self._divisor, self._extras, self._is_divided = divisor, None, False
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
-        """The next backward is the first of the shard."""
+        """Begins the shard: the next backward is its first."""
         self._num_to_come = num_micro_batches - 1
         self._norms = [None] * len(self._params)
         for param in self._params:
@@ -74,7 +74,7 @@ class SingleMemberReducer:
         self._is_last = self._num_to_come == 0
 
     def next_micro_batch(self) -> None:
-        """The next backward adds to the shard that was begun."""
+        """Lets the next backward add to the shard that was begun."""
         if self._num_to_come < 1:
             raise RuntimeError("the shard has no further micro-batch")
         self._num_to_come -= 1
@@ -89,7 +89,7 @@ class SingleMemberReducer:
         return [param.grad is not None for param in self._params]
 
     def end_shard(self, shard: int, extras: StepScalars) -> None:
-        """The gradients are complete; extras go with them."""
+        """Completes the gradients; extras go with them."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         self._is_last, self._extras = False, extras
@@ -129,7 +129,7 @@ class SingleMemberReducer:
         return [param.grad for param in self._params if param.grad is not None]
 
     def discard(self) -> None:
-        """The step is given up: nothing of what was added stays in any gradient."""
+        """Gives the step up: nothing of what was added stays in any gradient."""
         self._is_last = False
         for param in self._params:
             param.grad = None

@@ -62,7 +62,7 @@ def backend(device: torch.device) -> Backend:
 
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
-    """+1 where hash32(seed, i) is even, else -1, for i from 0: float32 [numel].
+    """Returns +1 where hash32(seed, i) is even, else -1, for i from 0: float32 [numel].
 
     hash32(seed, i) = lowbias32(lowbias32(i) ^ seed), by Chris Wellons' integer hash
     (https://nullprogram.com/blog/2018/07/31/).
@@ -72,7 +72,8 @@ def signs(seed: int, numel: int, device: torch.device) -> Tensor:
 
 
 def sum_magnitudes(x: Tensor, *, threshold: float = -1.0) -> Tensor:
-    """(sum of those |x_i| that are above the threshold, their number): float32 [n] -> float64 [2].
+    """Returns (sum of those |x_i| that are above the threshold, their number): float32 [n] ->
+    float64 [2].
 
     A NaN counts as above it, so with a threshold below 0 the sum is finite exactly when all
     elements are. Added in float64 over the binary tree of neighbours, 0 with 1, 2 with 3, ...,
@@ -83,7 +84,8 @@ def sum_magnitudes(x: Tensor, *, threshold: float = -1.0) -> Tensor:
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of x_i · y_i in float64, over the same tree: float32 [n], [n] -> () float64."""
+    """Returns the sum of x_i · y_i in float64, over the same tree as `sum_magnitudes`: float32 [n],
+    [n] -> () float64."""
     _check_vector("x", x)
     _check_like("y", y, x)
     return backend(x.device).dot(x, y)
@@ -92,7 +94,8 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 def quantise_deterministic(
     x: Tensor, threshold: float, *, scale: float = 1.0, rest: Tensor | None = None
 ) -> Tensor:
-    """Signs of the elements of x above the threshold: float32 [n] -> uint8 [ceil(n / 4)].
+    """Returns the signs of the elements of x above the threshold: float32 [n] -> uint8 [ceil(n /
+    4)].
 
     q_i = sign(x_i) if |x_i| > threshold else 0, two bits each: 00 for 0, 01 for +1, 10 for -1;
     element i is in bits 2 (i mod 4) of byte i // 4, unused bits are zero. rest (float32 [n],
@@ -116,13 +119,14 @@ def quantise_stochastic(x: Tensor, scale: float, seed: int) -> Tensor:
 
 
 def unpack(codes: Tensor, numel: int, scale: float = 1.0) -> Tensor:
-    """q * scale: uint8 [ceil(numel / 4)] -> float32 [numel]. The unused code 11 counts as 0."""
+    """Returns q * scale: uint8 [ceil(numel / 4)] -> float32 [numel]. The unused code 11 counts as
+    0."""
     _check_codes(codes, numel)
     return backend(codes.device).unpack(codes, numel, _rounded(scale))
 
 
 def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
-    """target += q * scale in place: float32 [n], uint8 [ceil(n / 4)]."""
+    """Adds q * scale to target in place: float32 [n], uint8 [ceil(n / 4)]."""
     _check_vector("target", target)
     _check_codes(codes, target.numel())
     _check_device("codes", codes, target)
@@ -130,7 +134,7 @@ def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
 
 
 def sketch(x: Tensor, size: int, seed: int) -> Tensor:
-    """A signed hashed projection: float32 [n] -> float32 [size], size a power of two.
+    """Returns a signed hashed projection: float32 [n] -> float32 [size], size a power of two.
 
     Block b of x, of `size` elements (zeros beyond n), is permuted and given signs by hashes of
     (seed, b, place), and the blocks are added in order: a count sketch (Charikar et al., 2002)
@@ -142,7 +146,7 @@ def sketch(x: Tensor, size: int, seed: int) -> Tensor:
 
 
 def unsketch(sketch: Tensor, numel: int, seed: int, scale: float = 1.0) -> Tensor:
-    """The transpose of `sketch`, times scale: float32 [size] -> float32 [numel]."""
+    """Returns the transpose of `sketch`, times scale: float32 [size] -> float32 [numel]."""
     _check_vector("sketch", sketch)
     _check_size(sketch.numel())
     _check_numel(numel)
@@ -201,7 +205,7 @@ def _seed(seed: int) -> int:
 
 
 def _rounded(value: float) -> float:
-    """The value as float32, in which all of this is computed."""
+    """Returns the value as float32, in which all of this is computed."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

@@ -126,7 +126,7 @@ class GlooLink:
         self._group = None
 
     def done(self, size_bytes: int) -> None:
-        """A transfer was waited for."""
+        """Counts a transfer that was waited for."""
         with self._changed:
             self._num_open_bytes -= size_bytes
             if self._num_open_bytes == 0:

@@ -21,12 +21,12 @@ class SocketId:
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """Every internet socket of this process."""
+    """Returns every internet socket of this process."""
     return frozenset(found for found, _ in _sockets())
 
 
 def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
-    """Ports of the listeners that appeared since `before`."""
+    """Returns the ports of the listeners that appeared since `before`."""
     return tuple(
         sock.getsockname()[1]
         for found, sock in _sockets()
@@ -35,7 +35,8 @@ def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
 
 
 def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[SocketId, ...]:
-    """Connected sockets that appeared since `before` and have one of the ports at an end."""
+    """Returns the connected sockets that appeared since `before` and have one of the ports at an
+    end."""
     return tuple(
         found
         for found, sock in _sockets()
@@ -58,7 +59,7 @@ def shut_down(target: SocketId) -> None:
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
-    """Each internet socket with a duplicate to look at, which is closed at the next step."""
+    """Yields each internet socket with a duplicate to look at, which is closed at the next step."""
     for name in os.listdir("/proc/self/fd"):
         sock = _duplicate(int(name))
         if sock is None:
@@ -69,7 +70,7 @@ def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """A second handle on the socket behind fd; None when there is none (any more)."""
+    """Returns a second handle on the socket behind fd; None when there is none (any more)."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -90,7 +91,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _ends(sock: socket.socket) -> frozenset[int]:
-    """The ports at both ends; empty when it is not connected."""
+    """Returns the ports at both ends; empty when it is not connected."""
     try:
         return frozenset({sock.getsockname()[1], sock.getpeername()[1]})
     except OSError:

@@ -60,7 +60,7 @@ def form_grpc(hub: PeerHub, group: Group, rendezvous: Rendezvous, timeout_s: flo
 def connect_grpc(
     hub: PeerHub, endpoint: Endpoint, answers: Sequence[bytes], timeout_s: float
 ) -> GrpcLink:
-    """The link of an endpoint that was joined before the rendezvous; answers by rank."""
+    """Returns the link of an endpoint that was joined before the rendezvous; answers by rank."""
     try:
         if len(answers) != endpoint.group.size:
             raise ExchangeError(
@@ -75,7 +75,7 @@ def connect_grpc(
 
 
 def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
-    """Take no streams for a link that is not formed after all."""
+    """Takes no more streams for a link that is not formed after all."""
     hub.end(endpoint, "the link was not formed", cut=True)
     hub.leave(endpoint)
 
@@ -83,7 +83,7 @@ def leave_grpc(hub: PeerHub, endpoint: Endpoint) -> None:
 async def _connected(
     hub: PeerHub, endpoint: Endpoint, addresses: list[str], timeout_s: float
 ) -> GrpcLink:
-    """A link that has all its streams, or ExchangeError."""
+    """Returns a link that has all its streams. Raises ExchangeError."""
     link = GrpcLink(hub, endpoint, addresses)
     try:
         async with asyncio.timeout(timeout_s):
@@ -309,6 +309,6 @@ class _Outbound:
 
 
 def _manifest(tensor: Tensor | None) -> tensor_pb2.Manifest:
-    """One flat tensor; none at all in the header that only names the sender."""
+    """Returns the manifest of one flat tensor; of none in the header that only names the sender."""
     named = [] if tensor is None else [("data", dtype_of(tensor), (tensor.numel(),))]
     return to_proto(build_manifest(named, Purpose.MESH))

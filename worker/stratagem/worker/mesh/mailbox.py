@@ -119,8 +119,8 @@ class Mailbox:
         return receive
 
     def wait(self, receive: Receive, timeout_s: float) -> None:
-        """Blocks until the receive is done. Raises ExchangeError when it cannot be any more, or in
-        time."""
+        """Blocks until the receive is done. Raises ExchangeError when it cannot be done any more,
+        or is not in time."""
         source = receive.route.source
         with self.changed:
             self.changed.wait_for(

@@ -18,7 +18,7 @@ _SENT, _RECEIVED = over("nccl", SENT), over("nccl", RECEIVED)
 
 
 def serve_nccl(host: str, timeout_s: float) -> TCPStore:
-    """nccl asks its store whenever a pair first talks, so the first member serves one, from
+    """Serves the store that nccl asks whenever a pair first talks: the first member does, from
     before the rendezvous on and for the life of the group."""
     try:
         return TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s))

@@ -60,7 +60,7 @@ class Group:
         return (self.run_id, self.party, self.rank)
 
     def check_sender(self, source: int, caller: Caller) -> None:
-        """Refuse a worker that is not the member it says that it is."""
+        """Refuses a worker that is not the member it says that it is."""
         if not caller.is_one_of(self.worker_ids[source : source + 1]):
             where = f"{self.run_id}/{self.party}".rstrip("/")
             raise PermissionDeniedError(f"{caller.name} is not member {source} of {where}")
@@ -99,7 +99,7 @@ class PeerHub:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, group: Group) -> Endpoint:
-        """Take messages for this group from now on, and for no older one of the same member."""
+        """Takes messages for this group from now on, and for no older one of the same member."""
         with self._lock:
             newest = self._memberships.get(group.key, 0)
             if group.membership < newest:
@@ -116,13 +116,14 @@ class PeerHub:
         return endpoint
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Take no further streams for this endpoint."""
+        """Takes no further streams for this endpoint."""
         with self._lock:
             if self._endpoints.get(endpoint.group.key) is endpoint:
                 del self._endpoints[endpoint.group.key]
 
     def find(self, header: peer_pb2.PeerHeader) -> Endpoint:
-        """The endpoint that a header is for; refuses senders that are not of its membership."""
+        """Returns the endpoint that a header is for; refuses senders that are not of its
+        membership."""
         key = (header.run_id, header.party, header.destination)
         with self._lock:
             newest = self._memberships.get(key, 0)
@@ -138,7 +139,7 @@ class PeerHub:
         return endpoint
 
     def end(self, endpoint: Endpoint, reason: str, *, cut: bool) -> None:
-        """End the mailbox at once and the streams into it soon."""
+        """Ends the mailbox at once and the streams into it soon."""
         endpoint.box.end(reason)
 
         def end_streams() -> None:
@@ -148,19 +149,19 @@ class PeerHub:
         self.call(end_streams)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Run a function on the event loop; nothing happens when that is gone."""
+        """Runs a function on the event loop; nothing happens when that is gone."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that this hub owns; on the event loop."""
+        """Starts a task that this hub owns; on the event loop."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def stop(self) -> None:
-        """Cut everything and wait for the streams to end."""
+        """Cuts everything and waits for the streams to end."""
         with self._lock:
             endpoints = list(self._endpoints.values())
         for endpoint in endpoints:
@@ -224,12 +225,13 @@ class _Inbound:
         self._guard: asyncio.Timeout | None = None
 
     def interrupt(self) -> None:
-        """Let the wait for the next request end now."""
+        """Lets the wait for the next request end now."""
         if self._guard is not None and not self._guard.expired():
             self._guard.reschedule(asyncio.get_running_loop().time())
 
     async def take(self, header: peer_pb2.PeerHeader) -> int:
-        """Receive the message of a header into the mailbox; how many messages that were."""
+        """Receives the message of a header into the mailbox; returns how many messages that
+        were."""
         self._check(header)
         manifest = from_proto(header.manifest, _LIMITS)
         if not manifest.tensors:
@@ -248,7 +250,7 @@ class _Inbound:
         return 1
 
     async def next_header(self) -> peer_pb2.PeerHeader | None:
-        """The header of the next message; None when there is none."""
+        """Returns the header of the next message; None when there is none."""
         request = await self._next()
         if request is None:
             return None
@@ -264,7 +266,7 @@ class _Inbound:
             raise InvalidInputError.at("header.fence.membership", "changed inside a stream")
 
     async def _next(self) -> peer_pb2.SendRequest | None:
-        """The next request; None at the end, or when this member closed its link."""
+        """Returns the next request; None at the end, or when this member closed its link."""
         box = self._endpoint.box
         try:
             async with asyncio.timeout(0 if box.reason else None) as self._guard:

@@ -53,7 +53,8 @@ class SharedGroup:
             sock.setblocking(False)
 
     def share(self, sizes_bytes: Sequence[int], timeout_s: float) -> list[Tensor]:
-        """Every member's segment as bytes, by rank; all members call it once, before any token.
+        """Returns every member's segment as bytes, by rank; all members call it once, before any
+        token.
 
         sizes_bytes by rank, the same on all members. A segment lives until the last tensor over
         it is gone. Raises UnshareableError when a member could not allocate its own.

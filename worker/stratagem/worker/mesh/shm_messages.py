@@ -203,7 +203,7 @@ class _Way:
         self._flush()
 
     def move(self) -> None:
-        """All that can be done without waiting."""
+        """Does all that can be done without waiting."""
         self._pull()
         self._fill()
         self._flush()
@@ -224,7 +224,7 @@ class _Way:
     # ---- sending ----
 
     def _fill(self) -> None:
-        """Into slots with what has waited longest."""
+        """Puts what has waited longest into slots."""
         while self._waiting and not self.end:
             work = self._waiting[0]
             slot = self._slot_for(len(work.data))
@@ -238,8 +238,8 @@ class _Way:
             self._waiting.popleft()
 
     def _slot_for(self, size_bytes: int) -> _Slot | None:
-        """The smallest free one that is large enough, or a new one; None when there can be none
-        before the peer gives some back."""
+        """Returns the smallest free slot that is large enough, or a new one; None when there can be
+        none before the peer gives some back."""
         for only_look in (True, False):
             fitting = [s for s in self._slots if s.is_free and len(s.room) >= size_bytes]
             if fitting:
@@ -302,7 +302,7 @@ class _Way:
     # ---- receiving ----
 
     def _pull(self) -> None:
-        """Everything that was announced."""
+        """Takes in everything that was announced."""
         while not self.end:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -359,6 +359,7 @@ class _Way:
 
 
 def _capacity_for(size_bytes: int) -> int:
-    """A little more, in steps of an eighth to a quarter, so that one slot serves similar sizes."""
+    """Returns a little more than the size, in steps of an eighth to a quarter, so that one slot
+    serves similar sizes."""
     unit = max(_PAGE_BYTES, (1 << size_bytes.bit_length()) >> 3)
     return -(-max(size_bytes, 1) // unit) * unit

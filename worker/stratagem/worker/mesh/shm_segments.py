@@ -28,7 +28,7 @@ class UnshareableError(ExchangeError):
 
 
 def allocate(size_bytes: int) -> int:
-    """A segment with its pages: to run out of memory later would kill the process."""
+    """Allocates a segment with its pages: to run out of memory later would kill the process."""
     fd = os.memfd_create("stratagem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, max(1, size_bytes))
@@ -40,7 +40,7 @@ def allocate(size_bytes: int) -> int:
 
 
 def map_segment(fd: int, size_bytes: int, owner: int) -> Tensor:
-    """The segment as bytes. Its seals keep anybody from truncating it under our feet."""
+    """Maps the segment as bytes. Its seals keep others from truncating it while it is in use."""
     size_found = os.fstat(fd).st_size
     if size_found != max(1, size_bytes):
         raise ExchangeError(

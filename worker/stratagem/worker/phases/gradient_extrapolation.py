@@ -17,7 +17,8 @@ _LEAST_DETERMINANT = 1e-10
 
 
 def coefficients(spec: PredictorSpec, steps: Sequence[int], target: int) -> list[float]:
-    """One per gradient. steps: when they were computed, ascending; target: the step to predict.
+    """Returns one coefficient per gradient. steps: when they were computed, ascending; target: the
+    step to predict.
 
     One gradient alone is carried on as it is. Raises ValueError without gradients, for steps that
     do not ascend, and for a target that is not ahead.

@@ -16,7 +16,7 @@ from stratagem.worker.phases.phase_schedule import NUM_LOSSES, Counts, Quality, 
 
 
 def dump_state(state: State) -> str:
-    """Compact JSON; equal states, equal text."""
+    """Returns the state as compact JSON; equal states, equal text."""
     plain = asdict(state)
     for name in ("full_losses", "correct_losses"):
         plain[name] = list(getattr(state, name).losses)
@@ -24,7 +24,8 @@ def dump_state(state: State) -> str:
 
 
 def load_state(text: str) -> State:
-    """The state of a text that `dump_state` wrote. Raises InvalidInputError for any other."""
+    """Returns the state of a text that `dump_state` wrote. Raises InvalidInputError for any
+    other."""
     try:
         return _read(json.loads(text))
     except (ValueError, TypeError, KeyError) as error:

@@ -156,7 +156,7 @@ class PhaseTraining:
         self._state = phase_schedule.end(self._opened, self._spec)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """(live tensors by name, metadata): all that later steps depend on."""
+        """Returns (live tensors by name, metadata): all that later steps depend on."""
         named = enumerate(self._history.gradients)
         tensors = {f"{_GRADIENT}{index}": gradient for index, gradient in named}
         tensors[_REACHED] = torch.tensor(self._reached)
@@ -191,7 +191,7 @@ class PhaseTraining:
         return phase_schedule.begin(self._state, self._spec, self._numerics)
 
     def _own(self, source: Tensor) -> Tensor:
-        """A copy in storage that torch allocated, on the parameters' device."""
+        """Returns a copy in storage that torch allocated, on the parameters' device."""
         return torch.empty_like(source, device=self._params[0].device).copy_(source)
 
     def _correct(
@@ -207,7 +207,7 @@ class PhaseTraining:
             self._spread(exact + (exact - predicted) * weight, gradients)
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """(N,), zeros where there is no gradient."""
+        """Returns all gradients as one vector (N,), zeros where there is no gradient."""
         if len(gradients) != len(self._params):
             raise ValueError(f"{len(gradients)} gradients for {len(self._params)} parameters")
         parts = []

@@ -101,7 +101,7 @@ class ActivationStore:
         self._in_background(lambda: self._delete(f"{folder}/", is_older))
 
     def clear_run(self, run_id: str) -> None:
-        """Delete what is left of a run that this worker has used the store for."""
+        """Deletes what is left of a run that this worker has used the store for."""
         transports = self._opened.pop(run_id, [])
 
         def clear() -> None:

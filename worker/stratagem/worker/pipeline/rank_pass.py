@@ -115,7 +115,7 @@ class RankPass:
                             yield address
 
     def train(self, actions: Sequence[Action], work: PassCallbacks) -> None:
-        """Forward and backward of all micro-batches."""
+        """Does forward and backward of all micro-batches."""
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
             if action.kind is TaskKind.FORWARD:

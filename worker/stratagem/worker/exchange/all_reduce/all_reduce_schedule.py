@@ -211,7 +211,8 @@ def _stage(buffer: Tensor, like: Tensor) -> Tensor:
 def tree_additions(
     partials: dict[Node, Tensor], num_live: int, total: Tensor
 ) -> tuple[Addition, ...]:
-    """The tree sum of partials into total, overwriting partials on the way."""
+    """Returns the additions of the tree sum of partials into total, which overwrites partials on
+    the way."""
     found: list[Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:

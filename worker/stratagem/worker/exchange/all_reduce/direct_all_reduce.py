@@ -103,7 +103,7 @@ class _DirectRun:
                 self.rest += self._post((), piece.receive_sums)
 
     def _climb(self, piece: Piece, tree: Tree) -> None:
-        """Up and down the tree, message by message; its own sums are already among them."""
+        """Runs a tree up and down, message by message; its own sums are already among them."""
         for move in tree.up:
             if isinstance(move, Hop):
                 self._hop(move)

@@ -65,18 +65,19 @@ class GradientBuckets:
         return self.layout.buckets[-1].numel
 
     def tensors(self, index: int) -> list[Tensor]:
-        """The flat buckets of one set, extras last. Set 0 is where sums end up."""
+        """Returns the flat buckets of one set, extras last. Set 0 is where sums end up."""
         while len(self._sets) <= index:
             self._add_set(self._make_flats(self.all))
         return self._sets[index]
 
     def views(self, index: int) -> list[Tensor]:
-        """The gradients of one set, by parameter."""
+        """Returns the gradients of one set, by parameter."""
         self.tensors(index)
         return self._views[index]
 
     def scratch(self, which: range) -> tuple[list[Tensor], list[Tensor]]:
-        """(these flat buckets, gradients in them) of a set that belongs to the caller; zeros."""
+        """Returns (these flat buckets, gradients in them) of a set that belongs to the caller;
+        zeros."""
         flats = self._make_flats(which)
         return flats, self.views_of(flats, which)
 
@@ -124,7 +125,8 @@ class GradientBuckets:
             param.grad = None
 
     def go_on(self, on_full: Callable[[int], None] | None) -> None:
-        """A further backward adds to the set; on_full hears of buckets that this one completes."""
+        """Adds a further backward to the set; on_full is called with the buckets that this one
+        completes."""
         self._on_full, self._is_further = on_full, True
         if on_full is not None:
             self._came = [False] * len(self._params)
@@ -184,7 +186,7 @@ class GradientBuckets:
         self._views.append(self.views_of(flats, self.all))
 
     def views_of(self, flats: Sequence[Tensor], which: range) -> list[Tensor]:
-        """The gradients in these flat buckets, in order of parameter."""
+        """Returns the gradients in these flat buckets, in order of parameter."""
         return [
             flats[slot.bucket - which.start]
             .narrow(0, slot.offset, slot.shape.numel())

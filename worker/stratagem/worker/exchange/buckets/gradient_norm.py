@@ -40,7 +40,7 @@ def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
 
 
 def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
-    """The 2-norm (0-d) of gradients of which these are the parts; 0 for none."""
+    """Returns the 2-norm (0-d) of gradients of which these are the parts; 0 for none."""
     if not parts:
         return torch.zeros((), dtype=torch.float32 if numerics < 2 else torch.float64)
     device = parts[0].device

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepScalars:
-    """Float64 values that one shard adds to the step's sums. The first are in a list, where Python
-    needs them and making a tensor of them would take longer than all else done with them in a small
+    """Float64 values that are added up over shards. The first are in a list, where Python needs
+    them and making a tensor of them would take longer than all else done with them in a small
     model's step."""
 
     head: list[float]

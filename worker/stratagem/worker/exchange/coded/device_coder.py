@@ -25,9 +25,9 @@ FLOAT_BYTES: Final = 4
 
 class Form(Protocol):
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
-        """The payload (uint8, on the device) of vectors in order of the layout. leaves_rest: what
-        it did not carry takes the place of each tensor that is not sent as it is; else nothing
-        changes. Raises NonFiniteError, and has changed nothing then."""
+        """Returns the payload (uint8, on the device) of vectors in order of the layout.
+        leaves_rest: what it did not carry takes the place of each tensor that is not sent as it is;
+        else nothing changes. Raises NonFiniteError, and has changed nothing then."""
 
     def decode(
         self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
@@ -72,7 +72,8 @@ class DeviceCoder:
 
 
 def finite_totals(names: Sequence[str], tensors: Sequence[Tensor]) -> list[float]:
-    """The sum of the magnitudes of each; raises NonFiniteError. Waits for the device once."""
+    """Returns the sum of the magnitudes of each; raises NonFiniteError. Waits for the device
+    once."""
     totals = on_host([kernels.sum_magnitudes(tensor)[0] for tensor in tensors])
     for name, total in zip(names, totals, strict=True):
         if not np.isfinite(total):
@@ -81,7 +82,7 @@ def finite_totals(names: Sequence[str], tensors: Sequence[Tensor]) -> list[float
 
 
 def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
-    """Small tensors of one shape, as one array (n, ...)."""
+    """Returns small tensors of one shape as one array (n, ...)."""
     if not values:
         return np.empty(0)
     found: NDArray[Any] = to_host(torch.stack(list(values))).wait().numpy()
@@ -89,12 +90,12 @@ def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a vector, on a device of little endian."""
+    """Returns the memory of a vector, on a device of little endian."""
     return tensor.view(torch.uint8)
 
 
 def floats_of(payload: Tensor) -> Tensor:
-    """A copy of bytes, wherever they begin, as float32."""
+    """Returns a copy of bytes, which may begin at any address, as float32."""
     return payload.clone().view(torch.float32)
 
 
@@ -106,5 +107,5 @@ def put(target: Tensor, values: Tensor, *, adds: bool) -> None:
 
 
 def _flats(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Views of contiguous float32 gradients."""
+    """Returns flat views of contiguous float32 gradients."""
     return [gradient.detach().view(-1) for gradient in gradients]

@@ -118,7 +118,7 @@ class VsaForm:
         return kernels.signs(key_seed(self._names[place]), self._codec.dimension, device)
 
     def _coded(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """(the bundle's bytes, what they say)."""
+        """Returns (the bundle's bytes, the values that they decode to)."""
         totals = finite_totals([BUNDLE], [vector])
         match self._inner:
             case "int8":
@@ -147,7 +147,7 @@ class VsaForm:
 
 
 def _int8(vector: Tensor, scale: float) -> Tensor:
-    """The levels of `common.compression.int8`, rounded to the nearest, ties to even."""
+    """Returns the levels of `common.compression.int8`, rounded to the nearest, ties to even."""
     if scale == 0:
         return torch.zeros_like(vector, dtype=torch.int8)
     # Divided by a tensor: a number would be made its reciprocal, which rounds once more.

@@ -36,14 +36,14 @@ class Waiter:
                 raise ExchangeError(self._error)
 
     def fail(self, reason: str) -> None:
-        """Make the present wait and all later ones raise. From any thread, any number of times."""
+        """Makes the present wait and all later ones raise. From any thread, any number of times."""
         with self._changed:
             self._error = self._error or reason
             self._changed.notify_all()
         self._link.cut()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Lets the thread end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -45,7 +45,7 @@ class GradientPort:
     # ---- what the torch thread posts ----
 
     def open(self, membership: int, applied: int, transport: ServerTransport) -> None:
-        """An exchange stands; `applied` steps have been applied so far."""
+        """Sets the exchange of a membership; `applied` steps have been applied so far."""
         self._transport, self._membership, self._applied = transport, membership, applied
         self._wake()
 
@@ -54,7 +54,7 @@ class GradientPort:
         self._wake()
 
     def close(self) -> None:
-        """The session has left its exchange."""
+        """Removes the exchange, which the session has left."""
         self._transport = None
         self._wake()
 
@@ -63,7 +63,7 @@ class GradientPort:
     async def outgoing(
         self, membership: int, wait_s: float
     ) -> AsyncGenerator[pb.GetGradientsResponse, None]:
-        """The partial sums of the next step that is exchanged, bucket by bucket.
+        """Streams the partial sums of the next step that is exchanged, bucket by bucket.
 
         Raises UnavailableError when the session does not join the membership within wait_s.
         """
@@ -119,7 +119,7 @@ class GradientPort:
         return await self._until_applied(header.fence.membership, header.step)
 
     async def _at(self, membership: int, wait_s: float) -> ServerTransport:
-        """The transport of a membership, as soon as the session has joined it."""
+        """Returns the transport of a membership, as soon as the session has joined it."""
         try:
             async with asyncio.timeout(wait_s):
                 while self._transport is None or self._membership < membership:

@@ -54,10 +54,10 @@ class Freight(Protocol):
         """Starts a step; arguments as in `ReductionTransport.begin`."""
 
     def entries(self) -> tuple[StreamVector, ...]:
-        """The vectors that this member sends up, in order."""
+        """Returns the vectors that this member sends up, in order."""
 
     def part(self, bucket: int) -> list[Tensor]:
-        """The vectors that can be sent once this bucket and those before it are final."""
+        """Returns the vectors that can be sent once this bucket and those before it are final."""
 
     def unload(self) -> None:
         """Leaves the sums, divided, in set 0, once all of the inbox is staged."""
@@ -191,7 +191,7 @@ def _entry(bucket: int, node: Node | None, tensor: Tensor) -> StreamVector:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a flat tensor on the CPU."""
+    """Returns the memory of a flat tensor on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.numpy().data).cast("B")

@@ -120,8 +120,8 @@ class ServerTransport:
     # The event loop.
 
     async def step_after(self, applied: int) -> int:
-        """The first step under way beyond these; waits for one. Steps without exchange are passed
-        over, so its number need not be the next."""
+        """Returns the first step under way beyond these; waits for one. Steps without exchange are
+        passed over, so its number need not be the next."""
         while True:
             with self._changed:
                 if self._error:
@@ -212,7 +212,7 @@ class ServerTransport:
             await self._wait(waiter)
 
     def _waiter(self) -> asyncio.Future[None]:
-        """Done at the next change; _changed is held."""
+        """Returns a future that is done at the next change; _changed is held."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiters[waiter] = loop
