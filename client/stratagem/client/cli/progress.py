@@ -78,7 +78,7 @@ def live_line(console: Console, name: str) -> Iterator[ProgressLine]:
 
 
 def print_line(console: Console, text: str) -> None:
-    """One line as it is: neither wrapped nor coloured."""
+    """Print one line as it is: neither wrapped nor coloured."""
     console.print(Text(text), soft_wrap=True)
 
 
@@ -122,7 +122,8 @@ def _amounts(latest: Progress) -> Iterator[str]:
 
 
 def _is_of_whole_run(event: Event) -> bool:
-    """Not of one client, or of one member or silo, that happens to be the newest."""
+    """Return whether the event is of the whole run, and not of one client, member or silo that
+    happens to be the newest."""
     return event.kind != "UpdateReceived" and not event.payload.get("party")
 
 

@@ -36,7 +36,7 @@ MAX_CHANGES: Final = 8
 
 
 def to_json(value: DataclassInstance, **extra: Any) -> str:
-    """One line of standard JSON; a number that is not finite becomes a string."""
+    """Return a value as one line of standard JSON; a number that is not finite becomes a string."""
     return json.dumps({**extra, **_plain(dataclasses.asdict(value))}, allow_nan=False)
 
 
@@ -69,7 +69,7 @@ def amount_text(status: RunStatus) -> str:
 
 
 def print_status(console: Console, status: RunStatus) -> None:
-    """Everything about one run."""
+    """Print everything about one run."""
     rows = [
         ("run", f"{status.run_id} ({status.name})"),
         ("phase", _phase_text(status)),

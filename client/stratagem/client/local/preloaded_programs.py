@@ -135,7 +135,7 @@ class Fork:
 
 
 class _ForkServer:
-    """One of this process; a fork of this process makes its own."""
+    """The fork server of this process; a fork of this process makes its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

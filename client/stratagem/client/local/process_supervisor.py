@@ -287,7 +287,8 @@ class ProcessSupervisor:
             os.read(self._wake[0], 4096)
 
     def _stop_all(self) -> None:
-        """Those that need others go first, so that they can take their leave."""
+        """Stop all processes; those that need others go first, so that they can take their
+        leave."""
         with self._changed:
             children = self._children.values()
             for group in ([c for c in children if c.command.needs], list(children)):

@@ -77,7 +77,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connection; closing it again does nothing."""
         connection, self._open_connection = self._open_connection, None
         if connection is not None:
             await connection.close()
@@ -129,7 +129,7 @@ class AsyncClient:
         return run
 
     async def runs(self) -> tuple[RunStatus, ...]:
-        """All runs, newest first."""
+        """Return all runs, newest first."""
         connection = self._connection
         found: list[RunStatus] = []
         request = pb.ListRunsRequest()
@@ -148,7 +148,7 @@ class AsyncClient:
 
 
 class AsyncRun:
-    """One run of one coordinator. Holds no state of the run itself."""
+    """A handle on one run of one coordinator. Holds no state of the run itself."""
 
     def __init__(self, connection: Connection, run_id: RunId, note: str = "") -> None:
         self.run_id = run_id

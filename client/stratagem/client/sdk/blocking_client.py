@@ -180,7 +180,7 @@ class Client:
 
 
 class RunHandle:
-    """One run; every method asks the coordinator. Usable until its client is closed."""
+    """A handle on one run; every method asks the coordinator. Usable until its client is closed."""
 
     def __init__(self, run: AsyncRun, loop: LoopThread) -> None:
         self._run = run
@@ -257,7 +257,7 @@ class RunHandle:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A completed run."""
+    """The result of a completed run."""
 
     status: RunStatus
     run: RunHandle

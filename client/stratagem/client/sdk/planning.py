@@ -151,7 +151,7 @@ def resolve_parallelism(
 
 
 def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """Those that are alive, in order of name, as the process with torch takes them."""
+    """Return the workers that are alive, in order of name, as the process with torch takes them."""
     return [
         {
             "worker_id": worker.worker_id,

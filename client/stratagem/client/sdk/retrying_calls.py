@@ -58,7 +58,7 @@ log = logging.getLogger("stratagem.client")
 
 
 class Connection:
-    """One channel to one coordinator, and whether anybody has answered on it."""
+    """A channel to one coordinator, which notes whether a coordinator has answered on it."""
 
     def __init__(self, address: str, patience_s: float, proof: Proof = PLAINTEXT) -> None:
         """address: host:port, or several with commas, of which one leads.
@@ -93,7 +93,7 @@ class Connection:
     async def call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
-        """One unary call; every call of the service may be repeated."""
+        """Make one unary call; every call of the service may be repeated."""
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
@@ -113,7 +113,8 @@ class Connection:
                 return response
 
     async def greet(self) -> None:
-        """One cheap call: tells a wrong address from a coordinator that goes away later."""
+        """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
+        away later."""
         if not self._has_answered:
             await self.call(self.stub.ListWorkers, pb.ListWorkersRequest())
 
@@ -188,7 +189,8 @@ class Connection:
         return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
     async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
-        """One side is not what the other wants: waiting does not help."""
+        """Raise the error that says why one side rejects the other's identity: waiting does not
+        help."""
         problem = "" if name_of(error) else await identity_problem(error, asked, self._proof)
         if problem:
             raise UnauthenticatedError(problem) from None

@@ -118,7 +118,7 @@ def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, l
 
 
 def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Little endian, C order."""
+    """Return the array in little endian and C order."""
     try:
         dtype_named(array.dtype.name)
     except InvalidInputError as error:

@@ -75,7 +75,7 @@ class UserError:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run as it stands now."""
+    """The status of one run at the time of the call."""
 
     run_id: str
     name: str
@@ -160,7 +160,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a run's log; `worker_id` is empty for the coordinator's own lines."""
+    """A line of a run's log; `worker_id` is empty for the coordinator's own lines."""
 
     time_s: float
     worker_id: str
@@ -170,7 +170,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One registered worker."""
+    """A registered worker."""
 
     worker_id: str
     incarnation: str

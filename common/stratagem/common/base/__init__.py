@@ -1,1 +1,2 @@
-"""What every part of the system builds on: errors, identifiers, limits, durations, addresses."""
+"""Holds what every part of the system builds on: errors, identifiers, limits, durations,
+addresses."""

@@ -10,7 +10,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _seconds(value: object) -> object:
-    """Of "7d"; a number is left as it is."""
+    """Convert a span of time such as "7d" to seconds; a number is returned as it is."""
     if not isinstance(value, str):
         return value
     found = _SPAN.fullmatch(value.strip())

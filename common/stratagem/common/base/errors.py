@@ -33,7 +33,7 @@ MAX_VIOLATIONS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One wrong field: its dotted path ("" = the input as a whole) and what is wrong with it."""
+    """A wrong field: its dotted path ("" = the input as a whole) and what is wrong with it."""
 
     field: str
     message: str
@@ -57,7 +57,7 @@ class InvalidInputError(StratagemError, ValueError):
 
     @classmethod
     def at(cls, field: str, message: str) -> Self:
-        """The error of one field."""
+        """Return the error of one field."""
         return cls(violations=(Violation(field, message),))
 
 
@@ -107,7 +107,7 @@ class UnauthenticatedError(StratagemError):
 
 
 class PermissionDeniedError(StratagemError):
-    """It is known who the caller is, and that one may not do this."""
+    """The caller's identity is proved, and does not permit this."""
 
 
 class UnavailableError(StratagemError):

@@ -1,4 +1,4 @@
-"""What failures are called when they are told to people: nobody is told of an exception group.
+"""Describes exceptions in words for people, without the exception groups around them.
 
 A task group wraps what its tasks raise, and nested groups wrap that again; "unhandled errors in a
 TaskGroup (1 sub-exception)" says nothing to anybody. Whoever makes a reason, a log line or a status
@@ -27,7 +27,8 @@ def sole(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException) -> str:
-    """In words, each once: our own errors as their sentence, others with their type."""
+    """Describe an exception in words, each once: our own errors by their sentence, others with
+    their type."""
     return "; ".join(_once(_words(each) for each in leaves(error)))
 
 

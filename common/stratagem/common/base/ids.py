@@ -33,7 +33,7 @@ def child_party(parent: Party, name: str) -> Party:
 
 
 def is_within(party: Party, ancestor: Party) -> bool:
-    """Whether a party is the ancestor or lies below it."""
+    """Return whether a party is the ancestor itself or one of its descendants."""
     return not ancestor or party == ancestor or party.startswith(f"{ancestor}/")
 
 

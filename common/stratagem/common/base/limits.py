@@ -1,4 +1,4 @@
-"""Whether limits on the size of a job are checked: at submit, and not for what was accepted once.
+"""Switches the limits on the size of a job: checked at submit, lifted for jobs accepted earlier.
 
 A limit guards against who asks for too much. A journal holds jobs that were accepted under the
 limits of their time; a coordinator that has others now must be able to read them.
@@ -14,13 +14,13 @@ _are_checked: ContextVar[bool] = ContextVar("limits are checked", default=True)
 
 
 def are_checked() -> bool:
-    """Whether what is read now may be refused for its size."""
+    """Return whether input that is read now may be refused for its size."""
     return _are_checked.get()
 
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """What is read inside the block was accepted before. Await nothing in it."""
+    """Lift the limits inside the block, for input that was accepted before. Await nothing in it."""
     token = _are_checked.set(False)
     try:
         yield

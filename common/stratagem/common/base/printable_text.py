@@ -20,7 +20,7 @@ _MOVING_OR_NEWLINE: Final = re.compile(rf"{_MOVING.pattern}|[{_NEWLINES}]")
 
 
 def printable(text: str, *, is_line: bool = False) -> str:
-    """The same text, with `\\x1b` written out where an escape character was, and so on; newlines
+    """Return the text with `\\x1b` written out where an escape character was, and so on; newlines
     and tabs stay, unless it is to be one line. Colours are left out."""
     pattern = _MOVING_OR_NEWLINE if is_line else _MOVING
     if pattern.search(text) is None:
@@ -29,7 +29,7 @@ def printable(text: str, *, is_line: bool = False) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Whether it is one line, all of which may be shown."""
+    """Return whether the text is one line, all of which may be shown."""
     return _MOVING_OR_NEWLINE.search(text) is None
 
 

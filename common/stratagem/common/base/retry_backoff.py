@@ -1,4 +1,4 @@
-"""Pauses between attempts."""
+"""Computes and makes the pauses between attempts."""
 
 from __future__ import annotations
 

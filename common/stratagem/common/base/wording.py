@@ -30,5 +30,5 @@ def _value_text(value: Any) -> str:
 
 
 def plainly(error: Exception) -> str:
-    """What a library says, without its pointer to pages about how to program with it."""
+    """Return the message of a library's error without its link to further documentation."""
     return re.sub(r" *See https?://\S+ for more details\.", "", str(error))

@@ -1,4 +1,4 @@
-"""What a codec is: a pure function from tensors and explicit state to bytes, and back.
+"""Defines a codec: a pure function from tensors and explicit state to bytes, and back.
 
 A codec is made for a layout (names and shapes), from which the size of its payload follows, so a
 receiver allocates before the first byte. Tensors are flat float32 arrays in the order of the
@@ -29,7 +29,7 @@ State = Mapping[str, FloatArray]
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor by name and shape."""
+    """The name and shape of one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorLayout:
 
     @property
     def raw_bytes(self) -> int:
-        """As float32."""
+        """Return the size of the tensor as float32, in bytes."""
         return 4 * self.numel
 
 
@@ -48,18 +48,18 @@ Layout = Sequence[TensorLayout]
 
 
 class Codec(Protocol):
-    """For one layout. Every method may be called from any thread."""
+    """Codes the tensors of one layout. Every method may be called from any thread."""
 
     @property
     def payload_bytes(self) -> int:
-        """Of every payload, all metadata included."""
+        """Return the size of every payload, all metadata included."""
 
     @property
     def bypassed(self) -> tuple[str, ...]:
         """Tensors that are sent as they are, because coding them would save nothing."""
 
     def initial_state(self) -> State:
-        """Before the first payload; empty for a codec that keeps nothing."""
+        """Return the state before the first payload; empty for a codec that keeps nothing."""
 
     def encode(
         self, tensors: Sequence[FloatArray], state: State, key: int
@@ -71,7 +71,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
-        """What the receiver makes of a payload that was encoded with the key."""
+        """Return the tensors that the receiver decodes from a payload encoded with the key."""
 
     def part(self, places: range) -> Codec | None:
         """The codec of these neighbours in the layout alone, with the same bits: the payloads of
@@ -80,7 +80,7 @@ class Codec(Protocol):
 
 
 class TensorCodec(Protocol):
-    """For one tensor of known size."""
+    """Codes one tensor of known size, without state."""
 
     @property
     def payload_bytes(self) -> int: ...
@@ -179,7 +179,7 @@ def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
-    """One array of all bytes."""
+    """Return all bytes as one array."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 

@@ -20,14 +20,15 @@ from stratagem.common.numerics.counter_random import derive
 
 
 def are_forwarded(num_live: int, message_bytes: int, raw_bytes: int) -> bool:
-    """Whether the messages of all live shards go to everybody; else the sum of what they say
-    does. Fewer bytes decide; the bits are the same."""
+    """Return whether the messages of all live shards are forwarded to every worker, rather than the
+    sum of what they say. Fewer bytes decide; the bits are the same."""
     return num_live * message_bytes < raw_bytes
 
 
 def unit(weight: float, numerics: int) -> float:
-    """What the gradient of a shard of this weight, a sum over its rows, is divided by before it is
-    coded, and multiplied with afterwards. By the rules of `numerics` 1 the sum is coded."""
+    """Return the number by which the gradient of a shard of this weight, a sum over its rows, is
+    divided before it is coded, and multiplied afterwards. By the rules of `numerics` 1 the sum is
+    coded."""
     return weight if numerics >= 2 and 0 < weight < math.inf else 1.0
 
 

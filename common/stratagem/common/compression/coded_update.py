@@ -30,7 +30,8 @@ def update_codec(
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:
-    """Another one for each update; the same when a round is trained again."""
+    """Return the key of an update: another one for each update, the same when a round is trained
+    again."""
     assert job.compression is not None
     seed = job.seed if job.compression.seed is None else job.compression.seed
     return derive(seed, round_num, client)

@@ -39,7 +39,8 @@ _MIN_RATIO: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One tensor: its state's name, and rows, columns and rank; rank 0 when sent as it is."""
+    """The layout of one tensor: its state's name, and rows, columns and rank; rank 0 when sent as
+    it is."""
 
     name: str
     num_rows: int

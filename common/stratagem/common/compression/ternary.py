@@ -72,7 +72,7 @@ def quantise_stochastic(x: FloatArray, seed: int) -> tuple[Trits, np.float32]:
 
 
 def mean(total: float, num: int) -> np.float32:
-    """Rounded once; 0 of nothing."""
+    """Return the mean, rounded once; 0 of nothing."""
     return np.float32(total / max(1, num))
 
 
@@ -95,7 +95,7 @@ def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArr
 
 
 def _check(packed: ByteArray, numel: int) -> None:
-    """What follows the last element in its byte is of no account."""
+    """Raise ValueError for the code 11; bits after the last element in its byte are ignored."""
     whole, rest = divmod(numel, 4)
     last = packed[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)
     if _HOLDS_11[packed[:whole]].any() or _HOLDS_11[last].any():

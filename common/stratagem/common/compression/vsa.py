@@ -113,12 +113,13 @@ def key_of(name: str, dimension: int) -> FloatArray:
 
 
 def key_seed(name: str) -> int:
-    """Of the hash whose lowest bits are the key."""
+    """Return the seed of the hash whose lowest bits are the key."""
     return name_seed(name) ^ _KEY_SALT
 
 
 def bind(vector: FloatArray, key: FloatArray) -> FloatArray:
-    """Also the way back: a key of ±1 undoes itself. Raises ValueError for other lengths."""
+    """Bind a vector to a key. Also the way back: a key of ±1 undoes itself. Raises ValueError for
+    other lengths."""
     if vector.shape != key.shape:
         raise ValueError(f"a vector of shape {vector.shape} and a key of {key.shape}")
     return vector * key
@@ -261,7 +262,8 @@ class Vsa:
         ]
 
     def sketch(self, place: int, key: int) -> Sketch:
-        """Of one tensor, by its place in the layout, in the payload that has this key."""
+        """Return the sketch of one tensor, by its place in the layout, in the payload that has this
+        key."""
         spec = self._layout[place]
         return Sketch(derive(key, name_seed(spec.name)), spec.numel, self.dimension)
 
@@ -278,7 +280,7 @@ def best_scale(x: FloatArray, y: FloatArray) -> np.float32:
 
 
 def scale_of(product: float, square: float) -> np.float32:
-    """From the sums of x·y and of y²."""
+    """Return the scale from the sums of x·y and of y²."""
     return np.float32(product / square if square else 0.0)
 
 

@@ -1,1 +1,1 @@
-"""What a process finds around itself and what is wrong with that; for `stratagem doctor`."""
+"""Examines a process's surroundings and reports what is wrong with them, for `stratagem doctor`."""

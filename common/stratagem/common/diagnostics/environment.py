@@ -1,4 +1,5 @@
-"""What a process finds around itself: versions, limits, disk, certificates; for `stratagem doctor`.
+"""Measures the environment of a process for `stratagem doctor`: versions, limits, disk,
+certificates.
 
 Measured when somebody asks, and nowhere else: writing to the disk takes a while, so not on an event
 loop. Says what is, and judges nothing.
@@ -33,7 +34,8 @@ SYNC_BYTES: Final = 4096
 def environment_of(
     data_dir: Path | None, packages: Iterable[str] = (), tls: TlsFiles | None = None
 ) -> types_pb2.Environment:
-    """Of this process; data_dir is where it keeps what must last, if anything."""
+    """Measure the environment of this process; data_dir is where it keeps what must last, if
+    anything."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = types_pb2.Environment(
         packages={"python": platform.python_version(), **versions((*PACKAGES, *packages))},
@@ -51,7 +53,7 @@ def environment_of(
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for name in packages:
         try:

@@ -1,4 +1,5 @@
-"""What is found about one process, and what to do where that is not well; for `stratagem doctor`.
+"""States what is found about one process, with advice where that is not well, for `stratagem
+doctor`.
 
 Owns the thresholds and the words of what can be said about any process of ours, from what it finds
 around itself (`environment.py`). Pure; measures nothing.
@@ -41,7 +42,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found about one process, and what to do where that is not well."""
+    """The result of one check of one process, with advice where that is not well."""
 
     check: str
     about: str
@@ -51,7 +52,7 @@ class Finding:
 
 
 def certificate(about: str, environment: types_pb2.Environment, now_s: float) -> Iterator[Finding]:
-    """Whether it can be used, and until when."""
+    """Yield whether the certificate can be used, and until when."""
     if environment.certificate_problem:
         advice = "name files that can be read and fit together; `stratagem certs` makes them"
         yield Finding("certificate", about, Level.FAIL, environment.certificate_problem, advice)
@@ -122,7 +123,7 @@ def disk(about: str, environment: types_pb2.Environment) -> Iterator[Finding]:
 def torch(
     name: str, environment: types_pb2.Environment, capability: types_pb2.Capability
 ) -> Iterator[Finding]:
-    """What a worker trains with, and exchanges with."""
+    """Yield the device, threads and backends with which a worker trains and exchanges."""
     is_cuda = capability.device.startswith("cuda")
     backends = ", ".join(environment.backends) or "none"
     devices = ", ".join(environment.cuda_devices) or "none"
@@ -158,7 +159,7 @@ def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:
 
 
 def connection(address: str, round_trip_s: float, term: int) -> Finding:
-    """A coordinator has answered."""
+    """Return the finding that a coordinator has answered."""
     found = f"answers in {1e3 * round_trip_s:.1f} ms, term {term}, protocol {PROTOCOL_VERSION}"
     if round_trip_s <= SLOW_ROUND_TRIP_S:
         return Finding("connection", address, Level.OK, found)
@@ -167,7 +168,8 @@ def connection(address: str, round_trip_s: float, term: int) -> Finding:
 
 
 def versions(processes: Mapping[str, types_pb2.Environment]) -> Iterator[Finding]:
-    """What must, and what should, be the same in all processes."""
+    """Yield whether the versions that must agree, and those that should, are the same in all
+    processes."""
     yield from agreement(processes, _MUST_AGREE, Level.FAIL, "run one version everywhere")
     yield from agreement(
         processes, _SHOULD_AGREE, Level.WARN, "any will do; one version is easier to look after"
@@ -180,7 +182,7 @@ def agreement(
     level: Level,
     advice: str,
 ) -> Iterator[Finding]:
-    """Whether all that have these packages have one version of each."""
+    """Yield whether all processes that have these packages have one version of each."""
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, environment in processes.items():
@@ -195,7 +197,7 @@ def agreement(
 
 
 def advice_on(error: StratagemError) -> str:
-    """What to do when the coordinator cannot be asked."""
+    """Return advice for when the coordinator cannot be asked."""
     said = str(error)
     match error:
         case UnauthenticatedError():

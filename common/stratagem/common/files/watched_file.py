@@ -20,13 +20,14 @@ Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
-    """Another one when a file has been written or replaced. Raises OSError."""
+    """Return a stamp that changes when the file has been written or replaced. Raises OSError."""
     found = [os.stat(each) for each in paths]
     return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
 
 
 class WatchedFile(Generic[T]):
-    """What a file says; one that cannot be used leaves what was said before."""
+    """Content of a file that is read again when it changes; an unusable file leaves the earlier
+    content."""
 
     def __init__(self, path: Path, read: Callable[[Path], T], *, what: str) -> None:
         """read raises InvalidInputError, which ends this at the start and is logged later on."""
@@ -35,7 +36,7 @@ class WatchedFile(Generic[T]):
         self._content = read(path)
 
     def content(self) -> T:
-        """Of the file as it is now."""
+        """Return the content of the file as it is now."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp

@@ -33,5 +33,5 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
 
 
 def is_healthy(answer: str) -> bool:
-    """Whether what `health_of` said is good news."""
+    """Return whether an answer of `health_of` means that the process is healthy."""
     return answer == "SERVING"

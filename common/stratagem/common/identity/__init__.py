@@ -1,1 +1,1 @@
-"""Who is who: certificates, tokens, revocation, authentication, authorization."""
+"""Establishes identities: certificates, tokens, revocation, authentication, authorization."""

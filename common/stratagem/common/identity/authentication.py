@@ -36,7 +36,7 @@ _NUMBERED: Final = "#"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call, as far as it has been proved."""
+    """The identity of a caller, as far as it has been proved."""
 
     name: str
     """"client alice", "worker w0", "token ci"; empty: nobody has to say who they are."""
@@ -46,18 +46,19 @@ class Caller:
 
     @property
     def owner(self) -> str:
-        """To whom belongs what the caller makes: a new token inherits nothing of one of its name
-        that was revoked. The renewed certificate of a holder is that holder's."""
+        """Return the owner of what the caller makes: a new token inherits nothing of a revoked one
+        of its name. The renewed certificate of a holder is that holder's."""
         return f"{self.name}{_NUMBERED}{self.token_id}" if self.token_id else self.name
 
     @property
     def is_admin(self) -> bool:
-        """Whether what belongs to others is the caller's, too; without TLS it is everybody's."""
+        """Return whether the caller may act on what belongs to others; without TLS every caller
+        may."""
         return not self.is_known or Scope.ADMIN in self.scopes
 
     @property
     def may(self) -> frozenset[Who]:
-        """What calls may ask for, one of which is enough."""
+        """Return the caller's scopes and role; a call asks for one of several of these."""
         return self.scopes if self.cert_id is None else self.scopes | {self.cert_id.role}
 
     @property
@@ -69,7 +70,8 @@ class Caller:
         return self.cert_id is not None and self.cert_id.role is Role.WORKER
 
     def is_one_of(self, worker_ids: Iterable[str]) -> bool:
-        """Whether the caller's certificate is of one of these workers; so it is without TLS."""
+        """Return whether the caller's certificate is that of one of these workers; true without
+        TLS."""
         return self.cert_id is None or any(map(self.cert_id.covers, worker_ids))
 
     def must_be_worker(self, worker_id: str) -> None:
@@ -98,13 +100,13 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 
 
 def current_caller() -> Caller:
-    """Who makes the call that is being served."""
+    """Return the caller of the call that is being served."""
     return _caller.get()
 
 
 @dataclass(frozen=True, slots=True)
 class Authorizer:
-    """How a server tells who calls; made once per server."""
+    """Authenticates and authorizes the callers of a server; made once per server."""
 
     trust_domain: str = ""
     """Of the certificates that count; empty: the server has no TLS."""

@@ -112,7 +112,7 @@ def subject(common_name: str) -> x509.Name:
 
 
 def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
-    """Of a certificate that is valid from now until then."""
+    """Return a builder of a certificate that is valid from now until `ends`."""
     return (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -123,7 +123,8 @@ def builder(name: x509.Name, ends: datetime) -> x509.CertificateBuilder:
 
 
 def issued_by(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    """By its key: an authority and the one that takes its place have the same name."""
+    """Return an authority's identifier by its key: an authority and its successor have the same
+    name."""
     key_id = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
 
@@ -143,7 +144,7 @@ def write(path: Path, content: bytes, mode: int, *, replace: bool = False) -> No
 def certificate_of(
     key: ec.EllipticCurvePrivateKey, name: x509.Name, valid: timedelta
 ) -> x509.Certificate:
-    """That of an authority with this key."""
+    """Sign the certificate of an authority with this key."""
     public = key.public_key()
     return (
         builder(name, datetime.now(UTC) + valid)

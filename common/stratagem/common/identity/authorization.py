@@ -1,4 +1,5 @@
-"""Who may make which call, and what about: one table for all calls. What is not in it is refused.
+"""Defines, in one table for all calls, who may make which call and what about. A call that is not
+in it is refused.
 
 Owns the table. Who a caller is, and the refusals, are in `authentication.py`. What belongs to whom
 is known to the services: `ownership_check.py` has them look.
@@ -16,7 +17,7 @@ from stratagem.common.identity.tls_files import Role
 
 
 class Anyone(StrEnum):
-    """Needs no proof."""
+    """A caller who needs no proof."""
 
     ANYONE = "anyone"
 
@@ -25,7 +26,8 @@ Who = Role | Scope | Anyone
 
 
 class Names(StrEnum):
-    """What a request names, and to whom that must belong; the value is for people."""
+    """The kind of thing that a request names, and to whom that must belong; the value is for
+    people."""
 
     NOTHING = "nothing of anybody's"
     SHARED_RUN = "a run: whoever may read sees all runs and may have their states"
@@ -46,7 +48,7 @@ UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DAT
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """Who may make a call, any of these, and what about."""
+    """The roles or scopes, any of which may make a call, and what the call may be about."""
 
     who: tuple[Who, ...]
     names: Names
@@ -102,7 +104,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
 
 
 def is_open(method: str) -> bool:
-    """Whether a call asks nobody who they are."""
+    """Return whether a call may be made without authentication."""
     rule = TABLE.get(method)
     return rule is not None and Anyone.ANYONE in rule.who
 

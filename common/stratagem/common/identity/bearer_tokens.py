@@ -34,7 +34,7 @@ _ID_BYTES: Final = 8
 
 
 class Scope(StrEnum):
-    """What a person may do; each includes the ones before it."""
+    """The rights of a person; each scope includes the ones before it."""
 
     READ = "read"
     """See runs, logs, workers; download states."""
@@ -56,7 +56,7 @@ def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
 
 @dataclass(frozen=True, slots=True)
 class KnownToken:
-    """What is kept of a token."""
+    """The record that is kept of a token, without the token itself."""
 
     name: str
     sha256: str
@@ -99,7 +99,7 @@ def remove_token(path: Path, name: str) -> None:
 
 
 def read_tokens(path: Path) -> tuple[KnownToken, ...]:
-    """What a tokens file holds; InvalidInputError says what is wrong with it."""
+    """Read the tokens of a tokens file; InvalidInputError says what is wrong with it."""
     try:
         document = json.loads(path.read_text())
         return tuple(map(_known, document["tokens"]))
@@ -146,7 +146,8 @@ class TokenFile:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries. InvalidInputError when the file cannot be used."""
+        """Return the metadata that a call carries. InvalidInputError when the file cannot be
+        used."""
         try:
             stamp = stamp_of(self._path)
             if stamp != self._seen:

@@ -1,4 +1,4 @@
-"""Until when a certificate counts: its own end, and that of every authority that stands for it.
+"""Finds until when a certificate counts: its own end, and that of every authority above it.
 
 An authority that has ended takes all with it that it has signed, whatever stands in that. Owns how
 the certificates above one are found, and the sentence that names the one that has ended. Reads no
@@ -22,7 +22,7 @@ AUTHORITY: Final = "authority"
 
 @dataclass(frozen=True, slots=True)
 class ChainCertificate:
-    """One certificate of a chain."""
+    """A certificate of a chain, and the file that it was read from."""
 
     file: str
     """Where it stands."""
@@ -75,12 +75,12 @@ def ended(chain: Chain) -> ChainCertificate | None:
 
 
 def first_to_end(chain: Chain) -> ChainCertificate | None:
-    """That with which the chain ends; the highest of several."""
+    """Return the certificate whose end ends the chain; the highest of several."""
     return min(reversed(chain), key=lambda link: link.ends, default=None)
 
 
 def said(link: ChainCertificate, signed: str) -> str:
-    """That it has ended, and the remedy; `signed` names what it stands for."""
+    """Say that a certificate has expired, and the remedy; `signed` names what it has signed."""
     when = f"has expired at {link.ends:%Y-%m-%d %H:%M} UTC"
     if not link.is_authority:
         return f"{link} {when}; renew it"

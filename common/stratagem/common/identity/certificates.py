@@ -78,7 +78,7 @@ class Authority:
         return self.files(file)
 
     def end_of(self, valid: timedelta | None) -> datetime:
-        """When a certificate would end that is signed now: never after its authority."""
+        """Return the end of a certificate that is signed now: never after that of its authority."""
         authority, _ = authorities.signer(self.folder)
         now, last = datetime.now(UTC), authority.not_valid_after_utc
         path = self.folder / CA_FILE
@@ -100,7 +100,8 @@ class Authority:
         return now + valid
 
     def files(self, name: str) -> TlsFiles:
-        """Where a certificate of this authority lies: `coordinator`, `worker-w0`, `pool-a`."""
+        """Return the files of a certificate of this authority: `coordinator`, `worker-w0`,
+        `pool-a`."""
         folder = self.folder
         return TlsFiles(folder / CA_FILE, folder / f"{name}.crt", folder / f"{name}.key")
 
@@ -246,7 +247,7 @@ def _own_hosts(shown: Shown) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a certificate says."""
+    """The contents of a certificate, for people."""
 
     file: str
     role: str
@@ -265,7 +266,7 @@ class Shown:
 
 
 def show(path: Path) -> list[Shown]:
-    """What stands in a file, one or several; InvalidInputError when it holds no certificate."""
+    """Return the contents of the certificates in a file; InvalidInputError when it holds none."""
     try:
         certificates = x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as error:

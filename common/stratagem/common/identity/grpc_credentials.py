@@ -70,7 +70,7 @@ class FreshFiles:
 
 
 def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.ServerCredentials:
-    """Of a listener; each handshake sees the newest files.
+    """Return the credentials of a listener; each handshake sees the newest files.
 
     asks_for_certificate: callers must have a certificate of the same CA. Otherwise they are not
     asked for one, and what they may do depends on their token.
@@ -92,7 +92,8 @@ def server_credentials(files: TlsFiles, *, asks_for_certificate: bool) -> grpc.S
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Of a connection; gRPC reads them once, so a channel is made anew when files change."""
+    """Return the credentials of a connection; gRPC reads them once, so a new channel is made when
+    files change."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
 

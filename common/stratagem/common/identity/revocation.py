@@ -27,7 +27,7 @@ _HOLDER: Final = re.compile(rf"({'|'.join(Role)}) (\*\.)?[A-Za-z0-9._-]{{1,64}}"
 
 
 def fingerprint(pem: bytes) -> str:
-    """What names one certificate: the SHA-256 of its DER form."""
+    """Return the fingerprint of a certificate: the SHA-256 of its DER form."""
     der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
     return f"sha256:{hashlib.sha256(der).hexdigest()}"
 
@@ -68,7 +68,7 @@ def add_revoked(path: Path, entries: Iterable[str]) -> None:
 
 
 class RevokedFile:
-    """The list of a process."""
+    """The revocation list of a process, read from a file."""
 
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now."""

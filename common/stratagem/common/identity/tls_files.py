@@ -40,7 +40,7 @@ File = str | PathLike[str]
 
 
 class Role(StrEnum):
-    """What a certificate's holder is."""
+    """The role of a certificate's holder."""
 
     COORDINATOR = "coordinator"
     WORKER = "worker"
@@ -49,7 +49,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CertId:
-    """Who a certificate says its holder is."""
+    """The identity of its holder that a certificate states."""
 
     trust_domain: str
     role: Role
@@ -70,7 +70,7 @@ class CertId:
         return f"spiffe://{self.trust_domain}/role/{role}/{name}"
 
     def covers(self, name: str) -> bool:
-        """Whether the holder may go by this name."""
+        """Return whether the holder may go by this name."""
         label, _, rest = name.partition(".")
         return name == self.name or bool(self.pool and label and rest == self.pool)
 
@@ -119,13 +119,14 @@ class Material:
 
     @property
     def expires(self) -> datetime | None:
-        """With the first of its chain; None without a certificate."""
+        """Return the earliest end in the certificate's chain; None without a certificate."""
         first = first_to_end(self.chain)
         return None if first is None else first.ends
 
     @property
     def problem(self) -> str:
-        """Which certificate of the chain has expired, as a sentence; empty while all count."""
+        """Return a sentence that names the expired certificate of the chain; empty while all
+        count."""
         link = ended(self.chain)
         return "" if link is None else said(link, str(self.chain[0]))
 
@@ -168,7 +169,7 @@ class TlsFiles:
         return Material(ca, cert, key, cert_id, chain)
 
     def identity(self) -> CertId:
-        """Who this process is. InvalidInputError where it has no certificate."""
+        """Return the identity of this process. InvalidInputError where it has no certificate."""
         cert_id = self.read().cert_id
         if cert_id is None:
             raise InvalidInputError.at("tls_cert", "is needed: this process must prove who it is")

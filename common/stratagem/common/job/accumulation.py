@@ -42,12 +42,12 @@ class AccumulationSpec(Section):
 
     @property
     def must_divide(self) -> bool:
-        """Whether the sum over the window is divided by its weight."""
+        """Return whether the sum over the window is divided by its weight."""
         return self.normalize == "mean"
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step that is not finite is left out, rather than ending the run."""
+        """Return whether a step that is not finite is left out, rather than ending the run."""
         return self.non_finite == "skip_step"
 
     def cut(self, num_rows: int) -> tuple[range, ...]:
@@ -61,7 +61,7 @@ class AccumulationSpec(Section):
 
 
 def check_accumulation(job: JobSpec) -> Iterator[Violation]:
-    """What the section and the rest of the job say against each other."""
+    """Yield the contradictions between the section and the rest of the job."""
     spec = job.window
     for name in ("micro_batch_size", "steps"):
         value = getattr(spec, name)

@@ -105,7 +105,7 @@ class CompressionSpec(Section):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the codec of a shard depends on what it has coded before."""
+        """Return whether the codec of a shard depends on what it has coded before."""
         return self.has_feedback or self.codec == "low_rank"
 
 

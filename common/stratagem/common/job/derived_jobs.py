@@ -1,4 +1,4 @@
-"""What follows from a job: others with some fields set, the code that it names."""
+"""Derives values from a job: other jobs with some fields set, the code that it names."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _OF_TRAINING: Final = {
 
 
 def check_evaluating(job: JobSpec) -> list[Violation]:
-    """What a job without gradients says that belongs to training, and what it lacks."""
+    """Return what a job without gradients says that belongs to training, and what it lacks."""
     found = [
         Violation(name, f"{_WHY}: {reason}; leave it out")
         for name, reason in _OF_TRAINING.items()

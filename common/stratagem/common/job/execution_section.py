@@ -1,4 +1,4 @@
-"""How a job is computed: mode, gradients, precision, memory, parallelism, as one value.
+"""Defines how a job is computed as one value: mode, gradients, precision, memory, parallelism.
 
 Says what is wanted; whether this installation can do it is decided where it is done. A preset is
 only a short way to write the fields: it dissolves into them when the section is read, so that two
@@ -80,7 +80,7 @@ def number_of(variant: Variant) -> int:
 
 
 def variant_to_plain(variant: Variant) -> dict[str, JSON]:
-    """As it stands in the job: {"Checkpointed": 5}."""
+    """Return a variant as it is written in the job: {"Checkpointed": 5}."""
     return {type(variant).__name__: number_of(variant)}
 
 
@@ -173,7 +173,8 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
 
 
 class ExecutionSpec(Section):
-    """How each worker computes. What is not set is the plain way: eager, float32, all gradients.
+    """Settings of how each worker computes. What is not set is the plain way: eager, float32, all
+    gradients.
 
     precision: Full is float64, Single float32, Mixed float32 with 16-bit products, Half 16-bit.
     amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
@@ -241,7 +242,7 @@ class ExecutionSpec(Section):
                 return number_of(variant)
 
     def summary(self) -> str:
-        """A heading and seven lines."""
+        """Return the section as a heading and seven lines."""
         lines = {
             "Mode": self.mode,
             "Gradient": _text(self.gradient),

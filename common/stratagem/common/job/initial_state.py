@@ -1,4 +1,4 @@
-"""Where the weights of a run come from, unless they are drawn from the seed.
+"""Names the stored state from which a run's weights come, unless they are drawn from the seed.
 
 A run begins from a stored state, which a digest names. What a person would rather name, an earlier
 run or a file, is turned into that digest by the client before the job is submitted: what a run

@@ -1,4 +1,4 @@
-"""How often something happens: "1 epoch", "100 steps", "2 rounds", "1 generation".
+"""Parses intervals at which something happens: "1 epoch", "100 steps", "2 rounds", "1 generation".
 
 Owns the spelling. Which unit has a meaning under which strategy is for the job to check.
 """

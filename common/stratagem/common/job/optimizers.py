@@ -1,4 +1,4 @@
-"""Which optimizers there are, and which keyword arguments each takes, for places without torch.
+"""Lists the optimizers and the keyword arguments that each takes, for places without torch.
 
 The table is that of the torch that workers are installed with; a test compares the two. It leaves
 out those that need a closure (LBFGS) or gradients of another kind (SparseAdam). A job is checked by
@@ -39,7 +39,7 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
-    """What nobody could make an optimizer of: a name, or a keyword, that torch does not know."""
+    """Yield the optimizer's name, or a keyword, that torch does not know."""
     known = KEYWORDS.get(spec.name.lower())
     if known is None:
         yield Violation("optimizer.name", not_one_of(spec.name, sorted(KEYWORDS)))

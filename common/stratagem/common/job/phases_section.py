@@ -37,7 +37,7 @@ _ONLY_WITH: Final = {
 
 
 class PredictorSpec(Section):
-    """How a gradient is extrapolated from exact ones.
+    """Settings of how a gradient is extrapolated from exact ones.
 
     wls: a weighted line through the last `history` gradients, each step of age weighing `decay`
     times less, followed `damping + damping² + …` steps far. momentum: the last gradient plus the
@@ -66,7 +66,7 @@ class PredictorSpec(Section):
 
 
 class AdaptationSpec(Section):
-    """How the lengths follow the loss of Full steps, and their limits.
+    """Settings of how the lengths follow the loss of Full steps, and their limits.
 
     loss_threshold: a rise by this share of |loss| is a rise; window: losses in each of the two
     halves that are compared. Limits that are absent follow from the configured lengths: half and

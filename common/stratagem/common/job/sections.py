@@ -102,7 +102,8 @@ class LossSpec(Section):
 
 
 class ScheduleSpec(Section):
-    """How the learning rate moves: a warm-up from 0, then the named curve. Bare text is a name."""
+    """The schedule of the learning rate: a warm-up from 0, then the named curve. Bare text is a
+    name."""
 
     name: Literal["constant", "linear", "cosine", "step"]
     warmup_steps: Whole = 0
@@ -168,7 +169,7 @@ def _not_too_many(metrics: object) -> object:
 
 
 class EvaluationSpec(Section):
-    """What is measured, on which split, how often, and what "best" means.
+    """Settings of what is measured, on which split, how often, and what "best" means.
 
     `every` is 1 epoch unless set; in a federated job, 1 round. predictions: keep the model's
     outputs, in a job that only evaluates.
@@ -197,13 +198,13 @@ class EvaluationSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """How often the state is committed; None leaves it to the strategy."""
+    """The interval at which the state is committed; None leaves it to the strategy."""
 
     every: EveryField | None = None
 
 
 class PartitionSpec(Section):
-    """How one data set is divided among federated clients.
+    """Settings of how one data set is divided among federated clients.
 
     alpha: of the Dirichlet distribution, small = skewed. labels_per_client: of by_label. client and
     num_clients: the one part that this job trains on, for a job that is one client of another.

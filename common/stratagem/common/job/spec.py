@@ -130,13 +130,13 @@ class JobSpec(Section):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether the job trains nothing."""
+        """Return whether the job trains nothing."""
         return not self.execution.computes_gradients
 
     @property
     def window(self) -> AccumulationSpec:
-        """How the gradient of a step is accumulated: as the section says, or what holds without
-        it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
+        """Return how the gradient of a step is accumulated: as the section says, or the default
+        without it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.model_copy(update={"steps": steps})
 

@@ -45,7 +45,7 @@ NodeId: TypeAlias = Annotated[str, AfterValidator(_check_node_id)]
 
 
 class NodeSpec(Section):
-    """One module; `trainable: false` freezes its parameters."""
+    """A node of the graph: one module; `trainable: false` freezes its parameters."""
 
     id: NodeId
     module: Annotated[str, AfterValidator(_check_module)]
@@ -98,7 +98,7 @@ class GraphSpec(Section):
         return list(self.outputs) or [each for each in self.node_ids() if each not in sources]
 
     def num_nodes(self) -> int:
-        """Of all levels."""
+        """Return the number of nodes of all levels, each subgraph counted as a node as well."""
         return len(self.nodes) + sum(1 + each.graph.num_nodes() for each in self.subgraphs)
 
     def topological_order(self) -> list[str]:
@@ -107,7 +107,7 @@ class GraphSpec(Section):
 
 
 def graph_violations(graph: GraphSpec) -> list[Violation]:
-    """What is wrong with one graph; its subgraphs have been checked when they were made."""
+    """Return what is wrong with one graph; its subgraphs have been checked when they were made."""
     if not graph.nodes and not graph.subgraphs:
         return [Violation("nodes", "must not be empty")]
     found = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
@@ -205,7 +205,7 @@ def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _cycle(graph: GraphSpec) -> Sequence[str]:
-    """One cycle, its first node repeated at the end; empty if there is none."""
+    """Return one cycle, its first node repeated at the end; empty if there is none."""
     left = _sorted_ids(graph)[1]
     if not left:
         return ()

@@ -18,7 +18,7 @@ from stratagem.common.model.graph import GraphSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What the model is called with, as it is."""
+    """The input of the model, as the model is called with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeInput:
-    """What input `index` of `count` gets: a member if the value is a tuple, or the value."""
+    """The value for input `index` of `count`: a member if the value is a tuple, or the value."""
 
     of: Source
     index: int
@@ -40,7 +40,7 @@ class NodeInput:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Several values as a tuple."""
+    """A tuple of several values."""
 
     parts: tuple[Source, ...]
 
@@ -50,7 +50,8 @@ Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node's module applied to its arguments. `node` is its id, or a path such as enc/fc."""
+    """The call of one node's module with its arguments. `node` is its id, or a path such as
+    enc/fc."""
 
     node: str
     args: tuple[Source, ...]
@@ -131,7 +132,7 @@ def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: lis
 
 
 def _split(given: tuple[Source, ...], count: int, prefix: str) -> tuple[Source, ...]:
-    """One source per input node; a single value goes to every input node."""
+    """Return one source per input node; a single value goes to every input node."""
     if len(given) == 1 and isinstance(given[0], Bundle):
         given = given[0].parts
     if len(given) == 1:

@@ -1,4 +1,4 @@
-"""Which stage computes which nodes: partitions of node ids checked against the model's program.
+"""Assigns nodes to stages: partitions of node ids checked against the model's program.
 
 Partitions must tile the nodes. Stages are ordered by what they need of each other, whatever the
 order of declaration, so the graph of stages must be free of cycles: that is what "contiguous" means
@@ -31,7 +31,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What one stage sends to another: of each node all uses that the target makes of it.
+    """The activations that one stage sends to another: of each node all uses that the target makes
+    of it.
 
     Number l is the boundary between the stages l and l + 1; the S − 1 and more are those that skip
     stages, ordered by (source, target).
@@ -66,7 +67,7 @@ class StagePlan:
         return tuple(each for each in self.boundaries if each.source == stage)
 
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the stages whose activations it needs."""
+        """Return for each stage the stages whose activations it needs."""
         count = range(len(self.stages))
         return tuple(tuple(sorted({b.source for b in self.before(i)})) for i in count)
 
@@ -125,7 +126,7 @@ def _known(names: Sequence[str], wrong: str) -> str:
 
 
 def _needs(program: ModelProgram, owner: Mapping[str, int], count: int) -> list[set[int]]:
-    """For each partition those whose outputs it needs."""
+    """Return for each partition the partitions whose outputs it needs."""
     needs: list[set[int]] = [set() for _ in range(count)]
     for call in program.calls:
         for arg in call.args:

@@ -30,7 +30,7 @@ def lowbias32(x: Words) -> Words:
 
 
 def hash32(seed: int, places: Words) -> Words:
-    """One word per place (uint32)."""
+    """Return one hash word (uint32) per place."""
     return lowbias32(lowbias32(places) ^ np.uint32(seed))
 
 

@@ -1,4 +1,4 @@
-"""Which rules decide the bits of a run, by number: a run keeps the number that it began with.
+"""Numbers the rules that decide the bits of a run: a run keeps the number that it began with.
 
     1   as before there were numbers: only finishes runs that began under it
     2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the

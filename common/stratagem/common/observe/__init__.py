@@ -1,1 +1,1 @@
-"""What every process tells about itself: metrics, logs, traces."""
+"""Reports on every process: metrics, logs, traces."""

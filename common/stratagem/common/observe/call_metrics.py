@@ -22,7 +22,7 @@ _PACKAGE: Final = "/stratagem.v1."
 
 
 class CallStats:
-    """Of one server. `refused` counts by (method, gRPC code, error)."""
+    """Counts and times the calls of one server. `refused` counts by (method, gRPC code, error)."""
 
     def __init__(self, methods: Iterable[str] = ()) -> None:
         """methods: those that the server has. They are told as never called, and their defects as
@@ -37,7 +37,7 @@ class CallStats:
         return time.perf_counter()
 
     def end(self, method: str, began_s: float) -> None:
-        """It has ended, in whatever way."""
+        """Note that a call has ended, successfully or not."""
         self.num_open[method] -= 1
         seconds = self.seconds.get(method)
         if seconds is None:
@@ -45,7 +45,7 @@ class CallStats:
         seconds.add(time.perf_counter() - began_s)
 
     def refuse(self, method: str, code: str, error: str) -> None:
-        """It was refused, or failed, with this status."""
+        """Note that a call was refused, or failed, with this status."""
         self.refused[method, code, error] += 1
 
 

@@ -1,4 +1,4 @@
-"""Until when the certificates of a process count, for alerts that come before they end.
+"""Exposes when the certificates of a process expire, for alerts that come before they do.
 
 Told as points in time, with their beginning: how near an end is too near depends on how long a
 certificate is valid. Files are read when somebody scrapes, in its thread; what cannot be read tells
@@ -34,7 +34,8 @@ METRICS: Final = "metrics"
 
 
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
-    """Nothing where a process has no certificate."""
+    """Yield the ends and beginnings of the certificates' validity, by role; no values where a
+    process has no certificate."""
     found = _found(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in found.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in found.items()}

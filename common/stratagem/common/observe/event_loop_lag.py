@@ -1,4 +1,4 @@
-"""How late the event loop is: everything that must answer soon waits for it.
+"""Measures how late the event loop is: everything that must answer soon waits for it.
 
 A task sleeps a fixed time and looks how much longer it took. A loop that is blocked, and a process
 that is frozen, show as one long lag afterwards.
@@ -16,7 +16,7 @@ BOUNDS_S: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class LoopLag:
-    """Of the loop that `run` is a task of."""
+    """Measures the lag of the event loop that `run` is a task of."""
 
     def __init__(self) -> None:
         self.seconds = Durations(BOUNDS_S)

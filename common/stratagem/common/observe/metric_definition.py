@@ -1,4 +1,4 @@
-"""What a metric is called and means, as data: the scrape, the documentation and tests read it here.
+"""Defines metrics as data, by name and meaning, for the scrape, the documentation and tests.
 
 Owns the shape of a definition and of its values. Values are plain numbers that the process keeps
 anyway or adds up as it goes; nothing here knows how they are written down for Prometheus.
@@ -16,7 +16,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `labels` have few values each: no run, no path, nothing that a caller chooses."""
+    """The definition of a metric. `labels` have few values each: no run, no path, nothing that a
+    caller chooses."""
 
     name: str
     kind: Kind
@@ -25,7 +26,7 @@ class Metric:
 
 
 class Durations:
-    """How often something took how long: a histogram with fixed bounds, in seconds.
+    """A histogram with fixed bounds of how long something took, in seconds.
 
     One thread at a time adds; any may read, at worst one observation behind.
     """
@@ -39,7 +40,7 @@ class Durations:
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more. A clock that went backwards counts as no time at all."""
+        """Add one observation. A clock that went backwards counts as no time at all."""
         self.counts[bisect_left(self.bounds_s, seconds)] += 1
         self.sum_s += max(seconds, 0.0)
 

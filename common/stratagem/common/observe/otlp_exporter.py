@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 
 def provider_of(process: str, name: str) -> TracerProvider:
-    """Of this process, called by what it is (coordinator, worker, client) and its name."""
+    """Return the tracer provider of this process, named by its kind (coordinator, worker, client)
+    and its name."""
     told = {SERVICE_VERSION: version("stratagem")}
     if "OTEL_SERVICE_NAME" not in os.environ:
         told[SERVICE_NAME] = f"stratagem-{process}"

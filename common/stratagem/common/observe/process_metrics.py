@@ -60,7 +60,7 @@ SHARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """What a process counts whatever it is."""
+    """Holds the metrics that every process counts, whether coordinator or worker."""
 
     settings: MetricsSettings
     calls: CallStats = field(default_factory=CallStats)

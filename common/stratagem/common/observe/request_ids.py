@@ -1,4 +1,4 @@
-"""Which run, party, segment and worker a request is about, for the log lines of its call.
+"""Finds which run, party, segment and worker a request is about, for the log lines of its call.
 
 Owns where requests of our services carry such ids. Bound to the task of the call, and so gone with
 it; the values are the caller's, and are only ever shown.

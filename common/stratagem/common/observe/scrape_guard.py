@@ -1,4 +1,4 @@
-"""Who may scrape, and how they know whom they ask: TLS, a scraper's certificate, a token.
+"""Protects the scrape of metrics: TLS, a scraper's certificate, a token.
 
 The files are looked at again at each handshake and each request, so that they can be renewed while
 the process runs; what cannot be used is logged, and the old content is used until it is mended.
@@ -27,7 +27,7 @@ _SCHEME: Final = b"bearer "
 
 
 class MetricsSettings(Protocol):
-    """What coordinator and worker are told alike."""
+    """The settings of metrics that coordinator and worker share."""
 
     @property
     def tls_ca(self) -> Path | None: ...
@@ -50,7 +50,8 @@ class MetricsSettings(Protocol):
 
 
 def deployment_of(settings: MetricsSettings) -> str:
-    """Which deployment the metrics are of: as it is set, else the certificate's trust domain."""
+    """Return the deployment that the metrics are of: as it is set, else the certificate's trust
+    domain."""
     if settings.metrics_deployment:
         return settings.metrics_deployment
     if settings.tls_ca is None or settings.tls_cert is None:
@@ -94,7 +95,8 @@ class Guard:
         return self.cert is not None
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What a listener takes; None for plaintext. InvalidInputError names an unusable file."""
+        """Return the TLS context of a listener; None for plaintext. InvalidInputError names an
+        unusable file."""
         if self.cert is None:
             return None
         first = self._read_context()
@@ -116,7 +118,7 @@ class Guard:
         return first
 
     def admits(self, head: bytes) -> bool:
-        """Whether the head of a request has the token, where one is asked for."""
+        """Return whether the head of a request has the token, where one is required."""
         if self.token_file is None:
             return True
         return any(
@@ -127,7 +129,8 @@ class Guard:
         )
 
     def token(self) -> bytes:
-        """What scrapers must send. InvalidInputError where the file cannot be used."""
+        """Return the token that scrapers must send. InvalidInputError where the file cannot be
+        used."""
         assert self.token_file is not None
         try:
             token = self.token_file.read_bytes().strip()
@@ -158,7 +161,7 @@ class Guard:
         return context
 
     def _stamp(self) -> Stamp:
-        """Another one when a file has been written or replaced."""
+        """Return a stamp that changes when a file has been written or replaced."""
         files = [each for each in (self.cert, self.key, self.client_ca) if each is not None]
         try:
             return stamp_of(*files)

@@ -137,7 +137,7 @@ def traceparent() -> str:
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """What a call says of the present span in its metadata."""
+    """Return the metadata with which a call carries the present span."""
     parent = traceparent()
     return ((KEY, parent),) if parent else ()
 

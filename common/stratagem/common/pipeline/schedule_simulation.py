@@ -20,7 +20,7 @@ EQUAL_COSTS: Final[Mapping[TaskKind, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How long a schedule takes and its ranks are busy, in the units of the costs."""
+    """The duration of a schedule and the busy time of its ranks, in the units of the costs."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -55,7 +55,8 @@ def simulate(
     costs: Mapping[TaskKind, float] = EQUAL_COSTS,
     hop: float = 0.0,
 ) -> Timeline:
-    """When what would happen if actions took `costs` and a transfer `hop`."""
+    """Compute the timeline of a schedule in which actions take `costs` and a transfer takes
+    `hop`."""
     needed_by = [[t for t, sources in enumerate(needs) if s in sources] for s in range(len(needs))]
     spans: dict[Action, tuple[float, float]] = {}
     positions, clocks, busy = [0] * len(schedule), [0.0] * len(schedule), [0.0] * len(schedule)
@@ -89,7 +90,7 @@ def simulate(
 
 
 def peak_live(schedule: Schedule) -> dict[int, int]:
-    """By stage, the most micro-batches whose activations are kept at one time."""
+    """Return, by stage, the most micro-batches whose activations are kept at one time."""
     live: dict[int, int] = {}
     peak: dict[int, int] = {}
     for actions in schedule:
@@ -131,7 +132,8 @@ def _ready_at(
     needed_by: Sequence[Sequence[int]],
     hop: float,
 ) -> float | None:
-    """When all that an action needs is there; None while it is not known."""
+    """Return the time at which all that an action needs is available; None while it is not
+    known."""
     stage, micro_batch = action.stage, action.micro_batch
     found: list[float] = []
     if action.kind is TaskKind.FORWARD:
@@ -162,7 +164,7 @@ def _awaited(
     needed_by: Sequence[Sequence[int]],
     rank_of: Mapping[int, int],
 ) -> str:
-    """What an action that cannot begin needs and nobody has done: in words."""
+    """Describe in words what an action that cannot begin needs and no rank has done."""
     stage, micro_batch = action.stage, action.micro_batch
     wanted: list[tuple[tuple[TaskKind, ...], int]] = []
     if action.kind is TaskKind.FORWARD:

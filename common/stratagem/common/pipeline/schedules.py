@@ -17,7 +17,7 @@ from stratagem.common.base.errors import InvalidInputError
 
 
 class TaskKind(StrEnum):
-    """What is computed for one micro-batch on one stage."""
+    """The kind of computation for one micro-batch on one stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -155,7 +155,7 @@ class _Board:
         self.num_left = num_stages * num_micro_batches * (3 if split else 2)
 
     def tick(self) -> None:
-        """One unit of time: every rank does what was ready at its beginning."""
+        """Advance by one unit of time: every rank does what was ready at its beginning."""
         for action in [self._choose(rank) for rank in range(len(self.lists))]:
             if action is not None:
                 self.lists[self._rank_of[action.stage]].append(action)
@@ -239,7 +239,7 @@ def suited(hop_s: float, compute_s: float) -> str:
 
 
 def has_eager(rank_of: Sequence[int]) -> bool:
-    """Whether 1f1b and eager are two schedules: with one stage on each of several ranks."""
+    """Return whether 1f1b and eager are two schedules: with one stage on each of several ranks."""
     return len(set(rank_of)) == len(rank_of) > 1
 
 

@@ -1,1 +1,1 @@
-"""How a process is set up: signals, file descriptors, malloc, settings, failpoints."""
+"""Sets up a process: signals, file descriptors, malloc, settings, failpoints."""

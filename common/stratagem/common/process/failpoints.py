@@ -76,7 +76,7 @@ FAILPOINTS: Final = (
 
 @functools.cache
 def directory_of_this_process() -> str | None:
-    """What the variable says, as it was when first asked for."""
+    """Return the value of the variable, as it was at the first call in this process."""
     return os.environ.get(DIRECTORY_VARIABLE)
 
 

@@ -26,7 +26,7 @@ _said = "malloc: never tuned in this process"
 
 
 def said() -> str:
-    """What `tune_malloc` has done in this process."""
+    """Return the sentence that says what `tune_malloc` has done in this process."""
     return _said
 
 

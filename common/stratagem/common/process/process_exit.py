@@ -1,5 +1,5 @@
-"""How a process ends: at once while it has nothing to put in order yet; else all is put in order,
-and nothing is taken apart.
+"""Ends a process: at once while it has nothing to put in order yet; later all is put in order, and
+the interpreter is not taken apart.
 
 Linux ignores a SIGTERM to the first process of a container unless the process has a handler, and
 ours install theirs only once they serve: after the import of torch, or when they have the lead.
@@ -27,8 +27,8 @@ _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 
 def leave_on(*numbers: signal.Signals) -> None:
-    """From now on each of these signals ends the process with status 0, until it has a handler of
-    its own."""
+    """Make each of these signals end the process with status 0, until it has a handler of its
+    own."""
     for number in numbers:
         signal.signal(number, _leave)
 

@@ -30,7 +30,7 @@ def flag(name: str) -> str:
 
 
 def told(program: str, error: ValidationError) -> str:
-    """What is wrong with the settings of a program, a line for each."""
+    """Describe what is wrong with the settings of a program, one line for each error."""
     lines = []
     for each in error.errors():
         where = ".".join(map(str, each["loc"]))

@@ -1,1 +1,1 @@
-"""What every gRPC client and server of this project has in common."""
+"""Holds what every gRPC client and server of this project has in common."""

@@ -1,4 +1,4 @@
-"""How a server takes requests in: each in its time, and not more calls at once than a limit.
+"""Admits requests to a server: each within its time, and not more calls at once than a limit.
 
 A caller that is silent inside a request, or sends it a byte at a time, would otherwise hold its
 call for ever: gRPC itself waits without end. So calls with one request are received like streams
@@ -24,7 +24,7 @@ RETRY_AFTER_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one server accepts.
+    """The limits of what one server accepts.
 
     idle_timeout_s: how long a request may take to arrive, and how long a caller may take none of
     its answers, but for those of the methods in `unhurried`. max_calls: open calls, but for those

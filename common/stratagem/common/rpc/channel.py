@@ -41,7 +41,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a process shows to servers, and how it knows them. Without files: nothing, plaintext."""
+    """The files by which a process proves its identity to servers and verifies theirs. Without
+    files: no proof, plaintext."""
 
     tls: TlsFiles | None = None
     token_file: str | PathLike[str] | None = None
@@ -108,7 +109,7 @@ async def write_message(call: Any, message: Message | bytes) -> None:
 
 
 class _Channel(grpc.aio.Channel):
-    """What our channels have in common: leaving the context closes them."""
+    """Base of our channels: leaving the context closes them."""
 
     async def __aenter__(self) -> Self:
         return self

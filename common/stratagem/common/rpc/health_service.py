@@ -34,7 +34,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # ha
         self._is_ending = False
 
     async def set(self, service: str, status: Status) -> None:
-        """From now on a service has this status, unless the process ends."""
+        """Set the status of a service, unless the process is ending."""
         if not self._is_ending:
             self._say({**self._status, service: status})
 

@@ -1,4 +1,4 @@
-"""Has a servicer look whether what a request names is for its caller, before the handler sees it.
+"""Makes a servicer check that what a request names is for its caller, before the handler sees it.
 
 Owns how the rules of `authorization.TABLE` are put before the handlers of a servicer: all of them,
 or the class is not made. What belongs to whom the servicer knows.

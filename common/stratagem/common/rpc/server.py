@@ -152,7 +152,7 @@ class _Rules(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, call: _Call) -> Handler:
-    """The same handler under our rules; it takes a stream of requests, even if only of one."""
+    """Return the handler under our rules; it takes a stream of requests, even if only of one."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
     wrap: Callable[..., Any] = _answering
@@ -175,7 +175,7 @@ _KINDS: Final[dict[tuple[bool, bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call on its way to its handler."""
+    """A call on its way to its handler."""
 
     details: grpc.HandlerCallDetails
     takes_stream: bool
@@ -191,7 +191,7 @@ class _Call:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """While it is open; raises LimitError when too many are."""
+        """Count the call while it is open; raises LimitError when too many are."""
         name = name_of(self.method)
         began_s = self.calls.begin(name)
         try:
@@ -201,7 +201,8 @@ class _Call:
             self.calls.end(name, began_s)
 
     async def request(self, requests: AsyncIterator[Any], context: Context) -> Any:
-        """What the handler is given, once the caller may make the call."""
+        """Return the request, or the stream of requests, for the handler, once the caller may make
+        the call."""
         if not is_open(self.method):
             metadata = self.details.invocation_metadata or ()
             self.gate.admit(self.method, context.auth_context(), metadata)
@@ -215,7 +216,7 @@ class _Call:
 
     @property
     def stall_s(self) -> float | None:
-        """How long its caller may take none of its answers."""
+        """Return how many seconds the caller may take none of its answers; None for no limit."""
         limits = self.admission.limits
         is_hurried = self.method.rpartition("/")[2] not in limits.unhurried
         return limits.idle_timeout_s if is_hurried else None

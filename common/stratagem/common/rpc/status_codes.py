@@ -1,4 +1,4 @@
-"""Which gRPC status stands for which error of ours, both ways: one table.
+"""Maps our errors to gRPC statuses and back, in one table.
 
 A status also carries an ErrorInfo with the name of the error, so that a caller of ours gets back
 exactly the type that was raised; other callers have the code and the sentence. Fields that are
@@ -135,7 +135,7 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 
 
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
-    """What the other side, or gRPC itself, wanted to say."""
+    """Return the error that the other side raised, or one that says what gRPC itself reports."""
     code, message = error.code(), shown(error.details() or "") or error.code().name
     found = _details(error)
     kind = _BY_NAME.get(found.info.reason) if found.info.domain == _DOMAIN else None
@@ -156,7 +156,8 @@ def from_rpc_error(error: grpc.RpcError) -> StratagemError:
 
 
 def name_of(error: grpc.RpcError) -> str:
-    """Which error of ours the other side raised; "" when it was gRPC itself, or a proxy."""
+    """Return the name of the error that the other side raised; "" when it was gRPC itself, or a
+    proxy."""
     info = _details(error).info
     return str(info.reason) if info.domain == _DOMAIN else ""
 

@@ -49,7 +49,8 @@ IDLE_TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a cut stream is taken up again without any progress, and after what pauses."""
+    """The policy for a cut stream: how many attempts without any progress, and the pauses between
+    them."""
 
     max_attempts: int = 5
     first_pause_s: float = 0.1
@@ -254,7 +255,7 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybo
 
 
 class _Download:
-    """What has been received of one download, over all its calls."""
+    """Collects what has been received of one download, over all its calls."""
 
     def __init__(
         self,
@@ -332,7 +333,8 @@ async def push_frames(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     retry: Retry = Retry(),
 ) -> None:
-    """As push, of chunks that are serialized already, which several receivers may share."""
+    """Send chunks that are serialized already, which several receivers may share, as `push`
+    does."""
     agreed = 0  # the offset from which the receiver has wanted bytes last
 
     async def attempt() -> None:
@@ -388,7 +390,7 @@ async def _persist(
 
 
 def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
-    """Whether the connection or the peer went away, rather than refused.
+    """Return whether the connection or the peer went away, rather than refused.
 
     gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
     peer's reason; the next attempt will be told it.

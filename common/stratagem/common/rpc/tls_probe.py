@@ -57,8 +57,8 @@ async def identity_problem(
 def explain(
     address: str, proof: Proof, to_worker: str | None = None, timeout_s: float = TIMEOUT_S
 ) -> str:
-    """What stands between a caller and the server at host:port; empty if a handshake works, and
-    where nobody can be reached at all."""
+    """Describe what keeps a caller from the server at host:port; empty if a handshake works, and
+    where no server can be reached at all."""
     try:
         if proof.tls is None:
             return _of_plaintext(_Probe(address, timeout_s))
@@ -152,7 +152,7 @@ def _of_tls(probe: _Probe, files: TlsFiles, material: Material, expected: str) -
 
 
 def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: str) -> str:
-    """What is wrong with the server's certificate."""
+    """Describe what is wrong with the server's certificate."""
     from cryptography import x509
 
     from stratagem.common.identity.tls_files import names_of
@@ -173,7 +173,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
 
 
 def _of_ended(theirs: x509.Certificate, whose: str, files: TlsFiles) -> str:
-    """Which of the server's certificate and the authorities that we trust has expired."""
+    """Say which of the server's certificate and the authorities that we trust has expired."""
     from cryptography import x509
 
     authorities = x509.load_pem_x509_certificates(Path(files.ca).read_bytes())
@@ -185,7 +185,7 @@ def _of_ended(theirs: x509.Certificate, whose: str, files: TlsFiles) -> str:
 
 
 def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
-    """What is wrong with our certificate, which the server did not like."""
+    """Describe what is wrong with our certificate, which the server rejected."""
     if material.cert is None:
         return (
             f"{probe.address} asks for a certificate: give --tls-cert and --tls-key, or call its "

@@ -1,4 +1,4 @@
-"""What all sections of our documents (job, graph) share: strict reading and usable errors.
+"""Holds what all sections of our documents (job, graph) share: strict reading and usable errors.
 
 Pydantic does the reading; what it finds wrong becomes one `InvalidInputError` with one violation
 per wrong field, in our words. Its own messages never leave this module. Knows no document.
@@ -36,7 +36,7 @@ MAX_COUNT: Final = 2**63 - 1  # what the journal's integer columns and torch's s
 
 
 class Section(BaseModel):
-    """One mapping of the job document: frozen, strict about types, unknown keys refused."""
+    """A mapping of the job document: frozen, strict about types, unknown keys refused."""
 
     model_config = ConfigDict(
         frozen=True,

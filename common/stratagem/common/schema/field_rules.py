@@ -62,7 +62,8 @@ def must(allowed: FieldRule) -> Mapping[str, FieldRule]:
 
 
 def field_violations(cls: Any, values: Mapping[str, object]) -> list[Violation]:
-    """What is wrong with the given values of fields of the class; absent ones are not judged."""
+    """Return what is wrong with the given values of fields of the class; absent ones are not
+    judged."""
     found = []
     for each in fields(cls):
         allowed = each.metadata.get(_KEY)

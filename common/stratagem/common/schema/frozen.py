@@ -64,7 +64,7 @@ class FrozenList(list[Any]):
 
 
 def frozen(value: _T) -> _T:
-    """The same JSON value with nothing in it that can be changed."""
+    """Return the same JSON value with nothing in it that can be changed."""
     made: Any = value
     if isinstance(value, FrozenDict | FrozenList):
         return value
@@ -77,7 +77,7 @@ def frozen(value: _T) -> _T:
 
 
 def thawed(value: _T) -> _T:
-    """The same JSON value as fresh dicts and lists, which the caller may change."""
+    """Return the same JSON value as fresh dicts and lists, which the caller may change."""
     made: Any = value
     if isinstance(value, Mapping):
         made = {key: each if type(each) in _LEAVES else thawed(each) for key, each in value.items()}

@@ -34,7 +34,8 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """How a value is read (value, path) and written; an optional field may be missing."""
+    """The reader (value, path) and the writer of one kind of value; an optional field may be
+    missing."""
 
     read: Callable[[object, str], Any]
     write: Callable[[Any], JSON]
@@ -143,7 +144,8 @@ ANY_JSON: Final = JsonForm(check_json, lambda value: sort_keys(check_json(value)
 def tagged(
     tag: str, *shapes: ObjectForm, extras_key: str = "", spelling: Callable[[str], str] = str
 ) -> JsonForm:
-    """One of the shapes, as an object that carries the name of the class under the tag.
+    """Return the form of one of several shapes: an object that carries the name of the class under
+    the tag.
 
     spelling: of the names of classes in the document.
     """

@@ -105,7 +105,7 @@ def check_text(value: str, field: str) -> str:
 
 
 def sort_keys(value: JSON) -> JSON:
-    """The same value with the keys of every object in order."""
+    """Return the same value with the keys of every object in order."""
     match value:
         case dict():
             return {key: sort_keys(value[key]) for key in sorted(value)}

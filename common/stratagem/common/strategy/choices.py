@@ -74,7 +74,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdTarget:
-    """This one worker."""
+    """The target of the one worker that it names."""
 
     worker_id: WorkerId = field(metadata=must(NOT_EMPTY))
 
@@ -108,7 +108,8 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """As Direct, with several micro-batches of this many rows in flight."""
+    """Activations are streamed as with Direct, with several micro-batches of this many rows in
+    flight."""
 
     micro_batch_size: int = field(metadata=must(AT_LEAST_1))
 
@@ -157,7 +158,8 @@ FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
 
 @dataclass(frozen=True, slots=True)
 class Discount:
-    """It enters a later round with weight n · discount^staleness (arXiv:1903.03934, 2106.06639)."""
+    """A late update enters a later round with weight n · discount^staleness (arXiv:1903.03934,
+    2106.06639)."""
 
     discount: float = field(metadata=must(FRACTION))
 

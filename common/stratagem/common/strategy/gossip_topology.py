@@ -1,4 +1,5 @@
-"""Who exchanges parameters with whom in gossip, and with what weights. Pure integers and floats.
+"""Computes which nodes exchange parameters in gossip, and with what weights. Pure integers and
+floats.
 
 A topology string becomes an undirected graph, and the graph a symmetric doubly stochastic matrix
 of Metropolis-Hastings weights (https://web.stanford.edu/~boyd/papers/pdf/fastavg.pdf). Repeated
@@ -61,7 +62,7 @@ def graph_of(topology: str, num_nodes: int, seed: int) -> Graph:
 
 
 def metropolis_hastings(graph: Graph) -> tuple[dict[int, float], ...]:
-    """For each node the weights of itself and its neighbours, by node in ascending order.
+    """Return for each node the weights of itself and its neighbours, by node in ascending order.
 
     w_ij = 1 / (1 + max(d_i, d_j)) for neighbours, and what is left for the node itself.
     """
@@ -76,7 +77,7 @@ def metropolis_hastings(graph: Graph) -> tuple[dict[int, float], ...]:
 
 
 def is_connected(graph: Graph) -> bool:
-    """Whether every node can be reached from node 0."""
+    """Return whether every node can be reached from node 0."""
     seen, waiting = {0}, [0]
     while waiting:
         new = set(graph[waiting.pop()]) - seen
@@ -136,7 +137,7 @@ def _random(argument: str, num_nodes: int, seed: int) -> Graph:
 
 
 def _drawn_edges(degree: int, num_nodes: int, seed: int, draw: int) -> list[tuple[int, int]]:
-    """By hashes, which no version of a library changes."""
+    """Draw `degree` neighbours for each node by hashes, which no version of a library changes."""
     edges = []
     for i in range(num_nodes):
         others: set[int] = set()

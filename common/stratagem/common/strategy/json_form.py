@@ -78,7 +78,7 @@ def _write_late_updates(value: choices.Discount | None) -> JSON:
 
 
 def _optional(form: JsonForm) -> JsonForm:
-    """The form, or null."""
+    """Return the form that also allows null."""
     return JsonForm(
         lambda value, path: None if value is None else form.read(value, path),
         lambda value: None if value is None else form.write(value),

@@ -76,7 +76,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelOptions:
-    """How the replicas work together beyond the shared form.
+    """Options of how the replicas work together beyond the shared form.
 
     min_replicas: go on with as few workers as this while the others are away. all_reduce: of
     AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
@@ -148,7 +148,7 @@ class ModelParallel:
 
 @dataclass(frozen=True, slots=True)
 class FederatedOptions:
-    """What a round does beyond its shared form.
+    """Options of what a round does beyond its shared form.
 
     quorum: how many of the selected clients make a round: a share (float) or a count (int);
     None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
@@ -229,7 +229,7 @@ class Federated:
 
 @dataclass(frozen=True, slots=True)
 class PopulationOptions:
-    """How the population trains beyond its shared form.
+    """Options of how the population trains beyond its shared form.
 
     inner: how each member trains; Local unless given. asynchronous: a member evolves as soon as it
     has trained, against the newest scores of the others, without waiting for them.
@@ -287,12 +287,12 @@ def describe(strategy: Strategy) -> str:
 
 
 def is_distributed(strategy: Strategy) -> bool:
-    """Whether more than one worker may take part."""
+    """Return whether more than one worker may take part."""
     return not isinstance(strategy, Local)
 
 
 def all_reduce_of(strategy: Strategy) -> str:
-    """How gradients are added, in the strategy or the ones inside it."""
+    """Return how gradients are added, in the strategy or the ones inside it."""
     options = getattr(strategy, "options", None)
     own: str = getattr(options, "all_reduce", DIRECT_ALL_REDUCE)
     inner: Strategy | None = getattr(options, "inner", None)

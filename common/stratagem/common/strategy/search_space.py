@@ -37,7 +37,7 @@ from stratagem.common.schema.json_text import (
 
 
 class Scale(StrEnum):
-    """How values lie between low and high."""
+    """The scale on which values are spread between low and high."""
 
     LINEAR = "Linear"
     LOG = "Log"
@@ -155,7 +155,7 @@ class SearchSpace:
             raise InvalidInputError(violations=violations)
 
     def in_order(self) -> SearchSpace:
-        """The same space with its dimensions in order of name."""
+        """Return the same space with its dimensions in order of name."""
         return replace(self, dimensions=tuple(sorted(self.dimensions, key=lambda each: each.name)))
 
     def __eq__(self, other: object) -> bool:
@@ -176,7 +176,7 @@ def parse_search_space(source: object, path: str = "search_space") -> SearchSpac
 
 
 def dump_search_space(space: SearchSpace) -> dict[str, JSON]:
-    """The JSON object."""
+    """Return the search space as a JSON object."""
     written = _SPACE.write(space)
     assert isinstance(written, dict)
     return written

@@ -72,14 +72,14 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Nothing."""
+    """No value."""
 
 
 Value: TypeAlias = Tensor | Text | Json | Bytes | Object | Empty
 
 
 class Place(StrEnum):
-    """Where something may run, when no worker is named."""
+    """The place where something may run when no worker is named."""
 
     LOCAL = "Local"
     ANY = "Any"
@@ -87,7 +87,7 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """On the workers that the target names."""
+    """A distribution over the workers that the target names."""
 
     target: RemoteTarget
 
@@ -110,7 +110,7 @@ def parse_value(source: object, path: str = "value") -> Value:
 
 
 def dump_value(value: Value) -> dict[str, JSON]:
-    """The JSON object of a value."""
+    """Return the JSON object of a value."""
     kind = type(value).__name__
     match value:
         case Empty():

@@ -49,7 +49,8 @@ def iter_pieces(
 def iter_views(
     buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[memoryview]]:
-    """The same, each piece as views of the buffers that it lies in."""
+    """Iterate over the same pieces as `iter_pieces`, each as views of the buffers that it is part
+    of."""
     parts: list[memoryview] = []
     room = piece_bytes
     for buffer in buffers:

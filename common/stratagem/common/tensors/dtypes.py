@@ -15,7 +15,7 @@ from stratagem.v1 import tensor_pb2
 
 @dataclass(frozen=True, slots=True)
 class DTypeInfo:
-    """One element type."""
+    """The properties of one element type."""
 
     name: str
     """As torch spells it, without "torch."."""

@@ -55,13 +55,15 @@ def iter_frames(pieces: Iterable[Piece], offset: int = 0) -> Iterator[bytes]:
 
 
 def frame(offset: int, *parts: Data) -> bytes:
-    """One serialized message whose field `chunk` carries `parts`, which must not all be empty."""
+    """Return one serialized message whose field `chunk` carries `parts`, which must not all be
+    empty."""
     size = sum(map(len, parts))
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:
-    """Whether a frame of `size` bytes of data, as `frame` makes it, carries this checksum."""
+    """Return whether a frame of `size` bytes of data, as `frame` makes it, carries this
+    checksum."""
     if crc:
         return raw.endswith(bytes((_CRC_TAG,)) + crc.to_bytes(4, "little"))
     return len(raw) == len(_head(offset, size, 0)) + size
@@ -90,7 +92,7 @@ def patched(offset: int, *parts: Data) -> bytes:
 
 
 def _head(offset: int, size: int, tail_size: int) -> bytes:
-    """What stands before the data of a frame."""
+    """Return the bytes of a frame that precede its data."""
     inner = bytes((_OFFSET_TAG,)) + _varint(offset) if offset else b""
     inner += bytes((_DATA_TAG,)) + _varint(size)
     return bytes((_CHUNK_TAG,)) + _varint(len(inner) + size + tail_size) + inner

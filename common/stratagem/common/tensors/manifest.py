@@ -1,5 +1,5 @@
-"""What a tensor stream will carry: names, types, shapes and places, checked before anything is
-allocated for it.
+"""Describes what a tensor stream will carry: names, types, shapes and places, checked before
+anything is allocated for it.
 
 Owns the value `Manifest`, its rules and its form on the wire. All arithmetic is in Python integers,
 so a header of a few bytes cannot overflow its way to an allocation. Must not know torch, files or
@@ -29,7 +29,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 class Purpose(IntEnum):
-    """What a stream is for."""
+    """The purpose of a stream."""
 
     STATE = tensor_pb2.PURPOSE_STATE
     UPDATE = tensor_pb2.PURPOSE_UPDATE
@@ -54,7 +54,7 @@ CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a receiver accepts."""
+    """The limits of what a receiver accepts."""
 
     max_tensors: int = 32768
     max_total_bytes: int = 64 * 2**30
@@ -70,7 +70,7 @@ DEFAULT_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor inside the byte range of a stream."""
+    """The name, type, shape and place of one tensor inside the byte range of a stream."""
 
     name: str
     dtype: str

@@ -102,7 +102,8 @@ def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, 
 
 
 def header_of(file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
-    """The same of an open file; `name` is for errors."""
+    """Return the checked manifest of an open file, and where its data start, as `read_header` does;
+    `name` is for errors."""
     file.seek(0)
     manifest, data_start = parse_header(file, name, limits)
     size = os.fstat(file.fileno()).st_size
@@ -114,14 +115,15 @@ def header_of(file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS) -> tup
 
 
 def header_size(start: bytes) -> int:
-    """How many bytes stand before the data of a file that starts so."""
+    """Return how many bytes precede the data of a file that starts with these bytes."""
     return _PREFIX_BYTES + int.from_bytes(start[:_PREFIX_BYTES], "little")
 
 
 def parse_header(
     file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
-    """As header_of, of a file that is read from its start on and may not be here as a whole."""
+    """Read the manifest as `header_of` does, from a file that is read from its start on and may not
+    be here as a whole."""
     length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise LimitError(f"{name}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}")

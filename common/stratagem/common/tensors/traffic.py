@@ -1,4 +1,4 @@
-"""How many bytes of tensors this process has sent and received.
+"""Counts the bytes of tensors that this process has sent and received.
 
 A process has one network, so there is one count of it, as plain numbers: one addition per chunk or
 message, of some 50 ns. Two threads that add at the same moment may lose a message; rates, which is
@@ -17,7 +17,7 @@ RECEIVED: Final = "received"
 
 
 class Flow:
-    """One direction of one kind."""
+    """The byte count of one direction of one kind."""
 
     __slots__ = ("num_bytes",)
 
@@ -46,12 +46,13 @@ def received(purpose: Purpose) -> Flow:
 
 
 def over(engine: str, direction: str) -> Flow:
-    """What goes over another mesh engine than gRPC, counted when it is handed over."""
+    """Return the count of tensors over a mesh engine other than gRPC, counted when they are handed
+    over."""
     return _ENGINES[direction, engine]
 
 
 def stream_bytes() -> Mapping[tuple[str, str], int]:
-    """By direction and kind, over gRPC."""
+    """Return the bytes of tensor streams over gRPC, by direction and kind."""
     return {
         (direction, purpose.name.lower()): flow.num_bytes
         for (direction, purpose), flow in _STREAMS.items()
@@ -59,7 +60,7 @@ def stream_bytes() -> Mapping[tuple[str, str], int]:
 
 
 def engine_bytes() -> Mapping[tuple[str, str], int]:
-    """By direction and mesh engine; shared memory sends nothing."""
+    """Return the bytes by direction and mesh engine; shared memory sends nothing."""
     counted = {key: flow.num_bytes for key, flow in _ENGINES.items()}
     for direction in (SENT, RECEIVED):
         counted[direction, "grpc"] = _STREAMS[direction, Purpose.MESH].num_bytes

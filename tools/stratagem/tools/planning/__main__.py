@@ -86,7 +86,7 @@ def _site(request: Mapping[str, Any]) -> Site:
 
 
 def _told(error: StratagemError) -> dict[str, Any]:
-    """An error as plain values."""
+    """Return an error as plain values."""
     match error:
         case InvalidInputError(violations=violations) if violations:
             return {"violations": [asdict(each) for each in violations]}

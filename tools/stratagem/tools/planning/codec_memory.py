@@ -23,7 +23,7 @@ _MAX_ELEMENTS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CodecMemory:
-    """Bytes, for one shard."""
+    """The bytes that a codec takes for one shard."""
 
     payload: int
     state: int

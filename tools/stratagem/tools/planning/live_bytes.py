@@ -26,7 +26,8 @@ _READ_VALUE: Final = torch.ops.aten._local_scalar_dense.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, every storage made on `device` counts until it is freed.
+    """Counts live storages: while it is entered, every storage made on `device` counts until it is
+    freed.
 
     A fake tensor has no values. Where a program reads one (the loss, a norm, a count) it gets 1.
     """

@@ -82,7 +82,8 @@ class Fleet:
 
     @classmethod
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
-        """So many workers with a host each; without memory, theirs is not known."""
+        """Return a fleet of so many equal workers with a host each; without memory, theirs is not
+        known."""
         numbers = range(number)
         members = (
             CandidateWorker(f"worker-{n}", f"host-{n}", device, memory_bytes) for n in numbers

@@ -45,7 +45,7 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """One stage: what its worker holds, with so many rows in each micro-batch."""
+    """The memory that the worker of one stage holds, with so many rows in each micro-batch."""
 
     reading: Reading
     rows: int
