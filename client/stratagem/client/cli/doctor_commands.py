@@ -86,7 +86,7 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
         return [Finding("torch", "worker", Level.FAIL, "is not installed here", advice)]
     command = [sys.executable, "-m", "stratagem.tools.doctor", *options]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if not ended.stdout.startswith("["):  # --help, or a death that stderr tells of
+    if not ended.stdout.startswith("["):  # --help, or a failure that stderr explains
         print(ended.stdout, end="")
         raise typer.Exit(ended.returncode)
     return [Finding(**{**each, "level": Level(each["level"])}) for each in json.loads(ended.stdout)]

@@ -1,6 +1,6 @@
 """Commands that make proofs of identity: certificates for development, tokens for people.
 
-They write files on this machine and talk to nobody.
+They write files on this machine and open no connection.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def show(console: Console, form: Format, name: str, items: Iterable[Event | Prog
 
 @contextmanager
 def live_line(console: Console, name: str) -> Iterator[ProgressLine]:
-    """A line that redraws itself with what it is told."""
+    """A line that redraws itself at each update."""
     line = ProgressLine(name)
     with Live(line, console=console, refresh_per_second=8, transient=True):
         yield line

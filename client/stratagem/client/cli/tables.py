@@ -32,7 +32,7 @@ COLOURS = {
 
 
 MAX_CHANGES: Final = 8
-"""Of a member's hyperparameters, that are told of; JSON has all."""
+"""Of a member's hyperparameters, that are shown; JSON has all."""
 
 
 def to_json(value: DataclassInstance, **extra: Any) -> str:

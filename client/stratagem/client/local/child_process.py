@@ -27,7 +27,7 @@ class Command:
     argv: Callable[[Mapping[str, str]], Sequence[str]]
     """From the addresses of the processes that have been ready, this one's own included.
 
-    The addresses of those it needs may be missing: it is told them on its standard input."""
+    The addresses of those it needs may be missing: it gets them on its standard input."""
     ready_file: Path
     log_file: Path
     environment: Mapping[str, str]

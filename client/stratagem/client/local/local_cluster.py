@@ -59,7 +59,7 @@ class LocalCluster:
     import_path: Sequence[Path] = ()
     """Folders from which the workers import the user's modules."""
     data_root: Sequence[Path] = (Path("/"),)
-    """Folders below which `data.path` of a job may lie; anywhere, as the jobs are the caller's."""
+    """Folders below which `data.path` of a job may be; anywhere, as the jobs are the caller's."""
     threads: int | None = None
     """Threads per worker; None: the cores divided by the workers, at least one."""
     listen: str = "127.0.0.1:0"

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 BOOT_TICK_S: Final = 0.02
 """How often the ready file of a process that is starting is looked at."""
 BLIND_TICK_S: Final = 0.2
-"""The same of a process whose end nothing tells: on other systems, or without descriptors."""
+"""The same of a process whose end gives no event: on other systems, or without descriptors."""
 STABLE_S: Final = 10.0
 """A process that lived this long has not died "soon"."""
 FREE_RESTARTS: Final = 2
@@ -171,7 +171,7 @@ class ProcessSupervisor:
                         self._try_to_look_after(child)
                     timeout_s = self._next_look_s()
                 self._wait(timeout_s)
-        except BaseException as error:  # without this thread nobody would be started again
+        except BaseException as error:  # without this thread no process would be started again
             log.error("the supervisor of local processes has failed", exc_info=error)
             with self._changed:
                 self._defect = f"{type(error).__name__}: {error}"
@@ -209,7 +209,7 @@ class ProcessSupervisor:
                 self._changed.notify_all()
 
     def _has_needs(self, child: _Child) -> bool:
-        # "has been ready once" is enough: whoever is needed comes back at the same address.
+        # "has been ready once" is enough: a process that is needed comes back at the same address.
         return all(name in self._addresses for name in child.command.needs)
 
     def _tell_addresses(self, child: _Child) -> None:
@@ -223,7 +223,7 @@ class ProcessSupervisor:
             pipe.write(text.encode())
 
     def _spawn(self, child: _Child) -> None:
-        """A process that was started is noted at once: whatever fails next, it is not forgotten."""
+        """A process that was started is noted at once: it is kept even if the next step fails."""
         command = child.command
         command.ready_file.unlink(missing_ok=True)
         argv = command.argv(self._addresses)

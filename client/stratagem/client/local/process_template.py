@@ -84,7 +84,7 @@ def _serve(requests: socket.socket) -> ForkProgram | None:
 
 
 def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:
-    """Tell who was born, and keep what is needed to tell of its end."""
+    """Report the new fork, and keep what is needed to report its end."""
     *streams, status = descriptors
     for stream in streams:
         os.close(stream)
@@ -102,7 +102,7 @@ def _report(pidfd: int, pid: int, channel: socket.socket) -> None:
 
 
 def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
-    with suppress(OSError):  # nobody is interested any more
+    with suppress(OSError):  # the client has gone
         socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
 
 

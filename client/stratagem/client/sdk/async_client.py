@@ -173,7 +173,7 @@ class AsyncRun:
         request = pb.WatchRunRequest(run_id=self.run_id, from_index=from_index)
         phase: Phase | None = None
         while phase is None or not phase.is_final:
-            # The request says at every (re)connection from where to go on.
+            # The request says at every (re)connection from where to continue.
             stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
             async for message in stream:
                 if message.WhichOneof("message") == "progress":

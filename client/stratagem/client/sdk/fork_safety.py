@@ -1,5 +1,5 @@
 """Forks of a process in which a client is open: gRPC's threads are not in them, so every call there
-would wait for ever. They are told so at once, and disturb nothing of the process they come from.
+would never end. They get an error at once, and disturb nothing of the process they come from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A committed model as a file that any reader of safetensors loads: all names, and nothing else.
 
-A state's own file has tied tensors once, and the optimizer's beside the model's; see downloads.py.
+A state's own file has tied tensors once, and the optimizer's with the model's; see downloads.py.
 Here every name of the model's state_dict() has bytes of its own, as safetensors wants it.
 """
 

@@ -40,7 +40,7 @@ NO_TORCH: Final = (
 class MemoryEstimate:
     """Bytes on the device of the worker that needs most; the six parts add up to `total`.
 
-    snapshot: in host memory beside it, while a commit is fetched. needed: `total`, and on a CPU
+    snapshot: in host memory as well, while a commit is fetched. needed: `total`, and on a CPU
     the snapshot. rows: that pass through the model together. calibrated_by: what corrected it.
     """
 

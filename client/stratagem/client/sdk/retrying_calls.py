@@ -1,6 +1,6 @@
 """Calls to a coordinator that may be away for a while, or to several of which one leads.
 
-Owns the one rule of reconnecting: the first call of a client fails at once when nobody answers, so
+Owns the one rule of reconnecting: the first call of a client fails at once when none answers, so
 that a wrong address is seen; after that a restarting coordinator is waited for with jittered
 backoff, and so is the next leader where one only stands by. Errors leave this module as the tree of
 common.errors, never as gRPC's.
@@ -123,7 +123,7 @@ class Connection:
     ) -> AsyncIterator[Response]:
         """The messages of a stream, which is opened again when it is cut.
 
-        open_stream is called for every attempt and knows from where to go on.
+        open_stream is called for every attempt and knows from where to continue.
         """
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)

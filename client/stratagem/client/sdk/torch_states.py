@@ -1,6 +1,6 @@
 """Converts states to tensors, and tensors to inline data: the parts of the client that need torch.
 
-Imported only when a caller asks for tensors or hands some in.
+Imported only when a caller asks for tensors or passes some in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Inline data: arrays or tensors of the caller, uploaded as one blob that the job names by digest.
 
 Owns how splits and rows become named tensors (`train.x`, `train.y`, `train.x.<key>`). Does not
-import torch unless the caller hands tensors in.
+import torch unless the caller passes tensors in.
 """
 
 from __future__ import annotations

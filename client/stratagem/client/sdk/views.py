@@ -43,7 +43,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A state that lies in the coordinator's store."""
+    """A state in the coordinator's store."""
 
     segment: int
     step: int
@@ -101,7 +101,7 @@ class RunStatus:
     data_plane: str = ""
     """Of its present workers: "tls", "trusted", or empty where they do not say."""
     submitted_by: str = ""
-    """As "client alice" or "token ci"; empty where nobody has to say who they are."""
+    """As "client alice" or "token ci"; empty where callers are not authenticated."""
 
     @property
     def seconds(self) -> float | None:
@@ -123,7 +123,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a run; `watch(from_index=event.index + 1)` goes on after it."""
+    """Something that happened to a run; `watch(from_index=event.index + 1)` continues after it."""
 
     index: int
     time_s: float

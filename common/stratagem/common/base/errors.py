@@ -2,12 +2,12 @@
 
     StratagemError
     ├── InvalidInputError   the caller's input is wrong; says which fields (also a ValueError)
-    │   └── OutOfRangeError     an offset or index lies behind the end
+    │   └── OutOfRangeError     an offset or index is beyond the end
     ├── LimitError          a size or count is over its limit
     ├── IntegrityError      bytes do not match their checksum or digest
     ├── StaleError          the fence: the term or membership is older than one already seen
     ├── NotFoundError       no such run, worker, session, blob
-    ├── ConflictError       clashes with what goes on at the same time
+    ├── ConflictError       clashes with what happens at the same time
     │   ├── AlreadyExistsError  the name is taken by something else
     │   └── WrongStateError     impossible in the present state
     ├── UnauthenticatedError    one side did not prove to the other who it is
@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Final, Self
 
 MAX_VIOLATIONS: Final = 100
-"""More than anybody reads; who sends a hundred thousand mistakes is not told them one by one."""
+"""More than a person reads; a document with a hundred thousand mistakes has not all reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class InvalidInputError(StratagemError, ValueError):
 
 
 class OutOfRangeError(InvalidInputError):
-    """An offset or an index lies behind the end of what exists."""
+    """An offset or an index is beyond the end of what exists."""
 
 
 class LimitError(StratagemError):

@@ -1,5 +1,5 @@
 """Text of others as people may see it: nothing in it moves a cursor, hides or turns around what
-stands beside it.
+stands next to it.
 
 One function for all: the coordinator's entrance, where it comes from workers and clients; errors
 that another process has sent; and the command line, before a terminal. Owns which characters these

@@ -1,7 +1,7 @@
 """fp16 and bf16: narrower floats, rounded to nearest, ties to even.
 
 fp16 has few exponents, so each tensor is scaled by a power of two, which is exact, until its
-largest value lies just below 2^15. bf16 has the exponents of float32.
+largest value is just below 2^15. bf16 has the exponents of float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BrainFloat:
         magnitude = bits & np.uint32(0x7FFFFFFF)
         odd = (magnitude >> np.uint32(16)) & np.uint32(1)
         rounded = (magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        # What lies above the largest finite value stays finite.
+        # A value above the largest finite value stays finite.
         rounded = np.minimum(rounded, np.uint32(_LARGEST_BF16))
         sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
         return to_bytes((rounded | sign).astype(np.uint16))

@@ -67,7 +67,7 @@ class Codec(Protocol):
         """The payload and the state after it; nothing that is given is modified.
 
         key: 32 bits, another one for each payload; random choices follow from it. Raises
-        NonFiniteError: a NaN would stay in a residual for ever.
+        NonFiniteError: a NaN would never leave a residual.
         """
 
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
@@ -174,7 +174,7 @@ def to_bytes(values: NDArray[np.generic]) -> ByteArray:
 
 
 def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
-    """A view of the bytes, which may lie anywhere, as elements."""
+    """A view of the bytes, at any address, as elements."""
     return np.ascontiguousarray(payload).view(dtype)
 
 

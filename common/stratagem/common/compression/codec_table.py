@@ -24,7 +24,7 @@ def make_codec(
     with_feedback: bool = True,
     numerics: int = CURRENT,
 ) -> Codec:
-    """seed: of the job; `spec.seed` goes before it. with_feedback: whether there is somebody who
+    """seed: of the job; `spec.seed` goes before it. with_feedback: whether there is a party that
     keeps residuals, where the section wants them."""
     codec = _bare_codec(spec, layout, seed if spec.seed is None else spec.seed, numerics)
     return ErrorFeedback(layout, codec) if spec.has_feedback and with_feedback else codec

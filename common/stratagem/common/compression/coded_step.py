@@ -38,7 +38,7 @@ def sum_messages(
     """(sum of the decoded tensors, flat one after the other; sum of the extras), in the tree.
 
     messages: of the shards 0, 1, ... in order; their keys follow from seed, step and shard.
-    Raises ValueError for a payload that nobody can have encoded.
+    Raises ValueError for a payload that no encoder can have made.
     """
 
     def total(node: Node) -> tuple[FloatArray, NDArray[np.float64]]:

@@ -1,6 +1,6 @@
 """A federated client's update, coded: what moved, relative to the global state.
 
-On the wire it is one payload of all coded parameters, in order of name, and beside it every other
+On the wire it is one payload of all coded parameters, in order of name, and with it every other
 tensor as it is. Clients keep nothing from round to round, so there is no residual.
 """
 

@@ -1,7 +1,7 @@
 """Error feedback: what a payload did not carry is added to the next one.
 
 r' = (x + r) - decoded, per tensor, in float32. Over any number of payloads the sum of what was
-decoded is the sum of the inputs minus the last residual, whatever the codec
+decoded is the sum of the inputs minus the last residual, for any codec
 (https://arxiv.org/abs/1901.09847).
 """
 

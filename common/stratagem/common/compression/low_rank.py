@@ -34,7 +34,7 @@ from stratagem.common.numerics.counter_random import derive, name_seed, places, 
 
 BASIS: Final = "basis/"
 _MIN_RATIO: Final = 1e-6
-"""A column that keeps less than this of its norm beside the others adds nothing but rounding."""
+"""A column that keeps less than this of its norm next to the others adds nothing but rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class LowRank:
         return (values - np.float32(0.5)).reshape(matrix.rank, matrix.num_columns)
 
     def _revived(self, matrix: _Matrix, basis: FloatArray, key: int) -> FloatArray:
-        """Columns that a gradient of zeros has left empty would stay so: they begin anew."""
+        """Columns that a gradient of zeros has left empty would stay so: they are drawn again."""
         if all(column.any() for column in basis):
             return basis
         fresh = self._start(matrix, key)

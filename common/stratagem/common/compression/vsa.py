@@ -8,9 +8,9 @@ ever made. A scale per tensor, the least-squares one, keeps every decoded tensor
 of its direction, so error feedback cannot diverge. Signs and places change with every payload:
 what one payload cannot show, a later one can.
 
-What a tensor says is as clear as it is large beside the others, so a small one would be lost in
+What a tensor says is as clear as it is large against the others, so a small one would be lost in
 their noise: the smallest tensors, with a quarter of the places together at most, are sent as they
-are, beside the bundle of the others. Where the payload would not be smaller than the tensors, all
+are, with the bundle of the others. Where the payload would not be smaller than the tensors, all
 are sent as they are.
 """
 
@@ -141,7 +141,7 @@ def bundle(vectors: Sequence[FloatArray]) -> FloatArray:
 
 
 def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> frozenset[int]:
-    """The tensors that are sent as they are beside a bundle; by the rules of `numerics` 1 none."""
+    """The tensors that are sent as they are with a bundle; by the rules of `numerics` 1 none."""
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)

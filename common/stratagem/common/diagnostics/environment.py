@@ -1,7 +1,7 @@
 """Measures the environment of a process for `stratagem doctor`: versions, limits, disk,
 certificates.
 
-Measured when somebody asks, and nowhere else: writing to the disk takes a while, so not on an event
+Measured on request, and at no other time: writing to the disk takes a while, so not on an event
 loop. Says what is, and judges nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Files that are read again when somebody has written or replaced them, without a restart."""
+"""Files that are read again when they have been written or replaced, without a restart."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Caller:
     """The identity of a caller, as far as it has been proved."""
 
     name: str
-    """"client alice", "worker w0", "token ci"; empty: nobody has to say who they are."""
+    """"client alice", "worker w0", "token ci"; empty: callers are not authenticated."""
     cert_id: CertId | None = None
     scopes: frozenset[Scope] = frozenset()
     token_id: str = ""
@@ -83,7 +83,7 @@ class Caller:
             )
 
     def must_own(self, run_id: str, owner: str) -> None:
-        """Refuse to let somebody change another one's run without the scope admin."""
+        """Refuse to let a caller change another one's run without the scope admin."""
         if self.owner != owner and not self.is_admin:
             name = owner.partition(_NUMBERED)[0]
             other = "an earlier " if name == self.name else ""

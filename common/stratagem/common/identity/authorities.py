@@ -2,7 +2,7 @@
 
 A folder has `ca.crt`, the authorities that are trusted, and `ca.key`, the key of the one that signs
 now. While one takes the place of another both are trusted, so that certificates of either count and
-nobody has to be restarted at one moment; they have the same name and are told apart by their keys.
+no processes have to be restarted together; their names are the same, their keys are different.
 Knows nothing of who the certificates are for (`certificates.py`).
 """
 
@@ -33,7 +33,7 @@ from stratagem.common.files.private_file import check_private
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
 DAYS: Final = 3650
-"""How long an authority is valid: nobody renews one every month."""
+"""How long an authority is valid, which is not renewed every month."""
 SKEW: Final = timedelta(minutes=5)
 """For clocks that are behind: what is new is valid from before now on."""
 
@@ -75,7 +75,7 @@ def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
 
 
 def renew(folder: Path, valid: timedelta) -> None:
-    """A new authority beside the old one, which stays trusted; from now on the new one signs.
+    """A new authority next to the old one, which stays trusted; from now on the new one signs.
 
     WrongStateError while two are trusted already. A crash between the two files leaves an authority
     that is trusted and has signed nothing; `retire` drops it.

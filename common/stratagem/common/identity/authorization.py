@@ -43,7 +43,7 @@ class Names(StrEnum):
 
 
 UNCHECKED: Final = frozenset({Names.NOTHING, Names.SHARED_RUN, Names.BROUGHT_DATA, Names.ORDERED})
-"""Whoever may make the call may name any such thing."""
+"""A caller that may make the call may name any such thing."""
 
 
 @dataclass(frozen=True, slots=True)

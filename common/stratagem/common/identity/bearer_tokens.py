@@ -1,7 +1,7 @@
 """Bearer tokens: how a person without a certificate proves to be known.
 
 A token is 256 random bits that are shown once. The coordinator keeps a file with the SHA-256 of
-each, a name, what it may do and until when; whoever reads the file cannot call with it. Owns the
+each, a name, what it may do and until when; a reader of the file cannot call with it. Owns the
 file's form. Must not know which call needs what.
 """
 
@@ -41,7 +41,7 @@ class Scope(StrEnum):
     SUBMIT = "submit"
     """Start runs; stop, resume and delete one's own."""
     ADMIN = "admin"
-    """Stop, resume and delete anybody's."""
+    """Stop, resume and delete any run."""
 
 
 ALL_SCOPES: Final = frozenset(Scope)
@@ -65,7 +65,7 @@ class KnownToken:
     expires_s: float | None
     """Unix time; None: never."""
     token_id: str = ""
-    """Tells it from others of its name, before and after; empty in files of earlier versions."""
+    """Differs between tokens of one name, earlier and later; empty in files of earlier versions."""
 
 
 def new_token(

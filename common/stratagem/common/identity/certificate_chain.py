@@ -2,7 +2,7 @@
 
 An authority that has ended takes all with it that it has signed, whatever stands in that. Owns how
 the certificates above one are found, and the sentence that names the one that has ended. Reads no
-file and checks nobody: gRPC does that.
+file and verifies no peer: gRPC does that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def chain_of(
         signers = [(file, each) for file, each in known if _has_signed(each, current)]
         if not signers:
             break
-        # Of two for the same key the later end counts, as it does for whoever checks.
+        # Of two for the same key the later end counts, as it does for a verifier.
         file, current = max(signers, key=lambda found: found[1].not_valid_after_utc)
         links.append(_link(file, current, is_authority=True))
     return tuple(links)
@@ -69,7 +69,7 @@ def chain_of(
 def ended(chain: Chain) -> ChainCertificate | None:
     """The certificate that keeps the chain from counting; None while all of it counts.
 
-    The highest: what is signed anew below it would not count either.
+    The highest: what is newly signed below it would not count either.
     """
     return next((link for link in reversed(chain) if link.has_ended), None)
 

@@ -45,7 +45,7 @@ DEFAULT_DAYS: Final = 90
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A certificate authority that lies in a folder with what it has signed."""
+    """A certificate authority in a folder with what it has signed."""
 
     folder: Path
     trust_domain: str = DEFAULT_TRUST_DOMAIN
@@ -198,7 +198,7 @@ def issue(
 
 
 def renew_authority(folder: Path) -> Path:
-    """A new authority in a folder of `init`, beside the old one; the file with both."""
+    """A new authority in a folder of `init`, next to the old one; the file with both."""
     _signed(folder)
     authorities.renew(folder, timedelta(days=authorities.DAYS))
     return folder / CA_FILE
@@ -258,7 +258,7 @@ class Shown:
     uris: tuple[str, ...]
     expires: datetime
     fingerprint: str
-    """As the file of the revoked names it: it tells authorities of one name apart."""
+    """As the file of the revoked names it: it distinguishes authorities of one name."""
 
     @property
     def has_expired(self) -> bool:

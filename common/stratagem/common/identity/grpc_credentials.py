@@ -37,7 +37,7 @@ class FreshFiles:
     def changed(self) -> bool:
         """Look at the files; whether there is other material than at the last call.
 
-        Files that do not fit together, such as a new certificate beside its old key, are looked at
+        Files that do not fit together, such as a new certificate with its old key, are looked at
         again when they change again; until then the old content is used.
         """
         with self._lock:

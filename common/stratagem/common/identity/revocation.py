@@ -1,6 +1,6 @@
 """Certificates that count no more although they have not run out: a file, read again as it changes.
 
-    worker w3                 # whoever holds a certificate of worker w3, also a renewed one
+    worker w3                 # any holder of a certificate of worker w3, also a renewed one
     worker *.gpu              # the certificate that the workers of the pool gpu share
     sha256:9f86d0...          # this one certificate
 
@@ -33,7 +33,7 @@ def fingerprint(pem: bytes) -> str:
 
 
 def check_entry(entry: str) -> str:
-    """An entry of the file; InvalidInputError when it names nobody."""
+    """An entry of the file; InvalidInputError when it names no holder."""
     if not (_FINGERPRINT.fullmatch(entry) or _HOLDER.fullmatch(entry)):
         roles = ", ".join(f"`{each} NAME`" for each in Role)
         raise InvalidInputError.at("revoked", f"{entry!r} is neither {roles} nor `sha256:HEX`")

@@ -35,7 +35,7 @@ KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "rprop": ("differentiable", "etas", "maximize", "step_sizes"),
     "sgd": ("dampening", "differentiable", "momentum", "nesterov", *_ALL),
 }
-"""By name in small letters, beside `lr`, `schedule` and `clip_norm`, which all have."""
+"""By name in small letters, besides `lr`, `schedule` and `clip_norm`, which all have."""
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:

@@ -66,14 +66,14 @@ class JobSpec(Section):
 
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
     optimizer, and its batches are those of the evaluation. placement_timeout_s: how long the run
-    may be without workers before it fails; for ever unless set.
+    may be without workers before it fails; no limit unless set.
     """
 
     name: Name
     model: ModelSpec
     data: DataSpec
     loss: LossSpec
-    # Only a job that trains nothing has none; whoever trains need not ask.
+    # Only a job that trains nothing has none; code that trains need not ask.
     optimizer: OptimizerSpec = _ABSENT
     initial: InitialSpec | None = None
     evaluation: EvaluationSpec | None = None

@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative, so "the sum over shards" only has defined bits once
 the order is fixed. Here it is: a binary tree over shard numbers that depends on nothing but how
-many shards there are. Whoever computes which shards, the same tree is walked, so the same bits
+many shards there are. Wherever shards are computed, the same tree is walked, so the same bits
 come out. Pure arithmetic on integers: knows neither torch nor the network.
 """
 

@@ -4,8 +4,8 @@
     2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the
         mean gradient; phase training and `vsa` as their pages say
 
-A rule that has changed is one function, which takes the number; whoever calls it passes on the
-run's. A number goes once nobody can have a run of it any more.
+A rule that has changed is one function, which takes the number; its caller passes on the
+run's. A number goes once no run of it can be left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serves metrics over HTTP: `GET /metrics` on a port of their own, and nothing else.
 
 What belongs to the event loop is read on it, which takes microseconds; the text is made in a
-thread. Requests are bounded in size, time and number: whoever can reach the port must not be able
+thread. Requests are bounded in size, time and number: a peer that reaches the port must not be able
 to hold up the process.
 """
 
@@ -48,7 +48,7 @@ async def metrics_served(
     free one. Plaintext is for loopback, unless the operator allows more.
 
     deployment: the label of all metrics that this process has in common with its coordinators and
-    workers, and with nobody else."""
+    workers, and with no other server."""
     if port is None:
         yield ""
         return
@@ -100,7 +100,7 @@ class _Handler:
                     writer.write(await self._answer(head))
                     await writer.drain()
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, OSError):
-            pass  # not a request, or nobody waits for the answer any more
+            pass  # not a request, or the peer no longer waits for the answer
         finally:
             self._num_open -= 1
             writer.close()

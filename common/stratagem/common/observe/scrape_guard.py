@@ -62,7 +62,7 @@ def deployment_of(settings: MetricsSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The files of one endpoint; without any it is plaintext, and open to whoever reaches it."""
+    """The files of one endpoint; without any it is plaintext, and open to all who reach it."""
 
     cert: Path | None = None
     key: Path | None = None

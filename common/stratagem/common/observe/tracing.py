@@ -3,7 +3,7 @@
 Off unless the standard variable OTEL_EXPORTER_OTLP_ENDPOINT (or its form for traces) is set; then
 nothing of OpenTelemetry is imported, and a span costs a look at one variable. Owns the exporter of
 this process and how a context travels: as W3C `traceparent`, in the metadata of calls, and as text
-for whoever must remember it. Knows nothing of what is traced.
+for code that must remember it. Knows nothing of what is traced.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def fail(reason: str) -> None:
 
 
 def traceparent() -> str:
-    """The present span for somebody who remembers it; "" without one."""
+    """The present span for code that remembers it; "" without one."""
     if _tracing is None:
         return ""
     carrier: dict[str, str] = {}

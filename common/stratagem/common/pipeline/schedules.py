@@ -124,7 +124,7 @@ def list_schedule(
     max_live: int | None = None,
     split_backward: bool = False,
 ) -> Schedule:
-    """A schedule for any placement of stages on ranks, whatever their number and order.
+    """A schedule for any placement of stages on ranks, in any number and order.
 
     Plays the step with actions of equal length: a free rank does a backward if one is ready, else
     a forward if it keeps fewer than `max_live` activations, else a weight gradient. The default
@@ -222,7 +222,7 @@ per rank, all but zero_bubble mean the interleaved one."""
 EAGER_FROM: Final = 0.005
 """Hop, as a share of what a stage computes for a micro-batch, from which on `suited` says eager.
 
-A hop between idle ranks, as it is measured, is the least that one can cost: beside computation one
+A hop between idle ranks, as it is measured, is the least that one can cost: next to computation one
 takes two to three times as long, and it may wait for its turn: where two ranks measured 0.9 %,
 1F1B took 5 % longer than eager."""
 

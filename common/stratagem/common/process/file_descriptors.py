@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 ENOUGH: Final = 256
-"""A process that has not even this many is told so: each connection takes one, and so does each
+"""A process that has not even this many gets a warning: each connection takes one, and so does each
 file that is read or written."""
 _WANTED: Final = 65_536
 

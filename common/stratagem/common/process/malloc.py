@@ -38,7 +38,7 @@ def tune_malloc() -> str:
 
 
 def give_back() -> None:
-    """Give the system what lies free, in holes too; it takes milliseconds, and later page faults.
+    """Give the system what is free, in holes too; it takes milliseconds, and later page faults.
 
     Nothing where this C library cannot.
     """

@@ -1,7 +1,7 @@
 """Admits requests to a server: each within its time, and not more calls at once than a limit.
 
 A caller that is silent inside a request, or sends it a byte at a time, would otherwise hold its
-call for ever: gRPC itself waits without end. So calls with one request are received like streams
+call without end: gRPC itself sets no deadline. So calls with one request are received like streams
 (on the wire they are the same), which also shows the calls that bring none. Knows no service.
 """
 
@@ -19,7 +19,7 @@ MALFORMED: Final = object()
 """Stands for a request that does not parse."""
 
 RETRY_AFTER_S: Final = 1.0
-"""What a caller is told to wait who has met a limit that passes by itself."""
+"""The wait that a caller is asked for after a limit that passes by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class _Channel(grpc.aio.Channel):
 
 
 class _ProtocolChannel(_Channel):
-    """A channel whose calls carry protocol version and token beside the caller's own metadata."""
+    """A channel whose calls carry protocol version and token with the caller's own metadata."""
 
     def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
         self._inner = inner

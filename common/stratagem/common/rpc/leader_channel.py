@@ -1,6 +1,6 @@
 """A channel to a cluster of several coordinators, of which one leads.
 
-Owns going on to the next address when a call fails because nobody answers there, or because that
+Owns going on to the next address when a call fails because no server answers there, or because that
 coordinator only stands by. Repeating the call is the caller's: all of ours are repeated with
 pauses, so the next attempt meets the next address. Knows no service.
 """
@@ -50,7 +50,7 @@ class Coordinators:
         return len(self.addresses) > 1
 
     def move_on(self, failed: str) -> None:
-        """Ask the next one from now on, unless somebody else has moved on already."""
+        """Ask the next one from now on, unless another call has moved on already."""
         if failed == self.present:
             index = self.addresses.index(failed)
             self.present = self.addresses[(index + 1) % len(self.addresses)]

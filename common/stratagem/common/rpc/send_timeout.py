@@ -1,7 +1,7 @@
 """Sends the answers of one call, and gives up a caller that takes none of them for a while.
 
 gRPC waits without end for a caller that has stopped reading: the call, its file and its buffers
-would stay for ever. The deadline is on progress: a slow caller may take its time, and so may a
+would never end. The deadline is on progress: a slow caller may take its time, and so may a
 handler that has nothing to say. There is one timer for all answers of a call.
 """
 

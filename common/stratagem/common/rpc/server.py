@@ -69,7 +69,7 @@ def make_server(
 ) -> grpc.aio.Server:
     """A server with our options and rules; add services, `bind`, start.
 
-    gate: who is let in; everybody unless given, which is for servers without TLS. calls: counts.
+    gate: who is let in; all callers unless given, which is for servers without TLS. calls: counts.
     """
     rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits))
     return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)

@@ -222,7 +222,7 @@ def _kind(message: Any) -> str:
 # ---- the side that calls ----
 
 
-async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybody wants)
+async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all callers want)
     open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
     accept: Accept,
     *,
@@ -236,8 +236,8 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly everybo
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
-    `open_call(offset)` starts the call; `offset` > 0 goes on with a download of an earlier process.
-    Raises an error of our tree; the sink then holds a part that nobody should use.
+    `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
+    Raises an error of our tree; the sink then holds a part that must not be used.
     """
     download = _Download(accept, limits, purpose, offset, codecs)
 
@@ -393,7 +393,7 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
     """Return whether the connection or the peer went away, rather than refused.
 
     gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
-    peer's reason; the next attempt will be told it.
+    peer's reason; the next attempt will receive it.
     """
     if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.UNAVAILABLE:
         return True

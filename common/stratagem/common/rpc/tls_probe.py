@@ -108,7 +108,7 @@ class _Probe:
             raise
 
     def shown(self) -> x509.Certificate:
-        """The server's certificate, whatever it is worth."""
+        """Return the server's certificate without verifying it."""
         from cryptography import x509
 
         with closing(self.handshake(_without_checks(), "probe")) as connection:

@@ -1,4 +1,4 @@
-"""Plain JSON values that nobody can change: a parsed document is shared by all who read it.
+"""Plain JSON values that cannot be changed: a parsed document is shared by all who read it.
 
 A frozen mapping or list is a dict or list to every reader (it compares, iterates and dumps like
 one), and is hashable; what would change it raises. `thawed` makes the fresh plain copy that

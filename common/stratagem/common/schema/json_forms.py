@@ -66,7 +66,7 @@ _NO_EXTRAS: Final = ObjectForm(_NoExtras, is_extras=True)
 
 @contextmanager
 def collecting(violations: list[Violation]) -> Iterator[None]:
-    """Add what is wrong inside the block to the list, and go on after the block."""
+    """Add what is wrong inside the block to the list, and continue after the block."""
     try:
         yield
     except InvalidInputError as error:

@@ -271,7 +271,7 @@ class Perturbation:
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Each hyperparameter is drawn anew from the search space."""
+    """Each hyperparameter is drawn again from the search space."""
 
 
 ExploreStrategy: TypeAlias = Perturbation | Resample

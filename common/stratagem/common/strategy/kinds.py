@@ -78,7 +78,7 @@ class Local:
 class DataParallelOptions:
     """Options of how the replicas work together beyond the shared form.
 
-    min_replicas: go on with as few workers as this while the others are away. all_reduce: of
+    min_replicas: continue with as few workers as this while the others are away. all_reduce: of
     AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
     depends on the workers. inner: what each replica is; ModelParallel makes it a pipeline over
     several workers. consensus_every: of Decentralized; after how many steps the nodes' distance to

@@ -1,4 +1,4 @@
-"""Two small JSON forms that travel beside strategies: a `Value` and a `Distribution`.
+"""Two small JSON forms that travel with strategies: a `Value` and a `Distribution`.
 
 A Value is {"type": <kind>, "data": <content>}; a Distribution is "Local", "Any" or
 {"Remote": <target>}. Owns their reading and writing and what makes a tensor value sound.

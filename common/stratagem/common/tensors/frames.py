@@ -21,7 +21,7 @@ from stratagem.v1 import tensor_pb2
 
 Data = bytes | memoryview
 Piece = Data | Sequence[Data]
-"""The bytes of one chunk, as they lie in one place or in several."""
+"""The bytes of one chunk, in one buffer or in several."""
 
 _CHUNK_TAG: Final = 0x12  # field 2 of the carrier, length-delimited
 _OFFSET_TAG: Final = 0x08  # fields of Chunk: 1, varint
@@ -86,7 +86,7 @@ def patched(offset: int, *parts: Data) -> bytes:
     crc: int = google_crc32c.value(np.frombuffer(raw, np.uint8, size, len(head)))
     if crc == 0:  # is left out of the message
         return joined(offset, *parts)
-    # Nobody else has seen these bytes yet.
+    # No other code has seen these bytes yet.
     ctypes.memmove(_address_of(raw) + len(raw) - 4, crc.to_bytes(4, "little"), 4)
     return raw
 

@@ -83,7 +83,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The header of a tensor stream. Tensors lie in order, without overlap and without gap."""
+    """The header of a tensor stream. Tensors are in order, without overlap and without gap."""
 
     tensors: tuple[TensorSpec, ...]
     total_bytes: int
@@ -204,7 +204,7 @@ def _check_size(where: str, spec: TensorSpec, limits: Limits) -> None:
     if any(dim < 0 for dim in spec.shape):
         raise InvalidInputError.at(f"{where}.shape", f"{spec.shape} has a negative dimension")
     item_bytes = dtype_named(spec.dtype).item_bytes
-    # Dimensions of 0 hide the others from the product, but not from whoever computes strides.
+    # Dimensions of 0 hide the others from the product, but not from code that computes strides.
     if math.prod(max(dim, 1) for dim in spec.shape) * item_bytes > MAX_ELEMENTS:
         raise LimitError(f"{where}.shape: {spec.shape} is beyond any address space")
     size = math.prod(spec.shape) * item_bytes

@@ -35,7 +35,7 @@ MAX_HEADER_BYTES: Final = 32 * 2**20
 _PREFIX_BYTES: Final = 8
 
 FileSource = Callable[[int], Iterator[bytes]]
-"""A source (see `chunks`) whose pieces lie in one place each."""
+"""A source (see `chunks`) whose pieces are contiguous."""
 
 
 def header_bytes(manifest: Manifest) -> bytes:
@@ -66,7 +66,7 @@ def blob_digest(manifest: Manifest, pieces: Iterable[bytes | memoryview]) -> Dig
 
 
 def file_digest(path: Path) -> Digest:
-    """The digest of a blob that lies in a file."""
+    """The digest of a blob in a file."""
     with path.open("rb") as file:
         return Digest(hashlib.file_digest(file, "sha256").hexdigest())
 

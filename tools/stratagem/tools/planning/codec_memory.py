@@ -1,7 +1,7 @@
 """Measures the memory that a codec takes of a worker by coding a small copy of the layout.
 
 All codecs take memory in proportion to the elements, so a layout of the same proportions says how
-much per element; whoever changes a codec need not change a formula here. Of codecs on the host.
+much per element; a change to a codec need not change a formula here. Of codecs on the host.
 """
 
 from __future__ import annotations

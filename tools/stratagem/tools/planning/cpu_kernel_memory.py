@@ -1,7 +1,7 @@
 """Computes the memory that some CPU kernels take besides their outputs, which fake tensors do not
 show.
 
-The LSTM of oneDNN hands its workspace over as an opaque tensor, and torch's shape function says
+The LSTM of oneDNN returns its workspace as an opaque tensor, and torch's shape function says
 that it is empty. It grows by the same amount with each time step, so the kernel is run for one and
 for two. Convolutions that oneDNN does not do, those in float64, unfold their input into columns.
 """
@@ -21,7 +21,7 @@ _CONVOLUTIONS: Final = (
 LAYER: Final = torch.ops.aten.mkldnn_rnn_layer.default
 BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
 SCRATCH_FRACTION: Final = 0.28
-"""Of the workspace of an LSTM: what backward needs beside it for a moment. Measured: 0.272 to 0.280
+"""Of the workspace of an LSTM: what backward needs more for a moment. Measured: 0.272 to 0.280
 for 16 to 32 rows, 24 to 48 time steps and 64 to 128 features."""
 
 

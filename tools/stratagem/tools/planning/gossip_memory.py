@@ -1,6 +1,6 @@
 """Computes the memory that a worker needs for nodes under Decentralized besides its own models.
 
-Every own node and every neighbour of one lies there again: bucket by bucket while they are mixed,
+Every own node and every neighbour of one is held again: bucket by bucket while they are mixed,
 or, with a codec, as a public copy that stays. Of the member that listens to most nodes.
 """
 

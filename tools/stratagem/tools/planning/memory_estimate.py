@@ -51,7 +51,7 @@ class StepMemory:
     gradients: all buckets, and what the exchange receives into or copies. activations: the batch
     and what forward keeps for backward. workspace: what is there for a moment at the worst one.
     buffers: with the engine's copies of them, and predictions that are kept. snapshot: in host
-    memory beside it, while a commit is fetched. rows: that pass through the model together.
+    memory as well, while a commit is fetched. rows: that pass through the model together.
     measured: the peak of a real step, if one was done; the workspace then holds what was measured
     beyond the rest.
     """
@@ -181,7 +181,7 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             party = ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
             estimate = _of_party(job, site, party)
             if party.size > 1 and isinstance(aggregation, ParameterServer):
-                received = 4 * estimate.num_parameters  # the sums are staged beside the buckets
+                received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
                 return replace(estimate, gradients=estimate.gradients + received)
             return estimate
         case ModelParallel():

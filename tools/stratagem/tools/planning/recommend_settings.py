@@ -158,7 +158,7 @@ def _fleet(
         raise InvalidInputError.at("workers", text)
     chosen = Fleet(tuple(members[: num_workers or len(members)]))
     if memory_bytes is not None:
-        # Each has so much for itself, whoever shares its host.
+        # Each has so much for itself, even on a shared host.
         shares = Counter(each.host for each in chosen.members if not each.on_cuda)
         chosen = Fleet(
             tuple(
@@ -230,7 +230,7 @@ def _accumulation(plain: _Attempt, site: Site, budget: int, num_workers: int) ->
         return None
     # Memory grows about linearly with rows, so a straight line finds nearly the right number.
     guess = 1 + (budget - one) * (share - 1) // max(1, whole - one)
-    low, high = 1, share  # the largest micro-batch that fits lies in [low, high)
+    low, high = 1, share  # the largest micro-batch that fits is in [low, high)
     for middle in (guess, guess + 1):
         if low < middle < high:
             low, high = (middle, high) if need(middle) <= budget else (low, middle)

@@ -264,7 +264,7 @@ class _ShapesOnly(Gather):
 
 
 def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
-    """The data sets that lie on the device, if the job wants that. Rows as those of training."""
+    """The data sets that are on the device, if the job wants that. Rows as those of training."""
     if job.execution.memory != "Cached":
         return None
     used = {_split(job), *([job.evaluation.split] if job.evaluation is not None else [])}
