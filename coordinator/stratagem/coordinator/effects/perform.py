@@ -1,4 +1,4 @@
-"""Effect -> the coroutine that does it."""
+"""Maps each effect to the coroutine that performs it."""
 
 from typing import assert_never
 
@@ -35,7 +35,7 @@ from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: EffectContext, effect: Effect) -> None:
-    """Do what is due; ends by reporting a fact."""
+    """Perform an effect that is due; ends by reporting a fact."""
     run = env.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
@@ -47,18 +47,18 @@ async def perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _fail(env: EffectContext, effect: Effect, error: BaseException) -> None:
-    """The run ends, rather than trying for ever what only a sound copy can mend."""
+    """End the run, rather than retrying without end what only a sound copy of the blob can cure."""
     assert isinstance(error, DamagedBlobError | MissingBlobError)
     run = env.state.runs.get(effect.run_id)
     if run is None or not env.is_due(effect):
-        return  # nobody needs it any more, and so it was collected
+        return  # it is not needed any more, and so it was collected
     if error.digest not in blobs_of(run):  # what a worker has asked for is none of the run's
         raise error
     await env.report(effect.run_id, RunFailed(reason=_without(run, error)))
 
 
 def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
-    """Why the run fails, and what helps."""
+    """Say why the run fails, and the remedy."""
     which = [commit.segment for commit in run.commits if commit.digest == error.digest]
     what = f"commit {which[-1]}: {error}" if which else str(error)
     advice = "put a sound copy in its place, then resume the run"

@@ -1,1 +1,1 @@
-"""What the coordinator keeps: states as blobs, facts in a journal."""
+"""The coordinator's storage: states as blobs, facts in a journal."""

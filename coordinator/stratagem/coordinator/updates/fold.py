@@ -1,10 +1,10 @@
 """The weighted mean of a round's updates, window by window.
 
 For each element: the sum over clients, in the order given, of samples × value in float64, divided
-by all samples and rounded once to the element's type; what only one client says is taken as it is.
-Updates of earlier rounds weigh less and are rebased first (rebasing.py). Integers and bools come
-from the client of this round with most samples (the first of equals), which is also what all
-clients say where they agree; where they do not, it is logged. Memory is some windows, whatever the
+by all samples and rounded once to the element's type; the update of a single client is taken as it
+is. Updates of earlier rounds weigh less and are rebased first (rebasing.py). Integers and bools are
+those of the client of this round with most samples (the first of equals), which are also those of
+all clients where they agree; where they do not, it is logged. Memory is some windows, whatever the
 size of the model and the number of clients, and the order of arrival cannot matter. A server
 optimizer, where there is one, takes the mean from here in float64. Made to run in a thread; knows
 nothing of rounds.
@@ -62,16 +62,16 @@ class _Window:
 
     dtype: str
     name: str
-    """Of the tensor, where the window has just one: in integers and bools."""
+    """Name of the tensor, where the window has just one: in integers and bools."""
     offset: int
     size_bytes: int
     is_optimized: bool
     """A server optimizer makes the result of the mean."""
     is_rebased: bool
-    """Late updates count by what they have changed."""
+    """Late updates count by their change to their own base state."""
 
 
-def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly everybody wants)
+def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every caller wants)
     entries: Sequence[SpoolEntry],
     weights: Sequence[float],
     manifest: Manifest,
@@ -84,8 +84,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly everyb
 ) -> tuple[Digest, tuple[Digest, ...]]:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
 
-    With a server optimizer, what it makes of the mean; then also what its slots are called, which
-    are durable before the state is.
+    With a server optimizer, write its result instead, and return the digests of its slots, too,
+    which are durable before the state is.
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. Raises IntegrityError when the
@@ -123,8 +123,9 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly everyb
 
 
 def mean_factors(weights: Sequence[float], numerics: int) -> tuple[list[float], float]:
-    """What each update is multiplied by, and what the sum is divided by. One update counts 1: its
-    mean is what it says, to the bit."""
+    """Return the factor of each update, and the divisor of the sum. A single update counts 1: its
+    mean is itself, to the bit.
+    """
     if numerics >= 2 and len(weights) == 1:
         return [1.0], 1.0
     return [float(weight) for weight in weights], math.fsum(weights)
@@ -147,7 +148,7 @@ def _check_arguments(
 def _windows(
     manifest: Manifest, server: ServerStep | None, rebasing: Rebasing | None
 ) -> Iterator[_Window]:
-    """All data in order, cut where the type or treatment changes, and else into windows."""
+    """Yield all data in order, cut where the type or treatment changes, and else into windows."""
 
     def kind(spec: TensorSpec) -> tuple[str, str, bool, bool]:
         name = "" if dtype_named(spec.dtype).is_floating else spec.name
@@ -163,7 +164,9 @@ def _windows(
 
 
 class _Folder:
-    """The buffers, the readers, and the names of tensors that clients do not agree on."""
+    """The state of one fold: buffers, readers, and the names of tensors that clients do not agree
+    on.
+    """
 
     def __init__(
         self,
@@ -188,7 +191,7 @@ class _Folder:
         self._disputed: dict[str, None] = {}
 
     def fold(self, window: _Window, slot: int) -> Raw:
-        """The elements of the window, in the buffer of that slot."""
+        """Return the elements of the window, in the buffer of that slot."""
         dtype = storage(window.dtype)
         raw = self._raw[: window.size_bytes].view(dtype)
         result = self._results[slot][: window.size_bytes].view(dtype)
@@ -243,7 +246,9 @@ class _Folder:
 
 
 class _Source:
-    """Reads one update from its first byte to its last. Holds no file open: clients are many."""
+    """A reader of one update from its first byte to its last. Holds no file open: clients are
+    many.
+    """
 
     def __init__(self, entry: SpoolEntry) -> None:
         self._entry = entry
@@ -267,7 +272,7 @@ class _Source:
         self._crc32c = google_crc32c.extend(self._crc32c, elements)
 
     def check(self) -> None:
-        """All of it has been read: was it what had been accepted?"""
+        """Check that the bytes that were read, which must be all, are those that were accepted."""
         if self._crc32c != self._entry.crc32c:
             raise self._damaged("its checksum is another")
 

@@ -1,8 +1,8 @@
 """Merges the parts of a state that was divided among workers into one blob.
 
-The blob has one form however the state was divided: tensors stand by element size, the largest
-first so that each lies aligned, and then by name. Parts are copied a piece at a time, so memory
-does not grow with the model. Knows neither runs nor workers.
+The blob has one form however the state was divided: tensors are ordered by element size, the
+largest first so that each is aligned, and then by name. Parts are copied a piece at a time, so
+memory does not grow with the model. Knows neither runs nor workers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class MergeStoppedError(StratagemError):
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one worker holds: which tensors, and their bytes in that order."""
+    """The part of a state that one worker holds: the manifest of its tensors, and their bytes in
+    that order.
+    """
 
     manifest: Manifest
     data: Scratch
 
 
 def merged_manifest(parts: Sequence[Manifest], limits: Limits) -> Manifest:
-    """The tensors of all parts; metadata that all who have a key agree on.
+    """Return the manifest of the tensors of all parts; parts that share a metadata key must agree.
 
     Of tied tensors the first in that order has the bytes. Raises ContradictionError where two
     parts have the same tensor, contradict each other, or are too large together.
@@ -95,7 +97,7 @@ def _metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
 
 
 def joined_rows(merged: Manifest) -> Manifest:
-    """Tensors "<name>/<number>" as one "<name>" each, row after row: the same bytes.
+    """Describe tensors "<name>/<number>" as one "<name>" each, row after row: the same bytes.
 
     Raises ContradictionError where they differ in more than rows.
     """
@@ -123,9 +125,9 @@ def write_merged(
     *,
     described_as: Manifest | None = None,
 ) -> Digest:
-    """Write and commit the blob of a merged manifest. Raises MergeStoppedError when told to.
+    """Write and commit the blob of a merged manifest. Raises MergeStoppedError when asked to stop.
 
-    described_as: what the blob says that it holds, of the same bytes.
+    described_as: the manifest that the blob's header gives for the same bytes.
     """
     places = {spec.name: (part.data, spec) for part in parts for spec in part.manifest.tensors}
     writer.write(header_bytes(described_as or manifest))

@@ -1,4 +1,4 @@
-"""The element types of the tensor stream as numpy can compute with them.
+"""Converts the element types of the tensor stream to types that numpy can compute with.
 
 Owns three questions about raw little-endian elements: are they finite, what are they in float64,
 and which ones are nearest to given float64 values (ties to even, rounded once).
@@ -37,12 +37,12 @@ _SIGN_BIT: Final = {"bfloat16": 0x8000, "float8_e4m3fn": 0x80, "float8_e5m2": 0x
 
 
 def storage(dtype: str) -> np.dtype[Any]:
-    """The numpy type that carries elements of `dtype` bit by bit."""
+    """Return the numpy type that carries elements of `dtype` bit by bit."""
     return np.dtype(_STORAGE[dtype])
 
 
 def is_finite(dtype: str, raw: Raw) -> bool:
-    """True when no element of a floating type is infinite or not a number."""
+    """Return True when no element of a floating type is infinite or not a number."""
     if dtype in _NATIVE:
         return bool(np.isfinite(raw).all())
     magnitude = raw & raw.dtype.type(_SIGN_BIT[dtype] - 1)
@@ -96,7 +96,9 @@ def _to_float8(dtype: str, values: Wide) -> NDArray[np.uint8]:
 
 @cache
 def _middles(dtype: str) -> Wide:
-    """What lies half-way between each finite magnitude and the next, in order of the codes."""
+    """Return the value half-way between each finite magnitude and the next, in order of the
+    codes.
+    """
     magnitudes = _values_of_codes(dtype)[: _MAX_FINITE[dtype] + 1]
     middles: Wide = (magnitudes[:-1] + magnitudes[1:]) / 2
     middles.flags.writeable = False  # all callers share it
@@ -105,7 +107,7 @@ def _middles(dtype: str) -> Wide:
 
 @cache
 def _values_of_codes(dtype: str) -> Wide:
-    """The value of each of the 256 codes of a float8 type."""
+    """Return the value of each of the 256 codes of a float8 type."""
     num_mantissa_bits = 3 if dtype == "float8_e4m3fn" else 2
     bias = 7 if dtype == "float8_e4m3fn" else 15
     codes = np.arange(256)

@@ -1,4 +1,4 @@
-"""Updates of earlier rounds beside a fold: their changes, made to the present state.
+"""Rebases updates of earlier rounds for a fold: applies their changes to the present state.
 
     x_k <- (x_k - base_k) + x        in float64, for every trained floating parameter
 
@@ -21,10 +21,12 @@ from stratagem.coordinator.updates.state_reader import averaged_names, open_stat
 
 
 class Rebasing:
-    """For one fold; states are read at the offsets of its windows."""
+    """The rebasing of one fold's late updates; states are read at the offsets of its windows."""
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
-        """bases: of each late update, by its place among the updates."""
+        """Open the states; bases: the base state of each late update, by its place among the
+        updates.
+        """
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}
@@ -38,11 +40,11 @@ class Rebasing:
         return index in self._bases
 
     def is_rebased(self, spec: TensorSpec) -> bool:
-        """Parameters that are trained."""
+        """Return True for parameters that are trained."""
         return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
     def apply(self, index: int, dtype: str, offset: int, values: Wide) -> None:
-        """In place, one window of an update; offset: of the window in the state."""
+        """Rebase one window of an update in place; offset: of the window in the state."""
         if index in self._bases:
             values -= self._bases[index].read(dtype, offset, values.size)
             values += self._state.read(dtype, offset, values.size)

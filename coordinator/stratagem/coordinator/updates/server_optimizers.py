@@ -25,14 +25,14 @@ Step = Callable[[Slots, Wide], tuple[Slots, Wide]]
 
 @dataclass(frozen=True, slots=True)
 class ServerOptimizer:
-    """What is kept per element, by name with its first value, and the step."""
+    """A server optimizer: its slots per element, by name with their first value, and its step."""
 
     initial: Mapping[str, float]
     step: Step
 
 
 def server_optimizer(strategy: Federated) -> ServerOptimizer | None:
-    """The one that the strategy asks for; None: the mean itself is the next state."""
+    """Return the server optimizer of the strategy; None: the mean itself is the next state."""
     chosen = strategy.aggregation
     if isinstance(chosen, FedYogi):
         rate = strategy.options.server_learning_rate

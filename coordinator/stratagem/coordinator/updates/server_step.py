@@ -1,4 +1,4 @@
-"""One step of a server optimizer beside a fold: reads and writes what lies on disk, in windows.
+"""One step of a server optimizer during a fold: reads and writes its files window by window.
 
 Owns the files of the slots: one blob per slot, the optimized tensors in the order of the model, in
 float32 (float64 where the tensor is float64). They belong to the committed state, but no worker or
@@ -25,12 +25,14 @@ from stratagem.coordinator.updates.state_reader import averaged_names, open_stat
 
 
 def slot_dtype(dtype: str) -> str:
-    """The type in which a slot of a tensor is kept."""
+    """Return the type in which a slot of a tensor is kept."""
     return "float64" if dtype == "float64" else "float32"
 
 
 class ServerStep:
-    """Moves x toward the mean. To be asked for all windows of all optimized tensors, in order."""
+    """The step from x toward the mean. Must be applied to all windows of all optimized tensors, in
+    order.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class ServerStep:
         slots: Sequence[Digest],
         metadata: dict[str, str],
     ) -> None:
-        """base: the present state. slots: of the optimizer, in its order; none before round 1."""
+        """Open the files; base: the present state; slots: of the optimizer, in its order; none
+        before round 1.
+        """
         self._optimizer = optimizer
         with ExitStack() as files:
             manifest, self._x = open_state(files, store, base)
@@ -51,7 +55,9 @@ class ServerStep:
         self._writers = self._open_writers(store, manifest, metadata)
 
     def is_optimized(self, spec: TensorSpec) -> bool:
-        """Parameters that are trained; buffers and frozen parameters are averaged."""
+        """Return True for parameters that are trained; buffers and frozen parameters are
+        averaged.
+        """
         return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:
@@ -70,12 +76,12 @@ class ServerStep:
         self._slot_offset += mean.size * dtype_named(kept_as).item_bytes
 
     def commit(self) -> tuple[Digest, ...]:
-        """Make the slots durable; what they are called, in the optimizer's order."""
+        """Make the slots durable and return their digests, in the optimizer's order."""
         self._files.close()
         return tuple(writer.commit() for writer in self._writers)
 
     def abort(self) -> None:
-        """Forget what was written."""
+        """Discard what was written."""
         self._files.close()
         for writer in self._writers:
             writer.abort()

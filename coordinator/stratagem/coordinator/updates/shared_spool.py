@@ -37,7 +37,7 @@ _NAME: Final = re.compile(r"\d{10}-[0-9a-f]{16}-(\d{1,18})-([0-9a-f]{8})\.safete
 
 @dataclass(frozen=True, slots=True)
 class SharedUpdate:
-    """An accepted update that lies in the object store."""
+    """An accepted update that is stored in the object store."""
 
     client: int
     found: Found
@@ -60,7 +60,9 @@ class SharedSpool:
             self._objects.put(name, own_pieces(file.fileno(), num_bytes), num_bytes)
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
-        """The updates of a round by client; of each client, those of the newest term last."""
+        """Return the updates of a round by client; of each client, those of the newest term
+        last.
+        """
         clients: dict[int, list[SharedUpdate]] = {}
         for found in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = found.name.split("/")
@@ -72,7 +74,7 @@ class SharedSpool:
         return clients
 
     def read(self, update: SharedUpdate) -> tuple[Manifest, Iterator[bytes | memoryview]]:
-        """What the update announces, and its data, which are not verified.
+        """Return the manifest of the update, and its data, which are not verified.
 
         Raises NotFoundError, and IntegrityError where it does not begin with a header.
         """

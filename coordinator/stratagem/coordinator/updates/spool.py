@@ -66,7 +66,7 @@ class Spool:
         shared: SharedSpool | None = None,
         make_room: MakeRoom = no_room,
     ) -> None:
-        """shared: where updates last longer than this disk; make_room: asked while that is full."""
+        """Open the folder; shared: storage that outlives this disk; make_room frees disk space."""
         self._root = root
         self._make_room = make_room
         self._shared = shared
@@ -80,14 +80,14 @@ class Spool:
         for path in root.glob(f"*/*/*/*{_DATA}"):
             self._note(path, path.stat().st_size)
         self._found = [folder.name for folder in root.iterdir()]
-        """Of whom earlier coordinators have left something."""
+        """Names of the runs' folders that earlier coordinators have left."""
 
     def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
-        """A writer for the update that `manifest` announces; `writer.offset` says where to go on.
+        """Return a writer for the update that `manifest` describes; continue at `writer.offset`.
 
-        An earlier upload of the same key goes on if it was of an equal manifest from the same
-        `source` (the incarnation of a worker: another one may compute other bits); else it starts
-        anew. A writer that is still open on the key is replaced: its commit will fail as stale.
+        An earlier upload of the same key continues if it was of an equal manifest from the same
+        `source` (the incarnation of a worker: another one may compute other bits); else it restarts
+        at 0. A writer that is still open on the key is replaced: its commit will fail as stale.
         Raises LimitError when the quota does not allow the update.
         """
         return self._open(key, manifest, source, self._publish(key))
@@ -112,7 +112,9 @@ class Spool:
         return self._writer(upload, publish)
 
     def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
-        """The accepted update of a client, if there is one, else from where to ask for it."""
+        """Return the accepted update of a client, if there is one, and the offset to request it
+        from.
+        """
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
@@ -122,16 +124,16 @@ class Spool:
         return entry, self.likely_offset(key)
 
     def likely_offset(self, key: SpoolKey) -> int:
-        """From where to ask for an update before its manifest is known.
+        """Return the offset to request an update from before its manifest is known.
 
-        Only the writer, once open, knows for sure; asking from too far on is refused by `write_at`,
-        and is not repeated, since an upload that starts anew forgets what was noted.
+        Only the writer, once open, knows for sure; a request from too far on is refused by
+        `write_at`, and is not repeated, since an upload that restarts forgets what was noted.
         """
         folder = self._folder_of(key)
         return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
 
     def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
-        """The accepted update of a client, if there is one; also after a restart.
+        """Return the accepted update of a client, if there is one; also after a restart.
 
         With a digest, that update: the client may have sent others to other coordinators. Raises
         IntegrityError when the object store has damaged it.
@@ -145,7 +147,7 @@ class Spool:
         return self._fetch(key, wanted[-1]) if wanted else None
 
     def entries(self, run: SpoolRun, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
-        """All accepted updates of a round, in client order."""
+        """Return all accepted updates of a round, in client order."""
         folder = self._root / run.folder_of(party, round_num)
         clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
         if self._shared is not None:
@@ -158,18 +160,18 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Of the quota, by updates that are here or announced."""
+        """Return the bytes of the quota that are used by updates that are here or announced."""
         with self._lock:
             return sum(self._used.values())
 
     def delete_round(self, run: SpoolRun, party: Party, round_num: int) -> None:
-        """Forget a round: accepted updates and unfinished uploads."""
+        """Delete a round: accepted updates and unfinished uploads."""
         folder = run.folder_of(party, round_num).as_posix()
         self._delete_here(self._root / folder)
         self._delete_shared(folder, lambda _name: True)
 
     def delete_updates(self, keys: Iterable[SpoolKey]) -> None:
-        """Forget some accepted updates, entry first."""
+        """Delete some accepted updates, entry first."""
         for key in keys:
             folder = self._folder_of(key)
             path = folder / f"{key.client}{_ENTRY}"
@@ -181,7 +183,7 @@ class Spool:
                 self._shared.delete(f"{self._relative(folder)}/{key.client}")
 
     def distrust(self, entries: Iterable[SpoolEntry]) -> None:
-        """Forget files that were not what they should be, where they are mere copies."""
+        """Delete files that were damaged, where they are copies of what the object store has."""
         if self._shared is None:
             return
         for entry in entries:
@@ -189,19 +191,19 @@ class Spool:
             self._remove(entry.path)
 
     def delete_run(self, run: SpoolRun) -> None:
-        """Forget all rounds of a submission of a run."""
+        """Delete all rounds of a submission of a run."""
         self._delete_here(self._root / run.folder)
         self._delete_shared(run.folder, lambda _name: True)
 
     def delete_returned(self, run: SpoolRun) -> None:
-        """Forget what was accepted before the run last went back; what came since then stays."""
+        """Delete what was accepted before the run last went back; what came since then stays."""
         self._delete_returned_here(run)
         self._delete_shared(run.folder, lambda name: run.is_over(name.split("/")[1]))
 
     def clean(self, kept: Iterable[SpoolRun]) -> None:
-        """Forget what crashes have left of all runs but these.
+        """Delete what crashes have left of all runs but these.
 
-        `kept` was read from the journal after this was made: whom it does not know is over, also
+        `kept` was read from the journal after this was made: a run that it lacks is over, also
         where a later coordinator has the same folder, for what that has begun was not found.
         """
         kept = list(kept)
@@ -221,10 +223,10 @@ class Spool:
         return lambda entry: shared.put(f"{key.folder}/{key.client}", entry)
 
     def _updates(self, key: SpoolKey, *, is_fresh: bool) -> dict[int, list[SharedUpdate]]:
-        """What the object store has of a round: by now, or since this coordinator first looked.
+        """Return the object store's updates of a round: now, or as this coordinator first saw them.
 
-        What it has accepted itself lies here. So one look a round is enough, except for updates
-        that the journal names.
+        Updates that it has accepted itself are in its own files. So one look a round is enough,
+        except for updates that the journal names.
         """
         assert self._shared is not None
         folder = key.folder.as_posix()
@@ -258,7 +260,7 @@ class Spool:
         return SpoolWriter(upload, self._remove, publish)
 
     def _unfinished(self, folder: Path, client: int) -> Iterator[Path]:
-        """The data files of a client that its entry does not name."""
+        """Yield the data files of a client that its entry does not name."""
         entry = SpoolEntry.read(folder / f"{client}{_ENTRY}")
         accepted = entry.path if entry is not None else None
         for path in sorted(self._of_client.get(folder / str(client), ())):
@@ -294,7 +296,9 @@ class Spool:
             self._of_client.get(_client_of(path), set()).discard(path)
 
     def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
-        """What lies below a folder, in an object store; is_meant is asked about names in there."""
+        """Delete what is stored below a folder in an object store; is_meant is asked about names in
+        there.
+        """
         if self._shared is not None:
             self._shared.delete(folder, is_meant)
             below = [each for each in self._of_others if Path(each).is_relative_to(folder)]
@@ -319,5 +323,5 @@ class Spool:
 
 
 def _client_of(path: Path) -> Path:
-    """folder/client, of a data file."""
+    """Return folder/client, of a data file."""
     return path.parent / path.name.partition(".")[0]

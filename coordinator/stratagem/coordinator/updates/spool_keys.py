@@ -1,10 +1,10 @@
-"""Whose update it is, and in which folder below the spool it lies:
+"""Identifies updates, and names the folder below the spool in which each is stored:
 
     <run>.<submission>/<party>/<round>      where the party is root, root-<returns>, root.<path>, ..
 
 A run's folder is that of one submission of it, and a party's that of the time since the run last
-went back to an earlier commit. So no update is met by a run, or in a round, that it was not made
-for, whether or not what is over has been deleted. Knows nothing of what lies in the folders.
+went back to an earlier commit. So no run or round finds an update that was not made for it, whether
+or not what is over has been deleted. Knows nothing of what the folders contain.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
-    """Of which run updates are, and since when."""
+    """One submission of a run, since its last return to an earlier commit; updates belong to
+    one.
+    """
 
     run_id: RunId
     submission: str = ""
     """See RunSubmitted."""
     num_returns: int = 0
-    """How often the run has gone back to an earlier commit: its rounds happen anew then, perhaps
-    from other states, and what was accepted for them before is none of theirs."""
+    """How often the run has gone back to an earlier commit: its rounds are repeated then, perhaps
+    from other states, and what was accepted for them before does not count."""
 
     @classmethod
     def of(cls, run: RunRecord | EndedRun) -> Self:
-        """The present one."""
+        """Return the present submission and returns of a run."""
         num_returns = run.num_returns if isinstance(run, RunRecord) else 0
         return cls(run.run_id, run.submission, num_returns)
 
     @property
     def folder(self) -> str:
-        """The run's, with all parties and returns. Raises InvalidInputError for what is no name."""
+        """Return the run's folder, with all parties and returns. Raises InvalidInputError for what
+        is no name.
+        """
         name = check_run_id(self.run_id)
         if not self.submission:
             return name
@@ -50,7 +54,7 @@ class SpoolRun:
         return f"{name}.{self.submission}"
 
     def folder_of(self, party: Party, round_num: int) -> PurePosixPath:
-        """Of a round. Raises InvalidInputError for what is no name."""
+        """Return the folder of a round. Raises InvalidInputError for what is no name."""
         segments = party.split("/") if party else []
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
             raise InvalidInputError.at("party", f"{party!r} is no path of names")
@@ -58,14 +62,16 @@ class SpoolRun:
         return PurePosixPath(self.folder, ".".join((root, *segments)), str(int(round_num)))
 
     def is_over(self, party_folder: str) -> bool:
-        """Whether what is in a party's folder was accepted before the run last went back."""
+        """Return True if the contents of a party's folder were accepted before the run last went
+        back.
+        """
         found = _ROOT.fullmatch(party_folder)
         return found is not None and int(found[1] or 0) < self.num_returns
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolKey:
-    """Whose update it is."""
+    """The identity of a client's update in a round."""
 
     run: SpoolRun
     party: Party
@@ -74,5 +80,5 @@ class SpoolKey:
 
     @property
     def folder(self) -> PurePosixPath:
-        """Of its round."""
+        """Return the folder of its round."""
         return self.run.folder_of(self.party, self.round_num)

@@ -1,4 +1,4 @@
-"""One update on its way into the spool: a data file, and a note of how much of it is durable.
+"""The upload of one update into the spool: a data file, and a note of how much of it is durable.
 
 Owns resuming: what the note claims is read again and must have the checksum that was noted, so a
 resumed upload is as sure as a new one. An upload ends in one rename, of the entry that names its
@@ -36,7 +36,7 @@ from stratagem.coordinator.updates.update_checks import (
 )
 
 CHECKPOINT_BYTES: Final = 32 << 20
-"""A power cut costs an upload at most this much."""
+"""Bytes between two checkpoints: a power cut costs an upload at most this much."""
 
 _NOTE: Final = ".progress"
 
@@ -53,11 +53,11 @@ class SpoolEntry:
     data_start: int
     data_bytes: int
     crc32c: int
-    """Of the data, for the fold to see whether the disk has kept them."""
+    """Checksum of the data, by which the fold detects damage on the disk."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The entry that `write` left; None when there is none."""
+        """Return the entry that `write` left; None when there is none."""
         try:
             facts = json.loads(path.read_text())
         except FileNotFoundError:
@@ -80,25 +80,27 @@ class SpoolEntry:
 
 @dataclass(frozen=True, slots=True)
 class UpdateUpload:
-    """What is uploaded, where to, and from whom."""
+    """The description of one upload: its content, its files, its source."""
 
     path: Path
     """The data file: <client>.<token>.safetensors."""
     entry_path: Path
     manifest: Manifest
     header: bytes
-    """Of the file, made from the manifest."""
+    """Header of the file, made from the manifest."""
     source: str
     make_room: MakeRoom = no_room
 
     @property
     def num_bytes(self) -> int:
-        """Of the complete file."""
+        """Return the size of the complete file."""
         return len(self.header) + self.manifest.total_bytes
 
 
 class SpoolWriter:
-    """One upload, for one thread at a time. After an error it can be opened again to go on."""
+    """The writer of one upload, for one thread at a time. After an error it can be reopened to
+    continue.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class SpoolWriter:
         drop: Callable[[Path], None],
         publish: Callable[[SpoolEntry], None] | None = None,
     ) -> None:
-        """Go on where the file ends if it is of the same upload, else at 0.
+        """Continue where the file ends if it is of the same upload, else at 0.
 
         `drop` removes a data file; `publish` takes a complete update to where it lasts longer than
         on this disk, before it is accepted. Raises BlockingIOError while another writer holds the
@@ -124,17 +126,19 @@ class SpoolWriter:
 
     @property
     def offset(self) -> int:
-        """The next byte of the data that is wanted; when just opened, all before it is durable."""
+        """Return the next byte of the data that is wanted; when just opened, all before it is
+        durable.
+        """
         return self._check.num_bytes
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither committed, discarded nor closed."""
+        """Return True if it was neither committed, discarded nor closed."""
         return self._file.descriptor >= 0
 
     @property
     def digest(self) -> Digest:
-        """Of the data so far."""
+        """Return the digest of the data so far."""
         return update_digest(self._check.crc32c)
 
     def write(self, data: memoryview | bytes) -> None:
@@ -173,7 +177,7 @@ class SpoolWriter:
     ) -> SpoolEntry:
         """Accept the update, durably, as one of num_samples.
 
-        when_checked: told of the entry once its update is known to be right and lies in its file,
+        when_checked: called with the entry once its update is known to be right and is in its file,
         before that is durable.
         Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
         are missing; StaleError when a later upload of the same client has taken its place.
@@ -211,14 +215,16 @@ class SpoolWriter:
         return entry
 
     def close(self) -> None:
-        """Stop for now, and keep what is here; no error after an end of any kind."""
+        """Stop for now, and keep what is here; no error after a commit, a discard or an earlier
+        close.
+        """
         if self.is_open:
             with suppress(StratagemError):  # what cannot be noted is sent again
                 self._note_progress()
             self._file.close()
 
     def discard(self) -> None:
-        """Leave nothing of the upload."""
+        """Delete everything of the upload."""
         if os.fstat(self._file.descriptor).st_nlink:
             self._drop(self._upload.path)
         self._file.close()
@@ -238,7 +244,7 @@ class SpoolWriter:
         self._file.write(self._upload.header)
 
     def _resume(self) -> bool:
-        """Take up what the note claims; False when it is not of this upload, or not true."""
+        """Continue from the note; False when it is not of this upload, or not true."""
         try:
             note = json.loads(self._note_path.read_text())
             identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
@@ -279,7 +285,7 @@ class SpoolWriter:
         failpoint("coordinator.spool.after_checkpoint")
 
     def _check_announced(self, entry: SpoolEntry) -> None:
-        """What the sender said beside the layout must be true as well."""
+        """Check the sender's facts other than the layout: the number of samples."""
         if entry.num_samples < 1:
             raise UpdateRejectedError(
                 Cause.NUM_SAMPLES, f"num_samples is {entry.num_samples}, must be at least 1"
@@ -291,12 +297,12 @@ class SpoolWriter:
 
 
 def update_digest(crc32c: int) -> Digest:
-    """What an update is called whose data have that checksum."""
+    """Return the digest of an update whose data have that checksum."""
     return Digest(f"crc32c:{crc32c:08x}")
 
 
 def noted_offset(path: Path) -> int:
-    """Where the upload into a data file would probably go on; 0 when nothing is noted."""
+    """Return where the upload into a data file would probably continue; 0 when nothing is noted."""
     try:
         return int(json.loads(path.with_suffix(_NOTE).read_text())["offset"])
     except (FileNotFoundError, ValueError, KeyError):
@@ -310,7 +316,9 @@ def remove_files(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """The lock keeps two writers, of this coordinator or a fenced one, out of one file."""
+    """Open and lock a file: the lock keeps two writers, of this coordinator or a fenced one, out of
+    it.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

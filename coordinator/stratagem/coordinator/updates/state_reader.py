@@ -1,4 +1,4 @@
-"""Reading a stored state window by window, and which of its tensors are trained."""
+"""Reads a stored state window by window, and names the tensors that are averaged, not trained."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from stratagem.coordinator.store.blobs import BlobFile, BlobStore
 from stratagem.coordinator.updates.numpy_floats import Wide, storage, widen
 
 AVERAGED_KEY: Final = "averaged"
-"""Metadata of a state: the JSON list of floating tensors that no optimizer may touch."""
+"""Metadata key of a state: the JSON list of floating tensors that no optimizer may touch."""
 
 
 def averaged_names(manifest: Manifest) -> Collection[str]:
-    """The tensors of a state that are averaged under every server optimizer."""
+    """Return the tensors of a state that are averaged under every server optimizer."""
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
 
 
 def open_state(files: ExitStack, store: BlobStore, digest: Digest) -> tuple[Manifest, StateReader]:
-    """The layout and the windows of a stored state; `files` closes it."""
+    """Return the manifest and the reader of a stored state; `files` closes it."""
     file = files.enter_context(store.open(digest))
     manifest, data_start = header_of(file, digest)
     return manifest, StateReader(file, data_start)
 
 
 class StateReader:
-    """Windows of a blob, checked."""
+    """A reader of windows of a blob; every byte is checked."""
 
     def __init__(self, file: BlobFile, data_start: int) -> None:
         self._file = file
         self._data_start = data_start
 
     def read(self, dtype: str, offset: int, num: int) -> Wide:
-        """num elements from a byte offset on, in float64."""
+        """Return num elements from a byte offset on, in float64."""
         raw = np.empty(num, storage(dtype))
         self._file.read_into(raw.view(np.uint8).data, self._data_start + offset)
         values = np.empty(num)

@@ -1,7 +1,7 @@
 """Runs a blocking sink in a thread, a few pieces behind the stream that feeds it.
 
 Checking and writing then overlap with receiving, and the event loop stays free. The stream waits
-when the thread falls behind, so memory is bounded. Made and used on the event loop.
+when the thread falls behind, so memory is bounded. Created and used on the event loop.
 """
 
 import asyncio
@@ -14,7 +14,9 @@ MAX_PIECES_BEHIND: Final = 2
 
 
 class Offload:
-    """A sink like the one that it wraps, whose errors come out of keep_up and finish."""
+    """A sink that passes data to another one in a thread; keep_up and finish raise the errors of
+    that one.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -25,7 +27,7 @@ class Offload:
         self._is_held_up = False
 
     def write(self, offset: int, data: Any) -> None:
-        """Hand over the next piece; returns at once."""
+        """Queue the next piece; returns at once."""
         self._pieces.append((offset, data))
         self._ensure_worker()
 
@@ -55,7 +57,9 @@ class Offload:
         self._check()
 
     async def close(self) -> None:
-        """Let the piece in hand be written and drop the others; the sink is free afterwards."""
+        """Finish the piece that is being written and drop the others; the sink is free
+        afterwards.
+        """
         self._pieces.clear()
         if self._worker is not None:
             await asyncio.wait((self._worker,))

@@ -1,4 +1,4 @@
-"""The coordinator's half of a ParameterServer: adds partial gradient sums, nothing else.
+"""Adds partial gradient sums: the coordinator's half of a ParameterServer.
 
 Adds in the same tree as the workers' mesh does, so both engines give the same bits. Works on
 whatever piece of a bucket is at hand; elements are independent. Pure; imports no torch.
@@ -16,7 +16,7 @@ FloatArray = NDArray[np.floating[Any]]
 
 
 def fold_chunks(members: Iterable[Mapping[Node, FloatArray]], num_live: int) -> FloatArray:
-    """The sum over shards [0, num_live) of one range of one bucket.
+    """Return the sum over shards [0, num_live) of one range of one bucket.
 
     members: for each member its partial sums of that range, by node of the tree. All arrays have
     one length and dtype (float32 or float64). None is modified; the result is a new array.

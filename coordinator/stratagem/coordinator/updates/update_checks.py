@@ -1,4 +1,4 @@
-"""What an update must be to be accepted: the layout of the run, and finite values.
+"""Checks that an update may be accepted: it has the layout of the run, and finite values.
 
 Checks the data while they stream by, so that no second pass is needed. A client that fails is
 rejected alone, with a sentence that says why. Knows nothing of files or rounds.
@@ -25,9 +25,9 @@ class UpdateRejectedError(StratagemError):
 
 
 def check_layout(found: Manifest, expected: Manifest) -> None:
-    """Names, shapes and types must be those of the run, in its order; names the first difference.
+    """Check names, shapes, types and order against the run's; the error gives the first difference.
 
-    May be called before the first byte is pulled: the layout stands in the announcement.
+    May be called before the first byte is pulled: the layout is in the manifest.
     """
     ours, theirs = expected.stored(), found.stored()
     for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
@@ -60,7 +60,9 @@ def _aliases(manifest: Manifest) -> dict[str, str]:
 
 
 class DataCheck:
-    """Sees the data of a manifest in order, in pieces of any size, each byte once."""
+    """The running check of a manifest's data, which it sees in order, in pieces of any size,
+    once.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self.crc32c = 0

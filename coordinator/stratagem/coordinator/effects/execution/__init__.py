@@ -1,1 +1,1 @@
-"""What all effects act through: the context, plans on workers, intake of reports."""
+"""The means by which all effects act: the context, plans on workers, intake of reports."""

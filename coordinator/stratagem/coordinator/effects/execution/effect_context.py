@@ -1,4 +1,4 @@
-"""What effects act through: the loop for facts, links to workers, stores, and what watchers see."""
+"""The context in which effects act: the loop for facts, links to workers, stores, event feed."""
 
 import asyncio
 from collections import Counter
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_PULLS = 2
-"""Model-sized streams that come in at once: more would not be faster, and each takes buffers."""
+"""Model-sized streams received at once: more would not be faster, and each takes buffers."""
 
 MAX_HEADERS = 64
 
@@ -78,7 +78,7 @@ class EffectContext:
 
     @property
     def state(self) -> CoordinatorState:
-        """The newest durable state."""
+        """Return the newest durable state."""
         return self.loop.state
 
     def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
@@ -93,17 +93,19 @@ class EffectContext:
         return foreseen(loop.state, loop.world, run_id, received, loop.clock.now())
 
     def is_due(self, effect: Effect) -> bool:
-        """Whether the newest state still asks for the effect."""
+        """Return True if the newest state still asks for the effect."""
         run = self.state.runs.get(effect.run_id)
         return run is not None and effect in pending_of(run)
 
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
-        """What a party of a run trains: the run's job, but for what its strategies change."""
+        """Return the job that a party of a run trains: the run's job, with the changes of its
+        strategies.
+        """
         run = self.state.runs[run_id]
         return run.strategy.party_job(run.job, run.value, party)
 
     def job_json(self, run_id: RunId, party: Party) -> str:
-        """The same as text; a federated run asks for it once per client."""
+        """Return the party's job as text; a federated run asks for it once per client."""
         job = self.job_of(run_id, party)
         known = self.job_texts.get((run_id, party))
         if known is None or known[0] is not job:
@@ -111,24 +113,26 @@ class EffectContext:
         return known[1]
 
     def numerics_of(self, run_id: RunId) -> int:
-        """Which rules decide the bits of a run; see common/numerics/numerics_rules.py."""
+        """Return the version of the numerics rules that decide the bits of a run; see
+        common/numerics/numerics_rules.py.
+        """
         return self.state.runs[run_id].numerics
 
     def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
-        """Under which the update of a client lies in the spool."""
+        """Return the key under which the update of a client is stored in the spool."""
         run = self.state.runs.get(run_id)
         of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
         return SpoolKey(of_run, party, round_num, client)
 
     def metrics_of(self, run_id: RunId, party: Party) -> list[str]:
-        """The metrics that the party's job asks for."""
+        """Return the metrics that the party's job asks for."""
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
     async def report(self, run_id: RunId, fact: Fact) -> bool:
-        """Tell the loop what was done; a fact that came too late is dropped with its reason.
+        """Report a fact to the loop; one that came too late is dropped and logged with its reason.
 
-        Answers whether it came in time.
+        Return True if it came in time.
         """
         try:
             await self.loop.submit(Report(run_id, fact))
@@ -138,13 +142,17 @@ class EffectContext:
         return True
 
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
-        """Nobody answers at the member's address; had_begun: what it was last asked to do."""
+        """Lose a member at whose address no process answers; had_begun: the last plan it was
+        sent.
+        """
         await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
     ) -> None:
-        """A plan ended without result or error: its worker drains, or somebody aborted it."""
+        """Handle a plan that ended without result or error: its worker drains, or the plan was
+        aborted.
+        """
         reason = result.interrupted.reason
         log.info("plan interrupted", run_id=run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
@@ -155,14 +163,16 @@ class EffectContext:
         return await asyncio.to_thread(call)
 
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
-        """The manifest of a blob, which is checked against its digest, and where its data start."""
+        """Return the manifest of a blob, which is checked against its digest, and where its data
+        start.
+        """
         if digest not in self.headers:
             header = await asyncio.to_thread(self._read_header, digest)
             self.keep_header(digest, header)
         return self.headers[digest]
 
     def keep_header(self, digest: Digest, header: tuple[Manifest, int]) -> None:
-        """What `header` will give, of a blob that was just read or written."""
+        """Store the result of `header` for a blob that was just read or written."""
         while len(self.headers) >= MAX_HEADERS:
             self.headers.pop(next(iter(self.headers)))
         self.headers[digest] = header
@@ -173,7 +183,7 @@ class EffectContext:
             await self.push(member, run_id, digest)
 
     def forget(self, run_id: RunId) -> None:
-        """The run has ended: stop what is on its way to workers, which forget it now."""
+        """Stop the transfers of a run that has ended to its workers, which forget the run now."""
         self.folds.forget(run_id)
         self.told.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
@@ -184,7 +194,7 @@ class EffectContext:
             del self.brought[member_run]
 
     def forget_member(self, member: Member) -> None:
-        """This start of a worker is gone, with all that was brought to it."""
+        """Forget what was brought to a start of a worker that is gone."""
         for member_run in [each for each in self.brought if each[0] == member]:
             del self.brought[member_run]
 
@@ -194,7 +204,7 @@ class EffectContext:
         await asyncio.shield(self.start_push(member, run_id, digest))
 
     def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
-        """The transfer of a blob to a worker, begun now unless it is under way."""
+        """Return the transfer of a blob to a worker, begun now unless it is under way."""
         key = (member, run_id, digest)
         task = self.pushes.get(key)
         if task is None or task.cancelling():  # one that `forget` has stopped brings nothing
@@ -206,7 +216,7 @@ class EffectContext:
         if self.pushes.get(key) is task:
             del self.pushes[key]
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # nobody may be left to see it
+        if error is not None:  # no task may be left to see it
             log.info("blob not brought", worker_id=key[0].worker_id, reason=told(error))
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:

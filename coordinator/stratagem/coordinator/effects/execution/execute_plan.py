@@ -1,8 +1,8 @@
 """Executes a plan on a worker and stays with it until its result.
 
-A broken stream is followed by re-attaching; when nobody answers at the worker's address any more,
-the worker is lost. What comes between Accepted and the result (a wish for a blob, progress, log
-lines) is passed on.
+After a broken stream it attaches again; when no process answers at the worker's address any more,
+the worker is lost. The messages between Accepted and the result (requests for blobs, progress, log
+lines) are passed on.
 """
 
 import json
@@ -34,7 +34,7 @@ from stratagem.v1 import types_pb2, worker_pb2
 log = structlog.get_logger()
 
 MAX_PROFILES: Final = 4
-"""Of one plan; our workers record its steps once, and its evaluation."""
+"""Recordings taken of one plan; our workers record its steps once, and its evaluation."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
 
@@ -78,20 +78,22 @@ async def attend(
 
 @dataclass
 class _Plan:
-    """What was asked of the worker, over all streams; its job is read when a wish depends on it."""
+    """The plan that the worker was given, over all streams; its job is parsed when a request needs
+    it.
+    """
 
     request: worker_pb2.ExecuteRequest
     num_profiles: int = 0
-    """Taken so far."""
+    """Recordings taken so far."""
 
     @cached_property
     def blobs(self) -> frozenset[str]:
-        """Those that the worker may have."""
+        """Return the digests of the blobs that the worker may have."""
         return blobs_named(self.request, self._job)
 
     @property
     def wants_profile(self) -> bool:
-        """A recording is wanted where the job asks for some, unless it is one too many."""
+        """Return True where the job asks for recordings, unless there are too many already."""
         if self.num_profiles >= MAX_PROFILES:
             return False
         return bool((self._job.get("execution") or {}).get("profiling"))
@@ -113,7 +115,9 @@ class _Attended:
     base: Digest | None
     is_accepted: bool = False
     under_way: set[Digest] = field(default_factory=set)
-    """Blobs that the worker has asked for and that are not there: whoever asks again waits, too."""
+    """Blobs that the worker has asked for and that are not there yet: another request waits,
+    too.
+    """
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
@@ -173,7 +177,9 @@ class _Attended:
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """What a worker may have for a plan: the state that it begins from, and what its job names."""
+    """Return the digests that a worker may have for a plan: its base state, and those its job
+    names.
+    """
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
@@ -204,7 +210,7 @@ def _refused(
 async def fail_party(
     env: EffectContext, run_id: RunId, party: Party, error: types_pb2.UserError
 ) -> None:
-    """The user's code raised, or the job is wrong: the party fails with that, for good."""
+    """Report that a party has failed for good: the user's code raised, or the job is wrong."""
     record = record_of(error)
     said = f"{record.type}: {record.message}" if record.traceback else record.message
     reason = f"{said} (worker {record.worker_id}, {record.activity})"
@@ -212,7 +218,7 @@ async def fail_party(
 
 
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
-    """What a worker says was raised."""
+    """Return the error that a worker reports, as a value."""
     return ErrorRecord(
         type=error.type,
         message=error.message,

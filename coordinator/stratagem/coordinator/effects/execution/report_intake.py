@@ -1,5 +1,5 @@
-"""What workers say, as it is let in: texts of bounded length that move no cursor, names of bounded
-number, and said by the worker that says it, whatever name stands there.
+"""Sanitizes the messages of workers: texts of bounded length without control characters, a bounded
+number of names, and the sender's own name wherever a message names its worker.
 
 Everything that a worker answers passes here before it becomes a fact, a line of a log or an answer
 to a client. The rules are by kind of field and not by message, so that a new field has them, too.
@@ -20,7 +20,7 @@ from stratagem.common.base.printable_text import is_printable, printable
 
 MAX_WORD_CHARS: Final = 256
 MAX_NAMES: Final = 256
-"""Metrics, splits and the like in one message, of all its parts together."""
+"""Names of metrics, splits and the like in one message, of all its parts together."""
 
 _SPEAKER: Final = "worker_id"
 _TRACEBACK: Final = "stratagem.v1.UserError.traceback"
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 def let_in(message: Message, worker_id: str = "") -> None:
     """Make a message of a worker fit to be kept and shown, in place.
 
-    worker_id: who has sent it; who speaks in it is that one.
+    worker_id: the sender, whose name replaces any other in the message.
     """
     admission = _Admission(worker_id)
     admission.of(message)
@@ -99,7 +99,7 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What becomes of the text in a field."""
+    """The limits that apply to the text in a field."""
 
     name: str
     limit: int
@@ -145,7 +145,7 @@ def _rule_of(each: FieldDescriptor) -> _Rule:
 
 
 def _entry_of(each: FieldDescriptor) -> Descriptor | None:
-    """What an entry of a map is made of; None for what is no map."""
+    """Return the type of a map's entries; None for a field that is no map."""
     kind = each.message_type
     return kind if kind is not None and kind.GetOptions().map_entry else None
 

@@ -1,6 +1,6 @@
-"""Which exceptions of a federated round stand in the journal already: they stand there once.
+"""Remembers which exceptions of a federated round were journaled: each is journaled once.
 
-Whole tracebacks of thousands of clients that fail alike would fill it.
+Whole tracebacks of thousands of clients that fail alike would fill the journal.
 """
 
 from dataclasses import dataclass, field
@@ -11,19 +11,21 @@ from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import ErrorRecord
 
 MAX_ERRORS: Final = 8
-"""Different ones of a round that are journaled."""
+"""Different exceptions of a round that are journaled."""
 
 
 @dataclass(slots=True)
 class Told:
-    """Of the newest round of each party; forgotten with this process, and told again then."""
+    """The journaled exceptions of the newest round of each party; lost with this process, which
+    then journals them again.
+    """
 
     _rounds: dict[tuple[RunId, Party], tuple[int, set[tuple[str, str]]]] = field(
         default_factory=dict
     )
 
     def is_news(self, effect: TrainClient, error: ErrorRecord) -> bool:
-        """Whether the error is to be journaled; it counts as told then."""
+        """Return True if the error is to be journaled; it counts as journaled then."""
         number, known = self._rounds.get((effect.run_id, effect.party), (0, set()))
         if number != effect.round_num:
             known = set()
@@ -35,6 +37,6 @@ class Told:
         return True
 
     def forget(self, run_id: RunId) -> None:
-        """The run has ended."""
+        """Forget the exceptions of a run that has ended."""
         for key in [key for key in self._rounds if key[0] == run_id]:
             del self._rounds[key]

@@ -1,8 +1,8 @@
 """Folds of rounds that begin while the last updates are being synced and journaled.
 
-A fold reads what the disk has, durable or not, and writes a state under its own name, which nobody
-names before the round has closed. So one that begins early and turns out to be another than the one
-that is due has cost time and nothing else. Lives on the event loop; what a fold is, it is told.
+A fold reads what the disk has, durable or not, and writes a state under its own digest, which no
+fact names before the round has closed. So one that begins early and turns out to be another than
+the one that is due has cost time and nothing else. Runs on the event loop; callers pass the fold.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ Fold = Callable[[AggregateRound, list[SpoolEntry], threading.Event], Folded]
 """Made to run in a thread; ends early when the event is set."""
 
 Foresee = Callable[[RunId, list[UpdateReceived]], frozenset[Effect]]
-"""What is due once these are journaled."""
+"""Returns the effects that are due once these facts are journaled."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class _Round:
-    """What is known of the updates of one round."""
+    """The updates of one round as far as they have arrived."""
 
     round_num: int
     entries: dict[int, SpoolEntry] = field(default_factory=dict)
-    """By client: checked and in their files, not all of them durable."""
+    """Updates by client: checked and in their files, not all of them durable."""
     reported: dict[int, UpdateReceived] = field(default_factory=dict)
-    """By client: facts that are about to be journaled."""
+    """Facts by client that are about to be journaled."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ class Begun:
 
 
 class FoldsAhead:
-    """At most one for each party of each run."""
+    """The folds that have begun before their rounds closed: at most one for each party of
+    each run.
+    """
 
     def __init__(self, foresee: Foresee) -> None:
         self._foresee = foresee
@@ -62,7 +64,9 @@ class FoldsAhead:
         self._begun: dict[tuple[RunId, Party], Begun] = {}
 
     def see(self, run_id: RunId, received: UpdateReceived, entry: SpoolEntry, fold: Fold) -> None:
-        """An update is whole and will be reported; begins the fold if that closes its round."""
+        """Note an update that is whole and will be reported; begin the fold if that closes its
+        round.
+        """
         key = (run_id, received.party)
         known = self._rounds.get(key)
         if known is None or known.round_num != received.round_num:
@@ -84,7 +88,9 @@ class FoldsAhead:
                 known.reported.pop(received.client, None)
 
     def take(self, effect: AggregateRound) -> Begun | None:
-        """The fold of exactly that effect, for one taker; another one of its party is stopped."""
+        """Return the fold of exactly that effect, for one taker; another one of its party is
+        stopped.
+        """
         key = (effect.run_id, effect.party)
         self._rounds.pop(key, None)
         begun = self._begun.pop(key, None)
@@ -94,7 +100,7 @@ class FoldsAhead:
         return None
 
     def forget(self, run_id: RunId) -> None:
-        """The run has ended."""
+        """Stop the folds of a run that has ended."""
         for key in [each for each in self._rounds if each[0] == run_id]:
             del self._rounds[key]
         for key in [each for each in self._begun if each[0] == run_id]:
@@ -127,5 +133,5 @@ class FoldsAhead:
 
 def _note(task: asyncio.Task[Folded]) -> None:
     error = None if task.cancelled() else task.exception()
-    if error is not None:  # nobody may be left to see it
+    if error is not None:  # no task may be left to see it
         log.info("fold ahead of its round failed", reason=told(error))

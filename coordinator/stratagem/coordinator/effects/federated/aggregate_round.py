@@ -42,7 +42,9 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 
 
 async def _folded_ahead(env: EffectContext, effect: AggregateRound) -> Folded | None:
-    """What a fold gives that began before the round was closed, if there is one of this round."""
+    """Return the result of a fold that began before the round was closed; None without one of this
+    round.
+    """
     begun = env.folds.take(effect)
     if begun is None:
         return None
@@ -83,7 +85,7 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
 
 
 def _entries(env: EffectContext, effect: AggregateRound) -> list[SpoolEntry]:
-    """The spooled updates that the journal accepted, in client order."""
+    """Return the spooled updates that the journal accepted, in client order."""
     entries = []
     for accepted in effect.accepted:
         round_num = effect.round_num - accepted.staleness

@@ -46,7 +46,9 @@ async def reject(
 async def reject_for_error(
     env: EffectContext, effect: TrainClient, raised: types_pb2.UserError
 ) -> None:
-    """The client's data or code has raised, or its worker does not do what the job says."""
+    """Reject the update of a client whose data or code has raised, or whose worker does not do what
+    the job says.
+    """
     error = record_of(raised)
     log_error(env, effect.run_id, effect.client, error)
     kept = None
@@ -58,7 +60,7 @@ async def reject_for_error(
 
 
 def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:
-    """Into the run's log, as what its worker has said."""
+    """Write an error into the run's log, as a line of the worker."""
     text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
     env.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
 

@@ -1,6 +1,6 @@
-"""Takes in a client's coded update and puts what it says into the spool, as any other update.
+"""Takes in a client's coded update and writes it decoded into the spool, as any other update.
 
-What came over the wire is small and is held in memory; the spool has the whole update, decoded
+The coded update is small and is held in memory; the spool has the whole update, decoded
 tensor by tensor where the codec codes each by itself, so the fold treats all alike. A coded update
 that cannot be right is rejected alone, with the reason.
 """
@@ -32,20 +32,22 @@ from stratagem.coordinator.updates.update_checks import UpdateRejectedError, che
 
 @dataclass(slots=True)
 class CodedUpload:
-    """One update on its way: what was announced, and room for exactly that."""
+    """One update that is being received: its manifest, and memory for exactly that."""
 
     job: JobSpec
     key: SpoolKey
     base: Digest
     """The global state that the client has trained from."""
     expected: Manifest
-    """Of that state."""
+    """Manifest of that state."""
     numerics: int = CURRENT
     manifest: Manifest | None = None
     data: bytearray | None = None
 
     def accept(self, manifest: Manifest) -> Sink:
-        """Raises UpdateRejectedError for an update that is larger than the model."""
+        """Allocate memory for the update. Raises UpdateRejectedError for one that is larger than
+        the model.
+        """
         room = self.expected.total_bytes
         if manifest.total_bytes > room:
             raise UpdateRejectedError(
@@ -83,7 +85,7 @@ class CodedUpload:
             writer.close()
 
     def _moves(self, given: Mapping[str, memoryview]) -> dict[str, Callable[[], FloatArray]]:
-        """How far each coded parameter has moved, decoded when it is asked for."""
+        """Return per coded parameter a function that decodes how far it has moved."""
         assert self.manifest is not None
         by_name = {each.name: each for each in self.manifest.tensors}
         coded = [each for each in self.expected.stored() if each.name not in by_name]
@@ -126,7 +128,9 @@ def _decoded(codec: Codec, payload: ByteArray, key: int) -> list[FloatArray]:
 def _check_announced(
     found: Mapping[str, TensorSpec], coded: list[TensorSpec], expected: Manifest
 ) -> None:
-    """What is not coded must be as in the model, and what is coded must be float32."""
+    """Check that tensors that are not coded are as in the model, and that coded ones are
+    float32.
+    """
     wanted = {each.name: each for each in expected.stored()}
     for name, have in found.items():
         want = wanted.get(name)
@@ -150,7 +154,7 @@ def _pieces(
     base: BinaryIO,
     data_start: int,
 ) -> Iterator[tuple[int, memoryview | bytes]]:
-    """(offset, bytes) of the whole update, tensor by tensor."""
+    """Yield (offset, bytes) of the whole update, tensor by tensor."""
     for spec in expected.stored():
         if spec.name not in moves:
             yield spec.offset, given[spec.name]

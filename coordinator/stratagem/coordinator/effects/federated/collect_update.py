@@ -1,7 +1,7 @@
-"""CollectUpdate: what a client that is a party of its own has committed becomes its update.
+"""CollectUpdate: makes the committed state of a client that is a party of its own its update.
 
 Of the committed state the tensors of the global state are copied into the spool, checked as those
-of any client; what the client's optimizer keeps stays behind.
+of any client; the state of the client's optimizer is left out.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
 
 
 def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
-    """The update in the spool; one that a crash left there complete is taken as it is."""
+    """Return the update in the spool; one that a crash left there complete is taken as it is."""
     key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
     done, _ = env.spool.look(key)
     if done is not None:

@@ -13,7 +13,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 async def report_update(
     env: EffectContext, effect: TrainClient | CollectUpdate, fact: UpdateReceived | UpdateRejected
 ) -> None:
-    """Report what has become of a client's update."""
+    """Report the outcome of a client's update, and count it if its round was closed without it."""
     if not await env.report(effect.run_id, fact):
         count_if_late(env, effect)
 

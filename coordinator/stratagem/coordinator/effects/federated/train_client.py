@@ -79,7 +79,9 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
-"""The update, where a crash has left it in the spool complete; and from where to ask for it."""
+"""The update, where a crash has left it in the spool complete; and the offset to request it
+from.
+"""
 
 
 def _look(env: EffectContext, effect: TrainClient) -> Looked:
@@ -119,7 +121,9 @@ async def _collect(
 
 
 def _close(env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
-    """The worker would keep one update of every client that it plays."""
+    """Close the client's session: the worker would keep one update of every client that it
+    plays.
+    """
     link = env.links.to(effect.member, env.state)
     env.chores.do(link.close_session(session_ref), f"close client {effect.client}")
 
@@ -154,7 +158,7 @@ async def _pull(
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> SpoolEntry:
-    """The update in the spool; one that a crash left there complete is taken as it is."""
+    """Return the update in the spool; one that a crash left there complete is taken as it is."""
     done, offset = await looked
     if done is not None:
         return done
@@ -172,7 +176,7 @@ async def _pull_coded(
     num_samples: int,
     expected: Manifest,
 ) -> SpoolEntry:
-    """Into memory, and from there decoded into the spool."""
+    """Pull a coded update into memory, and decode it from there into the spool."""
     job = env.job_of(effect.run_id, effect.party)
     numerics = env.numerics_of(effect.run_id)
     upload = CodedUpload(job, _key(env, effect), effect.base.digest, expected, numerics)
@@ -197,7 +201,7 @@ async def _pull_coded(
 def _opener(
     env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef
 ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-    """Asks for the update from an offset on."""
+    """Return a function that requests the update from an offset on."""
     link = env.links.to(effect.member, env.state)
 
     def request(offset: int) -> worker_pb2.GetStateRequest:

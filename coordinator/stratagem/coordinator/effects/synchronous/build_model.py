@@ -1,4 +1,4 @@
-"""Build: one worker makes the model from the seed; its state becomes segment 0 of everybody."""
+"""Build: one worker makes the model from the seed; its state becomes segment 0 of all members."""
 
 from collections.abc import Mapping
 
@@ -72,7 +72,9 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
 
 
 def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
-    """What to build beside a population's member, which tells what its layout depends on."""
+    """Return the variants to build in addition to a population's member, which show what its layout
+    depends on.
+    """
     if effect.params is None:
         return []
     found = variants(env.state.runs[effect.run_id].job, effect.params)

@@ -1,7 +1,7 @@
-"""A ParameterServer's step of coded shards: what goes back to the members.
+"""Computes a ParameterServer's reply to the members in a step of coded shards.
 
-Either the messages of all shards, which the members decode and add, or the sum of what they say,
-whichever is fewer bytes. Knows neither streams nor members.
+Either the messages of all shards, which the members decode and add, or the sum of the decoded
+messages, whichever is fewer bytes. Knows neither streams nor members.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -30,7 +30,7 @@ class Reply:
 
 
 def codec_of(job: JobSpec) -> str:
-    """The codec's name in a manifest; "" without one."""
+    """Return the codec's name in a manifest; "" without one."""
     spec = job.compression
     return "" if spec is None or spec.codec == "none" else spec.codec
 
@@ -42,8 +42,9 @@ def reply_to(
     step: int,
     numerics: int,
 ) -> Reply:
-    """messages: of the shards 0, 1, ... in order. Raises IntegrityError where they are none of
-    this codec's."""
+    """Return the reply to the messages of the shards 0, 1, ... in order. Raises IntegrityError
+    where they are not of this codec.
+    """
     spec = job.compression
     assert spec is not None
     codec = make_codec(spec, layout, job.seed, numerics=numerics)

@@ -1,7 +1,7 @@
 """CommitSegment: pull the snapshot of a finished segment from members that have it.
 
-The members train on meanwhile. Of members that hold the same bits whoever answers will do; where
-the state is divided among members, every part is pulled, and the parts become one blob.
+The members train on meanwhile. Of members that hold the same bits any one suffices; where the state
+is divided among members, every part is pulled, and the parts become one blob.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """EvaluateTogether: all members of a party evaluate one state, each on the batches of its shards.
 
-Members do not meet, so one that is lost holds nobody up: the next membership gives its shards to
+Members do not meet, so one that is lost delays no other: the next membership gives its shards to
 the others, which answer at once for what they have evaluated already.
 """
 
@@ -61,8 +61,9 @@ async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> Non
 async def _predictions(
     env: EffectContext, effect: EvaluateTogether, members: list[Member]
 ) -> Digest:
-    """What the members have kept of their batches, as one blob with the rows in order; "" for a
-    split without rows."""
+    """Return the outputs that the members have kept of their batches, as one blob with the rows in
+    order; "" for a split without rows.
+    """
     session_ref, segment = _session(effect), effect.base.segment
 
     async def pull(member: Member) -> StatePart:
@@ -82,7 +83,7 @@ def _session(effect: EvaluateTogether) -> types_pb2.SessionRef:
 async def _attend_member(
     env: EffectContext, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
 ) -> worker_pb2.EvaluateResult | None:
-    """The member's sums; None when it ended otherwise, which is then reported."""
+    """Return the member's sums; None when it ended otherwise, which is then reported."""
     member = effect.members[rank]
     request = _request(env, effect, job, rank)
     result = await attend(env, member, request, on_progress, base=effect.base.digest)
@@ -117,14 +118,14 @@ def _request(
 
 
 class _Shown:
-    """The batches and rows per second of all members together, for whoever watches."""
+    """The batches and rows per second of all members together, for watchers."""
 
     def __init__(self, env: EffectContext, effect: EvaluateTogether) -> None:
         self._env, self._effect = env, effect
         self._latest: dict[int, worker_pb2.Progress] = {}
 
     def by(self, rank: int) -> OnProgress:
-        """What to do with the progress of one member."""
+        """Return the handler of one member's progress."""
 
         def show(progress: worker_pb2.Progress) -> None:
             self._latest[rank] = progress

@@ -1,4 +1,6 @@
-"""Adds up the parts of an evaluation in order of batch: who computed what cannot matter."""
+"""Adds up the parts of an evaluation in order of batch: the result does not depend on which member
+computed what.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,9 @@ WEIGHT_PREFIX = WEIGHT
 
 
 def client_sums(parts: Iterable[worker_pb2.EvaluationPart]) -> dict[str, float]:
-    """Of one client: "<split>/<metric>" -> sum, "<split>/weight:" -> weight; in order of batch."""
+    """Return the sums of one client: "<split>/<metric>" -> sum, "<split>/weight:" -> weight; in
+    order of batch.
+    """
     sums: dict[str, float] = {}
     for part in sorted(parts, key=lambda part: (part.split, part.batch)):
         for name, value in {**part.sums, WEIGHT_PREFIX: part.weight}.items():

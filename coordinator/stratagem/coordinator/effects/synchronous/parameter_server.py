@@ -81,7 +81,7 @@ class _Inflow:
         self.step = 0
         self.parts: list[_Part] = []
         self.coded: tuple[TensorLayout, ...] = ()
-        """What the parts are codes of; nothing where they are sums."""
+        """Layout of the tensors that the parts encode; empty where the parts are sums."""
 
     async def open(self, limits: Limits, codec: str) -> None:
         """Read the header."""
@@ -94,7 +94,7 @@ class _Inflow:
         self._writer = ChunkWriter(manifest.total_bytes, self._take, purpose=Purpose.GRADIENTS)
 
     async def read(self, num_bytes: int) -> bytes:
-        """The next num_bytes of the stream."""
+        """Return the next num_bytes of the stream."""
         assert self._writer is not None
         while len(self._buffer) < num_bytes:
             message = await anext(self._messages, None)
@@ -129,7 +129,7 @@ class _Step:
         self._codec = codec_of(env.job_of(effect.run_id, effect.party))
 
     async def serve(self) -> int:
-        """Serve the next step; its number, or to_step when the members have come apart."""
+        """Serve the next step; return its number, or to_step when the members have come apart."""
         session_ref = session(self._effect.run_id, self._effect.party)
         gets = [
             link.stub.GetGradients(
@@ -185,7 +185,7 @@ class _Step:
 
 
 class _Outflow:
-    """The same bytes to every member, then the commit."""
+    """The outgoing streams of one step: the same bytes to every member, then the commit."""
 
     def __init__(
         self, effect: RunSegment, links: Sequence[WorkerLink], step: int, manifest: Manifest
@@ -232,7 +232,9 @@ class _Outflow:
 
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
-    """(name, dtype, bytes) of every bucket in order; the same for all members that hold any."""
+    """Return (name, dtype, bytes) of every bucket in order; the same for all members that
+    hold any.
+    """
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -252,7 +254,9 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
-    """The messages of all live shards in order, and what they are codes of."""
+    """Return the messages of all live shards in order, and the layout of the tensors that they
+    encode.
+    """
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]
@@ -269,7 +273,7 @@ async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[Tens
 async def _summed(
     inflows: Sequence[_Inflow], buckets: Sequence[tuple[str, str, int]]
 ) -> AsyncGenerator[bytes, None]:
-    """The sums, bucket by bucket and window by window."""
+    """Yield the sums, bucket by bucket and window by window."""
     for bucket, dtype, size_bytes in buckets:
         async for window in _summed_bucket(inflows, bucket, dtype, size_bytes):
             yield window

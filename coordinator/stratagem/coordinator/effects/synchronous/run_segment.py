@@ -57,7 +57,7 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
 async def _attend_member(
     env: EffectContext, effect: RunSegment, job: JobSpec, rank: int
 ) -> worker_pb2.TrainResult | None:
-    """The member's result; None when it ended otherwise, which is then reported at once.
+    """Return the member's result; None when it ended otherwise, which is then reported at once.
 
     At once, because the other members wait for this one inside their exchange.
     """
@@ -180,10 +180,10 @@ async def _report(
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:
-    """Who holds what, of members that should hold the same; "" when all is well."""
+    """Name the states of members that should hold the same one and do not; "" when all is well."""
     by_member = dict(zip(effect.members, (r.state_fingerprint for r in results), strict=True))
     is_replicated = effect.exchange is not ExchangeMethod.GOSSIP and not effect.ranks
-    # Beside what each holds alone, which their words do not cover, replicas hold the same.
+    # Apart from state of its own, which the fingerprints do not cover, each replica holds the same.
     for part in (effect.members,) if is_replicated else effect.parts:
         if len({by_member[member] for member in part}) > 1:
             return ", ".join(f"{member.worker_id} {by_member[member]}" for member in part)

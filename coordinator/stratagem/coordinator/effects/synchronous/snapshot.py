@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 
 async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
-    """What the first member gives that has it; raises what the last one did when none has."""
+    """Return the result of the first member that has it; raise the error of the last one when none
+    has.
+    """
     assert members, "nobody has the snapshot"
     for member in members[:-1]:
         try:
@@ -40,7 +42,7 @@ async def pull_snapshot(
     membership: int,
     segment: int,
 ) -> tuple[Digest, Manifest]:
-    """The snapshot that a member took at the end of a segment, durable in the store."""
+    """Pull the snapshot that a member took at the end of a segment; it is durable in the store."""
     writers: list[BlobWriter] = []
 
     def accept(manifest: Manifest) -> Callable[[bytes], None]:
@@ -66,7 +68,9 @@ async def pull_part(
     membership: int,
     segment: int,
 ) -> StatePart:
-    """A member's part of the state at the end of a segment, in a scratch file of the caller's."""
+    """Pull a member's part of the state at the end of a segment, into a scratch file of the
+    caller's.
+    """
     scratch = env.blobs.scratch()
     try:
         manifest = await _pull(

@@ -1,4 +1,4 @@
-"""Local copies of blobs that lie elsewhere, up to a number of bytes, and while the disk has room.
+"""A local cache of remote blobs, up to a number of bytes, and while the disk has room.
 
 A copy is verified once, like any blob in a folder; one that is damaged is forgotten, and the blob
 is fetched again. The copy that was used least recently goes first. Its file stays readable for
@@ -43,15 +43,15 @@ class BlobCache:
         self._evict()
 
     def writer(self, total_bytes: int, adopt: Adopt) -> BlobWriter:
-        """A writer whose file lies where a copy can be made of it without copying."""
+        """Return a writer whose file is stored where it can become a copy without copying."""
         return self._copies.writer(total_bytes, adopt)
 
     def scratch(self) -> Scratch:
-        """A file for bytes that will become part of a blob."""
+        """Return a file for bytes that will become part of a blob."""
         return self._copies.scratch()
 
     def open(self, digest: Digest) -> BlobFile | None:
-        """The verified copy; None when there is none."""
+        """Return the verified copy; None when there is none."""
         try:
             file = self._copies.open(digest)
         except NotFoundError:
@@ -67,12 +67,15 @@ class BlobCache:
         return file
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """What `open` gives, of a copy that may not be one for long; takes the descriptor over."""
+        """Return the verified copy of an open file that may soon be evicted; takes the descriptor
+        over.
+        """
         return self._copies.opened(digest, descriptor, sums)
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
-        """Make a copy of a complete file that `writer` has written, whose digest is right; there is
-        none where the disk has no room for its name."""
+        """Make a copy of a complete file that `writer` has written, whose digest is right; no copy
+        is made where the disk has no room for its name.
+        """
         try:
             with space_needed():
                 self._copies.adopt(digest, file, temporary, sums)
@@ -117,18 +120,22 @@ class BlobCache:
 
 
 def default_limit_bytes(folder: Path) -> int:
-    """32 GiB, or half of the file system where that is less."""
+    """Return the default size of the cache: 32 GiB, or half of the file system where that is
+    less.
+    """
     found = os.statvfs(folder)
     return min(MAX_BYTES, found.f_blocks * found.f_frsize // 2)
 
 
 def reserve_bytes(folder: Path) -> int:
-    """What copies leave free: 1 GiB, or a twentieth of the file system where that is less."""
+    """Return the bytes that copies leave free: 1 GiB, or a twentieth of the file system where that
+    is less.
+    """
     found = os.statvfs(folder)
     return min(MAX_RESERVE_BYTES, found.f_blocks * found.f_frsize // 20)
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the file system, for this process."""
+    """Return the bytes of the file system that are free for this process."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize

@@ -1,4 +1,4 @@
-"""What every blob store promises, wherever the blobs lie, and how one is written.
+"""The interface of blob stores, wherever the blobs are stored, and the writer of a blob.
 
 A blob appears complete and durable, or not at all; it is never changed. A blob is checked against
 its digest the first time this process reads it, and everything that is read against checksums that
@@ -26,7 +26,7 @@ from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
 
 
 class DamagedBlobError(IntegrityError):
-    """The bytes of a stored blob are not those that were stored; reading it again is no use."""
+    """The bytes of a stored blob are not those that were stored; reading it again does not help."""
 
     def __init__(self, digest: Digest) -> None:
         self.digest = digest
@@ -34,7 +34,7 @@ class DamagedBlobError(IntegrityError):
 
 
 class MissingBlobError(NotFoundError):
-    """A blob is not in the store: it was collected, or somebody has removed it."""
+    """A blob is not in the store: it was collected, or its file was removed."""
 
     def __init__(self, digest: Digest) -> None:
         self.digest = digest
@@ -45,34 +45,40 @@ class BlobStore(Protocol):
     """Content-addressed blobs; see the module for the rules."""
 
     def writer(self, total_bytes: int) -> BlobWriter:
-        """A writer for a blob of exactly total_bytes."""
+        """Return a writer for a blob of exactly total_bytes."""
 
     def scratch(self) -> Scratch:
-        """A file for bytes that will become part of a blob."""
+        """Return a file for bytes that will become part of a blob."""
 
     def open(self, digest: Digest) -> BlobFile:
-        """The blob as a local file to read, at any offset; what is read is checked.
+        """Open the blob as a local file to read, at any offset; every read is checked.
 
         Raises MissingBlobError, DamagedBlobError, UnavailableError when it cannot be reached now.
         The file stays readable also when the blob is collected meanwhile.
         """
 
     def exists(self, digest: Digest) -> bool:
-        """True when the blob is in the store, whole or damaged."""
+        """Return True when the blob is in the store, whole or damaged."""
 
     def keep(self, digest: Digest) -> bool:
-        """The same; then the blob counts as just written: it is about to be named."""
+        """Return True when the blob is in the store; it then counts as just written: a fact will
+        name it.
+        """
 
     def settle(self, digest: Digest) -> None:
-        """An event that names a blob is durable, and was reported by one who has written it: from
-        now on it stays only as long as it is live, unless somebody else has written it, too."""
+        """Note that an event that names a blob is durable, reported by a writer of the blob: from
+        now on the blob stays only as long as it is live, unless another writer has written it, too.
+        """
 
     def make_room(self) -> bool:
-        """Delete a local copy of what lies elsewhere, for who meets a full disk; False when there
-        is none."""
+        """Delete a local copy of a blob that is stored elsewhere, because the disk is full; False
+        when there is none.
+        """
 
     def keep_room(self) -> None:
-        """The same, until the disk has some room for others."""
+        """Delete local copies of blobs that are stored elsewhere until the disk has some room for
+        others.
+        """
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
@@ -84,7 +90,9 @@ class BlobStore(Protocol):
         """
 
     def location(self, digest: Digest) -> str:
-        """The path of the blob's file, for people; "" where there is none on this machine."""
+        """Return the path of the blob's file, for display; "" where there is none on this
+        machine.
+        """
 
 
 class Adopt(Protocol):
@@ -96,12 +104,12 @@ class Adopt(Protocol):
 
 
 class BlobWriter:
-    """A blob on its way into a store: write all of it, then commit; or abort."""
+    """A blob that is being written into a store: write all of it, then commit; or abort."""
 
     def __init__(
         self, folder: Path, total_bytes: int, adopt: Adopt, make_room: MakeRoom = no_room
     ) -> None:
-        """folder: for the file that grows meanwhile."""
+        """Open a temporary file below `folder`; see the class."""
         self._adopt = adopt
         self._total_bytes = total_bytes
         with space_needed():
@@ -112,12 +120,12 @@ class BlobWriter:
 
     @property
     def num_bytes(self) -> int:
-        """How much has been written."""
+        """Return the number of bytes written so far."""
         return self._file.num_bytes
 
     @property
     def digest(self) -> Digest:
-        """Of what has been written."""
+        """Return the digest of the bytes written so far."""
         return Digest(self._sha256.hexdigest())
 
     def write(self, data: memoryview | bytes) -> None:
@@ -133,7 +141,9 @@ class BlobWriter:
             raise
 
     def commit(self) -> Digest:
-        """Make the blob durable and visible; what it is called is the digest of its bytes."""
+        """Make the blob durable and visible, and return the digest of its bytes, which is its
+        name.
+        """
         try:
             if self._file.num_bytes != self._total_bytes:
                 raise IntegrityError(
@@ -149,7 +159,7 @@ class BlobWriter:
         return digest
 
     def abort(self) -> None:
-        """Forget what was written; no error after an end of any kind."""
+        """Delete what was written; no error after a commit or an earlier abort."""
         if self._file.descriptor >= 0:
             self._temporary.unlink(missing_ok=True)
             self._file.close()

@@ -50,7 +50,7 @@ _Identity = tuple[int, int, int]  # inode, size, time of change
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A blob's file: how large it is, and when it was last used."""
+    """The file of a blob: its size, and when it was last used."""
 
     digest: Digest
     num_bytes: int
@@ -85,18 +85,20 @@ class DirectoryBlobs:
         self._bin = _new_bin(root / "bins")
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
-        """A writer for a blob of exactly total_bytes; `adopt` may do more than this store's own."""
+        """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
+        own.
+        """
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
-        """A file for bytes that will become part of a blob."""
+        """Return a file for bytes that will become part of a blob."""
         return Scratch(self._temporary, self.make_room)
 
     def keep_room(self) -> None:
-        """All that lies here is needed."""
+        """Do nothing: every blob here is needed."""
 
     def open(self, digest: Digest) -> BlobFile:
-        """The blob as a file to read; see BlobStore."""
+        """Open the blob as a file to read; see BlobStore."""
         try:
             descriptor = open_regular(self.path(digest))
         except FileNotFoundError:  # collected since the line above
@@ -109,27 +111,29 @@ class DirectoryBlobs:
         return self.opened(digest, descriptor, sums)
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
-        """What `open` gives, of a file that is open and verified; takes the descriptor over."""
+        """Return the blob of a file that is open and verified; takes the descriptor over."""
         return BlobFile(descriptor, digest, sums, lambda: self._distrust(digest))
 
     def _distrust(self, digest: Digest) -> None:
-        """What was read was not what was stored: `open` looks at all of it."""
+        """Have the next `open` verify the whole blob: a read did not give the bytes that were
+        stored.
+        """
         with self._lock:
             self._verified.pop(digest, None)
 
     def path(self, digest: Digest) -> Path:
-        """Where the blob lies; not verified. Raises NotFoundError."""
+        """Return the path of the blob's file, which is not verified. Raises NotFoundError."""
         if not self.exists(digest):
             raise MissingBlobError(digest)
         return self._path(digest)
 
     def exists(self, digest: Digest) -> bool:
-        """True when the blob is in the store, whole or damaged."""
+        """Return True when the blob is in the store, whole or damaged."""
         path = self._path(digest)
         return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
     def keep(self, digest: Digest) -> bool:
-        """The same; then the blob counts as just written."""
+        """Return True when the blob is in the store; it then counts as just written."""
         with self._lock:
             if not self.exists(digest):
                 return False
@@ -137,18 +141,18 @@ class DirectoryBlobs:
             return True
 
     def settle(self, digest: Digest) -> None:
-        """The event that names the blob is durable; see BlobStore."""
+        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 
     def location(self, digest: Digest) -> str:
-        """The path of the blob's file; "" when it is not in the store."""
+        """Return the path of the blob's file; "" when it is not in the store."""
         return str(self._path(digest).resolve()) if self.exists(digest) else ""
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore.
 
-        Raises StaleError when somebody has opened the folder since.
+        Raises StaleError when another coordinator has opened the folder since.
         """
         collected = []
         for digest in self._digests():
@@ -172,7 +176,7 @@ class DirectoryBlobs:
             self._verified[digest] = _identity(file.descriptor), sums
 
     def drop(self, digest: Digest) -> None:
-        """Delete a blob, if it is there; who has it open can go on reading."""
+        """Delete a blob, if it is there; readers that have it open can continue."""
         with self._lock:
             self._forget(digest)
 
@@ -183,7 +187,7 @@ class DirectoryBlobs:
             os.utime(self._path(digest), ns=(time.time_ns(), modified_ns))
 
     def stored(self) -> list[Stored]:
-        """All blobs, not verified."""
+        """Return all blobs, not verified."""
         found = []
         for digest in self._digests():
             with suppress(FileNotFoundError):
@@ -206,7 +210,9 @@ class DirectoryBlobs:
             return True
 
     def _discard(self, digest: Digest) -> None:
-        """In one step, which fails once the bin is gone; a look before it could be outdated."""
+        """Move the blob into the bin in one step, which fails once the bin is gone; a prior check
+        could be outdated.
+        """
         discarded = self._bin / digest
         try:
             self._path(digest).rename(discarded)
@@ -246,7 +252,7 @@ def _new_bin(bins: Path) -> Path:
     make_folder(bins)
     for other in bins.iterdir():
         while other.is_dir():
-            with suppress(FileNotFoundError):  # somebody else opens the folder, too
+            with suppress(FileNotFoundError):  # another process opens the folder, too
                 _remove(other)
     own = bins / secrets.token_hex(8)
     make_folder(own)

@@ -31,16 +31,16 @@ class NoSpaceError(UnavailableError):
 
 
 MakeRoom = Callable[[], bool]
-"""Deletes something that nobody needs; False where there is nothing (any more)."""
+"""Deletes something that is not needed; False where there is nothing (any more)."""
 
 
 def no_room() -> bool:
-    """All that lies here is needed."""
+    """Return False: everything here is needed."""
     return False
 
 
 def write_some(descriptor: int, data: memoryview, make_room: MakeRoom) -> int:
-    """As os.write, but that room is made on a full disk while there is something to delete."""
+    """Write like os.write, but make room on a full disk while there is something to delete."""
     while True:
         try:
             return os.write(descriptor, data)
@@ -97,7 +97,9 @@ class DurableFile:
 
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
-    """num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it ends."""
+    """Yield num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it
+    ends.
+    """
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:
@@ -110,7 +112,7 @@ def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryv
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a plain file. Its own name must not be a symbolic link."""
+    """Return a descriptor to read a plain file. Its own name must not be a symbolic link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -140,7 +142,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def space_needed() -> Iterator[None]:
-    """What somebody can mend, and a retry then cures, as an error that says so."""
+    """Turn errors of a full or unwritable disk, which a retry can cure, into UnavailableError."""
     try:
         yield
     except OSError as error:

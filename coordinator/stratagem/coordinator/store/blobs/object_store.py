@@ -26,8 +26,8 @@ from stratagem.common.base.errors import NotFoundError, UnavailableError
 from stratagem.common.process.failpoints import failpoint
 
 PART_BYTES: Final = 8 << 20
-"""Of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large the object is;
-one connection alone gets a fraction of what an object store can do."""
+"""Size of a part of an upload or download. Memory is this times MAX_PARTS_AT_ONCE, however large
+the object is; one connection alone gets a fraction of what an object store can do."""
 
 MAX_PARTS_AT_ONCE: Final = 4
 _MAX_PARTS: Final = 9000  # S3 takes 10,000
@@ -49,7 +49,7 @@ class Objects:
     """The objects of one obstore store. For any thread; all methods block on the network."""
 
     def __init__(self, store: Any, url: str) -> None:
-        """url: for people."""
+        """Wrap an obstore store; url: for display."""
         import obstore  # an extra: only where blobs lie in an object store
 
         self._store = store
@@ -91,7 +91,7 @@ class Objects:
                 yield waiting.popleft().result()
 
     def list(self, folder: str) -> list[Found]:
-        """All objects below a folder, by name."""
+        """Return all objects below a folder, by name."""
         with _translated(f"listing {folder}"):
             found = [
                 Found(each["path"], each["size"])
@@ -108,7 +108,9 @@ class Objects:
                 self._obstore.delete(self._store, doomed)
 
     def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        """The library tries a request again, but not an answer that breaks off."""
+        """Read a part, with retries: the library repeats a request, but not an answer that breaks
+        off.
+        """
         for is_last in (False, False, True):
             try:
                 with _translated(f"reading {name}"):
@@ -134,23 +136,27 @@ def unique_name(term: int) -> str:
 
 
 def mark(term: int) -> str:
-    """Sorts behind all names that were made so far, and before those that will be."""
+    """Return a name that sorts behind all names made so far, and before those that will be made."""
     return f"{beginning(term)}{next(_COUNTER):08x}"
 
 
 def beginning(term: int) -> str:
-    """Sorts before all names of a term."""
+    """Return a name that sorts before all names of a term."""
     return f"{term:010}-"
 
 
 def term_of(name: str) -> int | None:
-    """The term of the coordinator that wrote an object; None where it is not of our making."""
+    """Return the term of the coordinator that wrote an object; None where no coordinator
+    wrote it.
+    """
     found = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(found[1]) if found else None
 
 
 def deletable(found: Iterable[Found], before: str) -> list[Found]:
-    """Those of our making whose names sort before a mark, so that no later term is among them."""
+    """Return the objects of coordinators whose names sort before a mark, so that none is of a later
+    term.
+    """
     return [
         each
         for each in found
@@ -170,7 +176,7 @@ def _watched(pieces: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:
 
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Errors of the library as ours."""
+    """Raise errors of the library as errors of this project."""
     from obstore.exceptions import BaseError
 
     try:
@@ -184,7 +190,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """What the server says, else what the library says without its long second half."""
+    """Return the server's message, else that of the library without its long second half."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     text = text.partition("Server returned non-2xx status code: ")[2] or text
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"

@@ -28,7 +28,8 @@ VALID_FOR: Final = timedelta(minutes=15)
 
 
 def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, Any]] | None:
-    """Reads the keys, now for the first time; None where the environment names no file, or keys.
+    """Return a function that reads the keys, after a first read now; None where the environment
+    names no file, or keys.
 
     Raises InvalidInputError, which never quotes the file's content.
     """
@@ -50,7 +51,7 @@ def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, 
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """Where the keys come from, for people."""
+    """Return where the keys come from, for display."""
     if environ.get(_KEY_VARIABLE):
         return f"the environment ({_KEY_VARIABLE})"
     if environ.get(FILE_VARIABLE):

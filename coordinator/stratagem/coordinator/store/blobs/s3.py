@@ -39,14 +39,14 @@ _REFUSED: Final = re.compile(
 
 
 def check_url(url: str) -> None:
-    """Raises InvalidInputError for what is not s3://BUCKET/PREFIX."""
+    """Raise InvalidInputError unless the URL is s3://BUCKET/PREFIX."""
     found = _URL.fullmatch(url)
     if found is None or any(part in (".", "..") for part in found[2].split("/")):
         raise InvalidInputError.at(SETTING, f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
 
 
 def open_s3(url: str, environ: Mapping[str, str]) -> Objects:
-    """The objects below a URL, which were written, listed, read and deleted for a trial.
+    """Open the objects below a URL, after a trial that writes, lists, reads and deletes one.
 
     Raises InvalidInputError that says what is wrong, with which setting, and what to do.
     """
@@ -80,7 +80,7 @@ def _store(url: str, environ: Mapping[str, str]) -> Any:
 
 
 def _try(objects: Objects) -> None:
-    """Everything that will be asked of the store, once."""
+    """Make every kind of request that a coordinator makes, once."""
     name = f"trial/{unique_name(0)}.txt"
     objects.put(name, [_TRIAL], len(_TRIAL))
     found = [each for each in objects.list("trial") if each.name == name]
@@ -90,7 +90,7 @@ def _try(objects: Objects) -> None:
 
 
 def _advice(text: str, environ: Mapping[str, str]) -> str:
-    """What to do about an error of the library, as far as it is a known one."""
+    """Return the remedy for an error of the library, or "" for one that is not known."""
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or "AWS"
     if "NoSuchBucket" in text:
         return f"there is no such bucket at {endpoint}; make it, or name another one"

@@ -1,8 +1,8 @@
 """Blobs in an object store, which several coordinators share: blobs/<digest>/<term>-<token>...
 
-Written into a local file first, since only at the end it is known what a blob is called; then to
-the object store, and only when that has all of it the blob counts as written. What was written or
-read lies in a local cache. Each write makes an object of its own (object_store.py says why), so a
+Written into a local file first, since only at the end the digest of a blob is known; then to the
+object store, and only when that has all of it the blob counts as written. What was written or read
+is kept in a local cache. Each write makes an object of its own (object_store.py says why), so a
 blob can be there more than once for a while; any of them will do.
 """
 
@@ -68,15 +68,17 @@ class SharedBlobs:
         self._fetches: dict[Digest, threading.Lock] = {}
 
     def writer(self, total_bytes: int) -> BlobWriter:
-        """A writer for a blob of exactly total_bytes; it goes to the object store at the end."""
+        """Return a writer for a blob of exactly total_bytes; it goes to the object store at the
+        end.
+        """
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:
-        """A file for bytes that will become part of a blob."""
+        """Return a file for bytes that will become part of a blob."""
         return self._cache.scratch()
 
     def open(self, digest: Digest) -> BlobFile:
-        """A local copy of the blob, made now if there is none; see BlobStore."""
+        """Open a local copy of the blob, fetched now if there is none; see BlobStore."""
         _check(digest)
         file = self._cache.open(digest)
         if file is not None:
@@ -91,11 +93,13 @@ class SharedBlobs:
             self._fetches.pop(digest, None)
 
     def exists(self, digest: Digest) -> bool:
-        """True when the blob is in the object store."""
+        """Return True when the blob is in the object store."""
         return bool(self._found(digest))
 
     def keep(self, digest: Digest) -> bool:
-        """The same; then it is there as an object of this term, written just now."""
+        """Return True when the blob is in the object store; it is then an object of this term,
+        which counts as just written.
+        """
         _check(digest)
         with self._lock:
             self._claims.add(digest)
@@ -106,12 +110,12 @@ class SharedBlobs:
         return bool(found) and self._rewrite(digest)
 
     def location(self, digest: Digest) -> str:
-        """No path on this machine."""
+        """Return "": the blob has no path on this machine."""
         _check(digest)
         return ""
 
     def settle(self, digest: Digest) -> None:
-        """The event that names the blob is durable; see BlobStore."""
+        """Note that the event that names the blob is durable; see BlobStore."""
         with self._lock:
             self._claims.settle(digest)
 
@@ -141,7 +145,7 @@ class SharedBlobs:
             self._collecting.release()
 
     def _all(self) -> list[tuple[Digest, list[Found]]]:
-        """What this coordinator may delete: the objects of each blob, the newest last."""
+        """Return the objects that this coordinator may delete, by blob, the newest last."""
         found = deletable(self._objects.list(_FOLDER), mark(self._term))
         groups = groupby(found, key=lambda each: each.name.split("/")[1])
         return [(Digest(digest), list(each)) for digest, each in groups]
@@ -155,7 +159,7 @@ class SharedBlobs:
         return True
 
     def _found(self, digest: Digest) -> list[Found]:
-        """The objects of a blob, the newest last."""
+        """Return the objects of a blob, the newest last."""
         folder = f"{_FOLDER}/{_check(digest)}"
         return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
 
@@ -231,7 +235,7 @@ class SharedBlobs:
 
 
 def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
-    """A file from its start, in pieces of which each has memory of its own."""
+    """Yield a file from its start, in pieces of which each has memory of its own."""
     offset = 0
     while offset < num_bytes:
         piece = os.pread(descriptor, min(PIECE_BYTES, num_bytes - offset), offset)
@@ -242,7 +246,7 @@ def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
 
 
 def read_pieces(file: BlobFile) -> Iterator[bytes]:
-    """The same of a blob, checked."""
+    """Yield a blob from its position on, checked, in pieces of which each has memory of its own."""
     while piece := file.read(PIECE_BYTES):
         yield piece
 

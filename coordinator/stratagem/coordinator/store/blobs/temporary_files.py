@@ -21,7 +21,9 @@ from stratagem.coordinator.store.blobs.durable_file import (
 
 
 class Scratch:
-    """Bytes on their way into a blob, to be read in another order than they came. Not durable."""
+    """A file of bytes that will become part of a blob, read in another order than they came. Not
+    durable.
+    """
 
     def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
         self._make_room = make_room
@@ -36,11 +38,11 @@ class Scratch:
                 view = view[write_some(self._descriptor, view, self._make_room) :]
 
     def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """A range of what was written, in pieces that share one buffer."""
+        """Yield a range of what was written, in pieces that share one buffer."""
         yield from pieces(self._descriptor, num_bytes, offset)
 
     def close(self) -> None:
-        """Forget what was written; no error after the first time."""
+        """Delete what was written; no error after the first time."""
         if self._descriptor >= 0:
             self._temporary.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -48,7 +50,7 @@ class Scratch:
 
 
 def new_temporary(folder: Path) -> tuple[Path, int]:
-    """A new file, locked: the lock says that its writer lives, whatever process that is."""
+    """Create a new file, locked: the lock shows that its writer is alive, in whatever process."""
     while True:
         path = folder / secrets.token_hex(8)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

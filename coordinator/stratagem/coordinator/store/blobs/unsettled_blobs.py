@@ -1,8 +1,8 @@
-"""What a process has written, or is to keep, and what no event has named yet.
+"""Blobs that a process has written, or is to keep, and that no event has named yet.
 
-Whoever writes a blob reports the event that names it right after that, and others may write the
-same bytes meanwhile. So each writing is a claim, and each event that names the blob settles the
-oldest one. Who never comes to its event loses its claim after a grace. Not for several threads.
+A writer of a blob reports the event that names it right after that, and others may write the same
+bytes meanwhile. So each writing is a claim, and each event that names the blob settles the oldest
+one. A claim whose event never comes lapses after a grace period. Not for several threads.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ class Claims:
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._since_s: dict[Digest, tuple[float, ...]] = {}
-        """By blob that this process has written; the oldest claim first."""
+        """Times of the claims, by blob that this process has written; the oldest claim first."""
 
     def add(self, digest: Digest) -> None:
-        """It was written, or is to be kept, for an event that comes."""
+        """Claim a blob that was written, or is to be kept, for an event that is to come."""
         self._since_s[digest] = (*self._since_s.get(digest, ()), self._monotonic())
 
     def settle(self, digest: Digest) -> None:
-        """The event of one who has written it is durable."""
+        """Remove the oldest claim: the event of one writer is durable."""
         if digest in self._since_s:
             self._since_s[digest] = self._since_s[digest][1:]
 
     def hold(self, digest: Digest, grace_s: float) -> bool:
-        """Whether an event that names it may still come."""
+        """Return True if an event that names the blob may still come."""
         newest_s = self._since_s.get(digest, ())[-1:]
         return any(self._monotonic() - since_s < grace_s for since_s in newest_s)
 
     def forget(self, digest: Digest) -> None:
-        """It is gone."""
+        """Remove all claims of a blob that was deleted."""
         self._since_s.pop(digest, None)
 
     def forget_old(self, grace_s: float) -> None:
-        """What nothing is left to be remembered for."""
+        """Remove the blobs whose claims have all been settled or have lapsed."""
         for digest in [each for each in self._since_s if not self.hold(each, grace_s)]:
             del self._since_s[digest]

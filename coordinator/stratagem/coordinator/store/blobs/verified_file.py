@@ -26,7 +26,7 @@ _PREFIX_BYTES: Final = 8
 
 
 class Sums:
-    """The checksums of a blob: of what stands before its data, and of each chunk of these."""
+    """The checksums of a blob: of the header before its data, and of each chunk of the data."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -36,7 +36,7 @@ class Sums:
         self._of_chunks = array("I")
 
     def add(self, data: bytes | memoryview) -> None:
-        """The next bytes of the blob, from its first one on."""
+        """Add the next bytes of the blob, from its first one on."""
         view = memoryview(data).cast("B")
         while view:
             if self._data_start is None:
@@ -68,7 +68,9 @@ class Sums:
 
     @property
     def head_bytes(self) -> int:
-        """What stands before the data: all of a blob that is too short to have any."""
+        """Return the size of the header before the data: all of a blob that is too short to have
+        data.
+        """
         return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
 
     @property
@@ -76,16 +78,16 @@ class Sums:
         return self.num_bytes - self.head_bytes
 
     def is_head(self, data: bytes) -> bool:
-        """Whether this is what stands before the data."""
+        """Return True if these bytes are the header before the data."""
         return len(data) == self.head_bytes and crc32c(data) == self._of_head
 
     def of_chunk(self, number: int) -> tuple[int, int]:
-        """Length and checksum of a chunk of the data."""
+        """Return length and checksum of a chunk of the data."""
         return min(CHUNK_BYTES, self.data_bytes - number * CHUNK_BYTES), self._of_chunks[number]
 
 
 class BlobFile(io.FileIO):
-    """An open blob: what `read` and `read_into` give is checked.
+    """An open blob whose `read` and `read_into` check every byte.
 
     What differs from its checksum raises UnavailableError: the blob must be opened again, which
     looks at all of it, and finds a sound copy where there is one.
@@ -94,7 +96,7 @@ class BlobFile(io.FileIO):
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
     ) -> None:
-        """on_damage is called before a difference is raised."""
+        """Take the descriptor over; on_damage is called before a difference is raised."""
         super().__init__(descriptor, "rb")
         try:
             self._content = _Content(os.dup(descriptor), digest, sums, on_damage)
@@ -132,12 +134,14 @@ class BlobFile(io.FileIO):
 
     @property
     def check(self) -> Callable[[int, bytes], None]:
-        """Checks a frame (see `frames`) that carries what the source gave for an offset."""
+        """Return the check of a frame (see `frames`) that carries what the source gave for an
+        offset.
+        """
         return self._content.check
 
 
 class _Content:
-    """The bytes of an open blob; lives as long as somebody reads them."""
+    """The bytes of an open blob; kept alive by its readers."""
 
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
@@ -164,7 +168,7 @@ class _Content:
             done += len(piece)
 
     def _chunk(self, number: int) -> memoryview:
-        """A chunk of the data, checked. The newest one is kept."""
+        """Return a chunk of the data, checked. The newest one is kept."""
         if self._newest[0] != number:
             data = self._pread(number)
             if crc32c(data) != self._sums.of_chunk(number)[1]:

@@ -1,6 +1,6 @@
-"""What the journal needs of a database: transactions, its clock, and how long it may be away.
+"""The database interface of the journal: transactions, the clock, and waiting for a lost database.
 
-What SQLite and PostgreSQL each need for that stands in sqlite.py and postgres.py.
+sqlite.py and postgres.py implement it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class GoneError(UnavailableError):
-    """The database cannot be used, and will not come back by itself: waiting is no use."""
+    """The database cannot be used, and will not come back by itself: waiting does not help."""
 
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """Connections to one database, and its peculiarities. One thread at a time uses it."""
+    """The connections to one database, and its peculiarities. One thread at a time uses it."""
 
     writer: Engine
     """Its transactions may write."""
@@ -43,19 +43,19 @@ class Database:
     silent_s: ColumnElement[float] | None
     """Seconds without a renewal of the lease by that clock; None where it is not to be trusted."""
     patience_s: float
-    """How long a database that went away is waited for."""
+    """Seconds for which a database that went away is waited for."""
     migration_lock: str
     """SQL that lets one process at a time change the schema; "" where every transaction does."""
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction: committed at the end, or nothing happened."""
+        """Open a transaction: committed at the end, or nothing happened."""
         with self.translated(), self.writer.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+        """Open a transaction that only reads."""
         with self.translated(), self.reader.begin() as connection:
             yield connection
 

@@ -1,4 +1,4 @@
-"""Facts and summaries as rows of the journal, and back."""
+"""Converts facts and summaries to rows of the journal, and back."""
 
 import hashlib
 import json
@@ -18,18 +18,20 @@ _brief: Final = TypeAdapter(EndedRun)
 
 
 def _version() -> str:
-    """Of the program, and of what a summary holds: that changes between versions, too."""
+    """Return the version of the program and of the form of summaries: that changes between
+    versions, too.
+    """
     shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
     return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 VERSION: Final = _version()
-"""Of the summaries that are read; all others are made anew."""
+"""Version of the summaries that are read; all others are made again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A durable fact: its number inside its run, and when."""
+    """A durable fact: its number inside its run, and its time."""
 
     entry: JournalEntry
     index: int
@@ -38,13 +40,13 @@ class Committed:
 
 
 def committed(record: Record) -> Committed:
-    """The fact in a row."""
+    """Return the fact in a row."""
     fact = decode(record.kind, record.schema_version, record.payload)
     return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
 
 
 def record(item: Committed) -> Record:
-    """The row of a fact."""
+    """Return the row of a fact."""
     kind, payload = encode(item.entry.fact)
     return Record(
         run_id=item.entry.run_id,
@@ -59,16 +61,16 @@ def record(item: Committed) -> Record:
 
 
 def summary(run: EndedRun, view: RunView) -> RunSummary:
-    """The row of a run at rest."""
+    """Return the row of a run at rest."""
     brief = _brief.dump_json(run).decode()
     return RunSummary(run.run_id, VERSION, brief, view.model_dump_json())
 
 
 def ended_run(brief: str) -> EndedRun:
-    """What stays in memory of a run at rest."""
+    """Return the part of a summary that stays in memory of a run at rest."""
     return _brief.validate_json(brief)
 
 
 def view(shown: str) -> RunView:
-    """How a run at rest is shown."""
+    """Return the part of a summary that is shown of a run at rest."""
     return RunView.model_validate_json(shown)

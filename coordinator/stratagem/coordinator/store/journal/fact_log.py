@@ -23,13 +23,14 @@ PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
 
 PAGE_EVENTS = 100
-"""Of a run that a watcher asks for at once. One that does not read keeps them, about 2 KB each."""
+"""Events of a run that are read for a watcher at once. One that does not read keeps them, about
+2 KB each."""
 
 T = TypeVar("T")
 
 
 class Recorded:
-    """What a journal holds, for the coordinator that leads with this term."""
+    """The facts and summaries of a journal, for the coordinator that leads with this term."""
 
     def __init__(self, journal: Journal, term: int) -> None:
         self._journal = journal
@@ -49,42 +50,45 @@ class Recorded:
     async def append(
         self, facts: Sequence[Committed], at_rest: Sequence[tuple[EndedRun, RunView]]
     ) -> None:
-        """Make facts durable, and what sums up the runs that are at rest with them."""
+        """Make facts durable, with the summaries of the runs that are at rest after them."""
         records = [fact_codec.record(item) for item in facts]
         summaries = [fact_codec.summary(run, view) for run, view in at_rest]
         await self._in_thread(lambda: self._journal.append(self._term, records, summaries))
 
     async def forget(self, run_id: RunId) -> None:
-        """Delete all that is known of a run."""
+        """Delete everything that is stored of a run."""
         await self._in_thread(lambda: self._journal.delete_run(self._term, run_id))
 
     async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
-        """The runs that are summed up, and those whose facts have to be read, the cluster first:
-        how a run is shown depends on the workers."""
+        """Return the runs that have summaries, and those whose facts have to be read, the cluster
+        first: how a run is shown depends on the workers.
+        """
         briefs = await self._in_thread(lambda: self._journal.briefs(fact_codec.VERSION))
         ended = [fact_codec.ended_run(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
         return ended, sorted(others, key=lambda run_id: run_id != CLUSTER)
 
     async def pages(self, run_ids: Iterable[RunId]) -> AsyncIterator[list[Committed]]:
-        """All facts of these runs, one run after the other."""
+        """Yield all facts of these runs, one run after the other."""
         stored = chain.from_iterable(map(self._journal.read, run_ids))
         while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
             yield [fact_codec.committed(item.record) for item in page]
 
     async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
-        """Some of the facts of a run, from a number on; none when there are none."""
+        """Return some of the facts of a run, from a number on; none when there are none."""
         stored = self._journal.read(run_id, from_index, PAGE_EVENTS)
         page = await self._in_thread(lambda: list(islice(stored, PAGE_EVENTS)))
         return await asyncio.to_thread(lambda: [fact_codec.committed(item.record) for item in page])
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
-        """How runs at rest are shown; nothing for one that is not, or not any more."""
+        """Return the views of runs at rest; nothing for one that is not, or not any more."""
         shown = await self._in_thread(lambda: self._journal.shown(run_ids))
         return {run_id: fact_codec.view(text) for run_id, text in shown.items()}
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
-        """The state with what a command needs of a run at rest, every fact of which is durable."""
+        """Return the state with what a command needs of a run at rest, every fact of which is
+        durable.
+        """
         found = num_to_recall(state, command)
         if found is None:
             return state

@@ -1,9 +1,10 @@
 """The journal: an append-only log of events under a lease.
 
 Owns durability, order and the fence. `append` is one transaction that checks the term, inserts and
-commits to disk; when it returns, the events survive a power cut. Whoever lost the lead learns it at
-its next append or renewal and writes nothing. A database that went away is waited for; what it had
-committed meanwhile is found there and not written twice. One thread at a time uses a Journal.
+commits to disk; when it returns, the events survive a power cut. A coordinator that lost the lead
+finds out at its next append or renewal and writes nothing. A database that went away is waited for;
+what it had committed meanwhile is found there and not written twice. One thread at a time uses a
+Journal.
 Knows nothing of what an event means.
 """
 
@@ -57,7 +58,7 @@ class DuplicateKeyError(ConflictError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event as the journal sees it. The run id "" is the cluster itself."""
+    """One event as a row of the journal. The run id "" is the cluster itself."""
 
     run_id: RunId
     seq: int
@@ -68,7 +69,7 @@ class Record:
     time_s: float
     """Leader-clock time."""
     wall_s: float
-    """For people; never decided by."""
+    """Wall-clock time, for display; no decision depends on it."""
     idem_key: str | None = None
 
 
@@ -89,7 +90,7 @@ class Journal:
 
     @classmethod
     def open(cls, place: Path | str, *, password_file: Path | None = None) -> Self:
-        """The journal at a place, made or brought to the present schema if need be.
+        """Open the journal at a place, made or migrated to the present schema if need be.
 
         place: the path of a SQLite file, on a local disk only (WAL shares memory), or
         postgresql://[user@]host[:port]/database. Raises InvalidInputError for another URL,
@@ -137,7 +138,7 @@ class Journal:
         release(self._database, term)
 
     def identity(self, term: int) -> str:
-        """What tells this journal from all others; it stays the same in copies of it."""
+        """Return the identifier of this journal; it stays the same in copies of it."""
         return self._database.persist(lambda _: self._identity(term))
 
     def _identity(self, term: int) -> str:
@@ -187,18 +188,19 @@ class Journal:
             raise self._conflict(records) from error
 
     def briefs(self, version: str) -> dict[RunId, str | None]:
-        """Every run that has events, in the order of their first ones, with what a summary of this
-        version says up to its newest event; None: they have to be read."""
+        """Return every run that has events, in the order of their first ones, with the brief of its
+        summary of this version, up to its newest event; None: its events have to be read.
+        """
         return self._read(lambda connection: briefs(connection, version))
 
     def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-        """What the summaries of these runs show; nothing for a run that has none."""
+        """Return the views in the summaries of these runs; nothing for a run that has none."""
         return self._read(lambda connection: shown(connection, run_ids))
 
     def read(
         self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
     ) -> Iterator[StoredRecord]:
-        """The events of one run, from one number on; page_rows of them are asked for at once."""
+        """Yield the events of one run, from one number on; page_rows of them are read at once."""
         of_run = select(event).where(event.c.run_id == run_id).order_by(event.c.seq)
         while True:
             rows = self._page(of_run.where(event.c.seq >= from_seq).limit(page_rows))
@@ -208,7 +210,7 @@ class Journal:
             from_seq = rows[-1].record.seq + 1
 
     def delete_run(self, term: int, run_id: RunId) -> None:
-        """Forget all events of a run. The leader's clock does not go back."""
+        """Delete all events of a run. The leader's clock does not go back."""
         self._database.persist(lambda _: self._delete_run(term, run_id))
 
     def _delete_run(self, term: int, run_id: RunId) -> None:
@@ -229,7 +231,9 @@ class Journal:
         return self._database.persist(read)
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
-        """Which record clashed with what the journal, or the batch itself, already holds."""
+        """Return the error that names the record that clashed with the journal, or with the batch
+        itself.
+        """
         batch: set[tuple[RunId, str]] = set()
         for record in records:
             if record.idem_key is None:
@@ -261,7 +265,7 @@ def _database(place: Path | str, password_file: Path | None) -> Database:
 
 
 def _committed(connection: Connection, term: int, records: Sequence[Record]) -> list[int]:
-    """The positions of records that an earlier attempt has committed; [] when it has not."""
+    """Return the positions of records that an earlier attempt has committed; [] when it has not."""
     spots = [(record.run_id, record.seq) for record in records]
     query = select(event).where(event.c.term == term)
     rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))

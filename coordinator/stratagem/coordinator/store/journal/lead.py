@@ -31,7 +31,7 @@ class FencedError(StaleError):
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The right to write: the term, and where the leader's clock goes on."""
+    """The right to write: the term, and the time from which the leader's clock continues."""
 
     term: int
     last_time_s: float
@@ -39,22 +39,22 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The row as somebody saw it."""
+    """The row of the lease as it was at one look."""
 
     holder: Holder | None
     """None once it was released."""
     term: int
     renewals: int
     silent_s: float | None = field(compare=False)
-    """Since the last renewal, by the database's clock; None where that is not to be trusted."""
+    """Seconds since the last renewal, by the database's clock; None where that is not reliable."""
 
     def is_free(self) -> bool:
-        """It need not be waited for."""
+        """Return True when the lease can be taken without waiting."""
         return self.holder is None or self.holder.is_known_dead()
 
 
 def look(database: Database) -> Lease:
-    """The lease as it is now."""
+    """Return the lease as it is now."""
     silent = literal(None, Float) if database.silent_s is None else database.silent_s
     query = select(lease.c.holder, lease.c.term, lease.c.renewals, silent.label("silent_s"))
     with database.read() as connection:
@@ -65,20 +65,20 @@ def look(database: Database) -> Lease:
 
 @dataclass(slots=True)
 class Silence:
-    """How long the leader has not renewed: by the database's clock, as far as that can be true.
+    """The time since the leader last renewed: by the database's clock, as far as that is plausible.
 
-    It may jump. It is believed as it is at the first look; from then on the silence lies between
-    how long the row has stood still before our eyes and how long ago it can have been renewed.
+    That clock may jump. Its first reading is believed; from then on the silence is bounded by how
+    long we have seen the row unchanged and by how long ago it can have been renewed.
     """
 
     _seen: Lease | None = None
     _looked_s: float = 0.0
-    """When, by our own monotonic clock."""
+    """Time of the last look, by our own monotonic clock."""
     _least_s: float = 0.0
     _most_s: float = 0.0
 
     def look(self, now: Lease, now_s: float) -> None:
-        """Note the lease as it is at a time of our clock."""
+        """Record the lease as it is at a time of our clock."""
         if self._seen is None:
             self._most_s = max(now.silent_s or 0.0, 0.0)
         elif now != self._seen:  # renewed since we looked
@@ -88,7 +88,7 @@ class Silence:
         self._seen, self._looked_s = now, now_s
 
     def add(self, seconds: float) -> None:
-        """So long we have waited; what is more in our clock was a freeze of ours."""
+        """Add seconds that we have waited; any more that our clock shows was a freeze of ours."""
         self._least_s += seconds
 
     @property
@@ -99,13 +99,13 @@ class Silence:
 
 @dataclass(slots=True)
 class Candidate:
-    """Somebody who waits for the lead."""
+    """A coordinator that waits for the lead."""
 
     database: Database
     holder: Holder
     ttl_s: float
     on_wait: Callable[[Lease], object]
-    """Told of the lease at every look at which it was another's."""
+    """Called with the lease at every look at which another holds it."""
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     _asked_for: int | None = None
@@ -113,7 +113,7 @@ class Candidate:
     _silence: Silence = field(default_factory=Silence)
 
     def wait(self) -> Lead:
-        """Look until the lead is ours."""
+        """Check the lease repeatedly until the lead is ours."""
         while True:
             try:
                 seen = look(self.database)
@@ -169,10 +169,10 @@ class Candidate:
 
 @contextmanager
 def leading(database: Database, term: int) -> Iterator[Connection]:
-    """A transaction of the leader. Raises FencedError when `term` does not lead.
+    """Open a transaction of the leader. Raises FencedError when `term` does not lead.
 
-    The lock on the row makes whoever would take the lead wait for the end of this transaction, and
-    a repetition of it, too: so it sees for certain whether this one was committed.
+    The lock on the row makes a process that would take the lead wait for the end of this
+    transaction, and a repetition of it, too: so it sees for certain whether this was committed.
     """
     with database.write() as connection:
         row = connection.execute(select(lease.c.term, lease.c.holder).with_for_update()).one()
@@ -197,7 +197,9 @@ def release(database: Database, term: int) -> None:
 
 
 def last_time_s(connection: Connection) -> float:
-    """Where the leader's clock goes on: the newest time of any event, also of a deleted one."""
+    """Return the time from which the leader's clock continues: the newest time of any event, also
+    of a deleted one.
+    """
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

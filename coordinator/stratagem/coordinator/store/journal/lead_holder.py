@@ -1,7 +1,7 @@
-"""Who holds the lead: one start of one process on one host.
+"""The holder of the lead: one start of one process on one host.
 
-Owns the question whether a holder on this host is still alive, which lets the next coordinator take
-over a crashed one without waiting. Of a holder elsewhere nothing can be known here.
+Determines whether a holder on this host is still alive, which lets the next coordinator take over
+from a crashed one without waiting. Of a holder elsewhere nothing can be known here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _START_FIELD = 19
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process by host, pid and start; `name` is for people."""
+    """A process, identified by host, pid and start; `name` is for display."""
 
     name: str
     host: str
-    """Host name, boot and pid namespace; "" where the system does not tell."""
+    """Host name, boot and pid namespace; "" where the system does not reveal them."""
     pid: int
     started: int
     """Clock ticks between the boot and the start of the process: tells a reused pid apart."""
     address: str = ""
-    """host:port at which it serves, which others are told while it leads."""
+    """host:port at which it serves, which other coordinators give to callers while it leads."""
 
     @classmethod
     def of_this_process(cls, name: str = "", address: str = "") -> Self:
-        """This process, as the holder it would be."""
+        """Return this process, as the holder it would be."""
         pid = os.getpid()
         stat = _stat(pid)
         started = int(stat[_START_FIELD]) if stat else 0
@@ -41,15 +41,15 @@ class Holder:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The holder that `to_json` wrote."""
+        """Return the holder that `to_json` wrote."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line that says it all."""
+        """Return the holder as one line of JSON."""
         return json.dumps(asdict(self))
 
     def is_known_dead(self) -> bool:
-        """True when the process ran on this host and has ended; False also when in doubt."""
+        """Return True when the process ran on this host and has ended; False also when in doubt."""
         if not self.host or self.host != _this_host():
             return False
         stat = _stat(self.pid)
@@ -57,7 +57,9 @@ class Holder:
 
 
 def _this_host() -> str:
-    """Containers may share a boot id, and even a host name, but then not a pid namespace."""
+    """Return an identifier of this host. Containers may share a boot id, and even a host name, but
+    then not a pid namespace.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"

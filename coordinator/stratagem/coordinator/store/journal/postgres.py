@@ -1,4 +1,4 @@
-"""PostgreSQL under the journal: connections, time limits, and its errors in our words.
+"""The PostgreSQL database of a journal: connections, time limits, translation of errors.
 
 A leader that is frozen or cut off inside a transaction holds the lock of the lease; the server ends
 such a transaction after _IDLE_S, so that the next leader is not held up. Needs the extra `postgres`
@@ -118,7 +118,9 @@ def _password(path: Path) -> str:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Errors of the database as errors of ours; a broken constraint passes as it is."""
+    """Raise errors of the database as errors of this project; a broken constraint passes as
+    it is.
+    """
     try:
         yield
     except DBAPIError as error:

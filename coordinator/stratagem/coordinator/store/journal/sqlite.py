@@ -1,4 +1,4 @@
-"""SQLite under the journal: connections, pragmas, and its errors in our words.
+"""The SQLite database of a journal: connections, pragmas, translation of errors.
 
 WAL with synchronous=FULL: a commit is one fsync of the log, and survives a power cut. Writers begin
 IMMEDIATE, so that a transaction waits at its start and never fails half-way for a lock.
@@ -21,8 +21,8 @@ from stratagem.coordinator.store.journal.database import Database, GoneError
 
 _BUSY_TIMEOUT_S: Final = 5.0
 _PATIENCE_S: Final = 30.0
-"""For somebody to let go of the file, or to make room. Meanwhile heartbeats are answered and
-workers train on; what has to be journaled waits."""
+"""Seconds to wait until the file is unlocked, or the disk has room. Meanwhile heartbeats are
+answered and workers train on; what has to be journaled waits."""
 _PASSING: Final = frozenset({"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL"})
 _DAMAGE: Final = frozenset({"SQLITE_CORRUPT", "SQLITE_NOTADB"})
 
@@ -57,7 +57,9 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Errors of the database as errors of ours; a broken constraint passes as it is."""
+    """Raise errors of the database as errors of this project; a broken constraint passes as
+    it is.
+    """
     try:
         yield
     except OperationalError as error:
@@ -88,7 +90,7 @@ def _engine(path: Path, begin: str, file: int) -> Engine:
 
     @event.listens_for(engine, "begin")
     def start(connection: Connection) -> None:
-        if _inode(path) != file:  # SQLite would go on writing where nobody will find it
+        if _inode(path) != file:  # SQLite would write on into a file that has no name any more
             raise GoneError(f"the journal cannot be used now: {path} was removed or replaced")
         connection.exec_driver_sql(begin)
 

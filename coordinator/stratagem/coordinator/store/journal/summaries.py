@@ -1,8 +1,8 @@
-"""Summaries of runs: what takes the place of a run's events for who only wants to know how it is.
+"""Summaries of runs: they take the place of a run's events for readers that only want its outcome.
 
-A summary tells of a run up to one event. A newer event makes it void, and so does its deletion, or
+A summary covers a run up to one event. A newer event makes it void, and so does its deletion, or
 another version of the program: no version has to read what another one wrote. So it is never wrong,
-whoever writes events without thinking of it.
+even when events are written by code that does not know of it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from stratagem.coordinator.store.journal.tables import event, summary
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Of a run up to its newest event, as text."""
+    """A summary of a run up to its newest event, as text."""
 
     run_id: RunId
     version: str
-    """Of the program that wrote it, and that alone can read it."""
+    """Version of the program that wrote it, and that alone can read it."""
     brief: str
-    """Wanted of every run at the start."""
+    """The part that is read of every run at the start."""
     shown: str
-    """Wanted when somebody asks for the run."""
+    """The part that is read when a caller asks for the run."""
 
 
 def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
@@ -42,7 +42,9 @@ def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
 
 
 def briefs(connection: Connection, version: str) -> dict[RunId, str | None]:
-    """Every run that has events, in the order of their first ones; None where no summary holds."""
+    """Return every run that has events, in the order of their first ones; None where no summary
+    holds.
+    """
     # Looks into the index once per run, however many events it has.
     name = select(func.min(event.c.run_id).label("run_id")).cte("name", recursive=True)
     following = select(func.min(event.c.run_id)).where(event.c.run_id > name.c.run_id)
@@ -70,6 +72,6 @@ def briefs(connection: Connection, version: str) -> dict[RunId, str | None]:
 
 
 def shown(connection: Connection, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
-    """What the newest summaries of these runs show; nothing for a run that has none."""
+    """Return the views in the newest summaries of these runs; nothing for a run that has none."""
     wanted = select(summary.c.run_id, summary.c.shown).where(summary.c.run_id.in_(run_ids))
     return {RunId(row.run_id): row.shown for row in connection.execute(wanted)}

@@ -51,7 +51,7 @@ summary: Final = Table(
     "summary",
     metadata,
     Column("run_id", String(64), primary_key=True),
-    # Of the newest event that it tells of; where the run has a newer one, or none, it is void.
+    # Of the newest event that it covers; where the run has a newer one, or none, it is void.
     Column("position", Position, nullable=False),
     Column("version", String(64), nullable=False),
     Column("brief", Text, nullable=False),

@@ -1,4 +1,4 @@
-"""When the lease was last renewed, by the database's own clock."""
+"""Adds to the lease when it was last renewed, by the database's own clock."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What is shown of an ended run, so that its events need not be read to know it."""
+"""Adds the table of summaries of ended runs, so that their events need not be read to show them."""
 
 import sqlalchemy as sa
 from alembic import op
