@@ -59,7 +59,7 @@ def _check_member(
     run = app.loop.state.runs.get(RunId(session.run_id))
     found = None if run is None else parties_of(run).get(Party(session.party))
     if found is None or found.membership != membership:
-        return  # the handler answers a stale membership with StaleError, whoever asks
+        return  # the handler deals with a stale membership
     members = found.members if rank is None else found.members[rank : rank + 1]
     if not caller.is_one_of(member.worker_id for member in members):
         where = f"{session.run_id}/{session.party}".rstrip("/")

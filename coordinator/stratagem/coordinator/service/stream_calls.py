@@ -180,7 +180,7 @@ async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
 
 async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
     """Return True if a job of the caller may name a blob, wherever it is stored; see
-    `core.owners`.
+    `core/state_machine/blob_owners.py`.
     """
     state = app.loop.state
     if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):

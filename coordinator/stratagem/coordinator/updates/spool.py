@@ -4,9 +4,9 @@
     root/<run>/<party>/<round>/<client>.json                  the entry: this client is accepted
 
 Owns files, quota and removal; `spool_keys.py` owns the names of the folders, and `spool_upload.py`
-how one update comes in. Where there is an object store (shared.py), an update is accepted when that
-has it, and the files here are copies: what another coordinator has accepted is fetched. Knows
-nothing of rounds beyond their number, and does not decide who takes part in them.
+how one update comes in. Where there is an object store (shared_spool.py), an update is accepted
+when that has it, and the files here are copies: what another coordinator has accepted is fetched.
+Knows nothing of rounds beyond their number, and does not decide who takes part in them.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class EffectContext:
         return True
 
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
-        """Lose a member at whose address no process answers; had_begun: the last plan it was
-        sent.
+        """Lose a member at whose address no process answers; had_begun: whether the
+        last plan that it was sent had begun.
         """
         await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 

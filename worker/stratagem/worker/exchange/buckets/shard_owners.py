@@ -31,7 +31,7 @@ class ShardOwners:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSum:
+class SetAddition:
     """One addition that a member does after a shard: the set `source` onto the set `target`."""
 
     target: int
@@ -47,7 +47,7 @@ class StepPlan:
     """Its own shards that have rows."""
     sets: tuple[int, ...]
     """For each live shard of its own, the set that its gradients go into."""
-    folds: tuple[tuple[PartialSum, ...], ...]
+    folds: tuple[tuple[SetAddition, ...], ...]
     """For each live shard of its own, what is added once it is there."""
     nodes: tuple[tuple[Node, ...], ...]
     """By rank: the partial sums that each member ends up with, in order. Its own are in the sets
@@ -63,14 +63,14 @@ def plan_step(party: ShardOwners, num_live: int) -> StepPlan:
     live = range(owned.start, max(owned.start, min(owned.stop, num_live)))
     stack: list[Node] = []
     sets: list[int] = []
-    folds: list[tuple[PartialSum, ...]] = []
+    folds: list[tuple[SetAddition, ...]] = []
     for shard in live:
         sets.append(len(stack))
         stack.append(Node(shard, shard + 1))
-        now: list[PartialSum] = []
+        now: list[SetAddition] = []
         while len(stack) > 1 and (above := parent(stack[-2], stack[-1], num_live)):
             stack[-2:] = [above]
-            now.append(PartialSum(len(stack) - 1, len(stack)))
+            now.append(SetAddition(len(stack) - 1, len(stack)))
         folds.append(tuple(now))
     nodes = tuple(
         tree_nodes(shards, num_live) for shards in assign_shards(party.num_shards, party.size)
