@@ -30,8 +30,8 @@ AGAIN: Mapping[str, str] = {
     "AlreadyExistsError": "no: take another name",
     "WrongStateError": "no: change the state first",
     "UnauthenticatedError": "no: show a certificate or a token",
-    "PermissionDeniedError": "no: somebody else must call, or grant it",
-    "UnavailableError": "yes; SDK and command line do so by themselves where somebody was there",
+    "PermissionDeniedError": "no: someone else must call, or grant it",
+    "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
     "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
     "RunFailedError": "no: read the reason, then `stratagem resume`",
@@ -57,8 +57,8 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "OutOfRangeError": (
-        ("… lies behind the newest event, …", "watch from an index that the run has reached"),
-        ("… lies behind the end at …", "a transfer was resumed behind the end of its data"),
+        ("… is beyond the newest event, …", "watch from an index that the run has reached"),
+        ("… is beyond the end at …", "a transfer was resumed behind the end of its data"),
     ),
     "LimitError": (
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),

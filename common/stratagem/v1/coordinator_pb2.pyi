@@ -641,7 +641,7 @@ class ResumeRunRequest(_message.Message):
     FROM_SEGMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     from_segment: _builtins.int
-    """A kept commit of the run, by its segment; what followed it happens anew. Absent: the last one."""
+    """A kept commit of the run, by its segment; what followed it is done again. Absent: the last one."""
     def __init__(
         self,
         *,

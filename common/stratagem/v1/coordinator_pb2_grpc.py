@@ -158,7 +158,7 @@ class CoordinatorServiceServicer(object):
 
     def WatchRun(self, request, context):
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
-        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
+        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +192,7 @@ class CoordinatorServiceServicer(object):
     def DownloadState(self, request, context):
         """Streams a committed state of a run: a Manifest, then chunks from offset on.
         NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
-        damaged; OUT_OF_RANGE when offset lies behind the end.
+        damaged; OUT_OF_RANGE when offset is beyond the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,7 +208,7 @@ class CoordinatorServiceServicer(object):
 
     def UploadData(self, request_iterator, context):
         """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
-        to the caller once all its bytes have come from there; whose they are besides nobody is told.
+        to the caller once all its bytes have come from there; no one is told who else owns them.
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -64,7 +64,7 @@ class CoordinatorServiceStub:
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
-    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
+    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
     """
     CancelRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
@@ -82,7 +82,7 @@ class CoordinatorServiceStub:
     DownloadState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
-    damaged; OUT_OF_RANGE when offset lies behind the end.
+    damaged; OUT_OF_RANGE when offset is beyond the end.
     """
     DownloadProfile: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]
     """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
@@ -90,7 +90,7 @@ class CoordinatorServiceStub:
     """
     UploadData: _grpc.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
-    to the caller once all its bytes have come from there; whose they are besides nobody is told.
+    to the caller once all its bytes have come from there; no one is told who else owns them.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]
@@ -145,7 +145,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
-    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
+    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
     """
     CancelRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]  # type: ignore[assignment]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
@@ -163,7 +163,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     DownloadState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]  # type: ignore[assignment]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
-    damaged; OUT_OF_RANGE when offset lies behind the end.
+    damaged; OUT_OF_RANGE when offset is beyond the end.
     """
     DownloadProfile: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadProfileRequest, _coordinator_pb2.DownloadProfileResponse]  # type: ignore[assignment]
     """What the workers recorded of their steps, as one trace of all of them. NOT_FOUND when the run is
@@ -171,7 +171,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     UploadData: _aio.StreamStreamMultiCallable[_coordinator_pb2.UploadDataRequest, _coordinator_pb2.UploadDataResponse]  # type: ignore[assignment]
     """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
-    to the caller once all its bytes have come from there; whose they are besides nobody is told.
+    to the caller once all its bytes have come from there; no one is told who else owns them.
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _aio.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]  # type: ignore[assignment]
@@ -243,7 +243,7 @@ class CoordinatorServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]:
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
-        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index lies in the future.
+        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
         """
 
     def CancelRun(
@@ -281,7 +281,7 @@ class CoordinatorServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DownloadStateResponse], _abc.AsyncIterator[_coordinator_pb2.DownloadStateResponse]]:
         """Streams a committed state of a run: a Manifest, then chunks from offset on.
         NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
-        damaged; OUT_OF_RANGE when offset lies behind the end.
+        damaged; OUT_OF_RANGE when offset is beyond the end.
         """
 
     def DownloadProfile(
@@ -299,7 +299,7 @@ class CoordinatorServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.UploadDataResponse], _abc.AsyncIterator[_coordinator_pb2.UploadDataResponse]]:
         """Stores an inline data set under its digest; same protocol as WorkerService.SetState. It belongs
-        to the caller once all its bytes have come from there; whose they are besides nobody is told.
+        to the caller once all its bytes have come from there; no one is told who else owns them.
         DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
         """
 

@@ -143,7 +143,7 @@ class TensorSpec(_message.Message):
     """1 to 256 bytes of UTF-8 without control characters; unique inside the manifest."""
     dtype: Global___DType.ValueType
     offset: _builtins.int
-    """First byte in the stream. Tensors lie in the order of the manifest without overlap."""
+    """First byte in the stream. Tensors follow in the order of the manifest without overlap."""
     size_bytes: _builtins.int
     """Product of the shape times the size of an element."""
     alias_of: _builtins.str

@@ -95,7 +95,7 @@ class WorkerServiceServicer(object):
     def GetState(self, request, context):
         """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
         Also answers: NOT_FOUND when the session or the snapshot is not here;
-        OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+        OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
         membership within the worker's exchange timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

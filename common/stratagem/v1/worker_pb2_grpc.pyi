@@ -61,7 +61,7 @@ class WorkerServiceStub:
     GetState: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.GetStateResponse]
     """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
     Also answers: NOT_FOUND when the session or the snapshot is not here;
-    OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+    OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
     """
     SetState: _grpc.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]
@@ -113,7 +113,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetState: _aio.UnaryStreamMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.GetStateResponse]  # type: ignore[assignment]
     """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
     Also answers: NOT_FOUND when the session or the snapshot is not here;
-    OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+    OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
     """
     SetState: _aio.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]  # type: ignore[assignment]
@@ -172,7 +172,7 @@ class WorkerServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetStateResponse], _abc.AsyncIterator[_worker_pb2.GetStateResponse]]:
         """Streams named tensors of a session: first a Manifest, then chunks from request.offset on.
         Also answers: NOT_FOUND when the session or the snapshot is not here;
-        OUT_OF_RANGE when offset lies behind the end; UNAVAILABLE when there is no live state of this
+        OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
         membership within the worker's exchange timeout.
         """
 

@@ -127,7 +127,7 @@ def test_a_job_that_trains_needs_an_optimizer_and_batches() -> None:
         ({"digest": "abc"}, "not a SHA-256 digest"),
         ({"file": "model.pt"}, "not a .safetensors file"),
         ({"run": "r", "which": "worst"}, "which"),
-        ({"digest": "a" * 64, "which": "best"}, "only beside run"),
+        ({"digest": "a" * 64, "which": "best"}, "only together with run"),
     ],
 )
 def test_what_a_run_begins_from_is_one_state(value: Any, message: str) -> None:

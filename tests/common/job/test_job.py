@@ -347,7 +347,7 @@ def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
         ),
         (
             {"data": {"worker_local": "scans"}, "partition": {"method": "contiguous"}},
-            "partition: worker_local data is divided by where it lies",
+            "partition: worker_local data is divided by where it is",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_training_outside_is_refused_with_the_node() -> None:
     assert str(caught.value) == (
         "model.graph.subgraphs.part.training_strategy: ModelParallel/Direct differs from "
         "DataParallel/AllReduce around it, and the subgraph does not hold all that is trained: "
-        "'out' lies outside"
+        "'out' is outside"
     )
 
 

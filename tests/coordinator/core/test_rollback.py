@@ -127,7 +127,7 @@ def test_moments_of_a_server_optimizer_begin_anew_and_that_is_said() -> None:
     assert (run.value.server_state, run.is_reproducible) == ((), False)
     (fact,) = simulation.facts(RunResumed)
     assert sentence(fact) == (
-        "resumed from commit 1 at step 1; what else its strategy keeps begins anew"
+        "resumed from commit 1 at step 1; what else its strategy keeps begins again"
     )
 
 

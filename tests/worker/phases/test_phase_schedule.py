@@ -161,7 +161,7 @@ def test_a_loss_that_diverges_keeps_all_steps_exact_until_it_settles() -> None:
         "refused_cycles": 0.0,
         "phase_fallbacks": 0.0,
     }
-    assert "at step 8 the mean loss of the last 2 FULL steps lies 30% above" in news_of(
+    assert "at step 8 the mean loss of the last 2 FULL steps is 30% above" in news_of(
         before, state, spec
     )
     settled = step(state, spec, loss=1.3)

@@ -58,7 +58,7 @@ def test_attacks_and_mistakes_are_refused(name: str, reason: str) -> None:
 
 
 def test_a_missing_module_is_told_with_the_folders_that_were_looked_in(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=f'"missing" is installed, or lies in {tmp_path}$'):
+    with pytest.raises(InvalidInputError, match=f'"missing" is installed, or is in {tmp_path}$'):
         EntryPoints(["missing:*"], [tmp_path]).resolve("missing:build")
 
 

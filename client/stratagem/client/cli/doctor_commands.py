@@ -48,7 +48,7 @@ def doctor(
         typer.Option(
             WORKER_SETTINGS,
             help="Examine the settings of a worker instead, here: all that follows is what "
-            "`stratagem worker` would be given, beside STRATAGEM_WORKER_* of the environment.",
+            "`stratagem worker` would be given, besides STRATAGEM_WORKER_* of the environment.",
         ),
     ] = False,
     worker_options: Annotated[

@@ -71,7 +71,7 @@ def init_certs(
         typer.Option(
             "--host",
             metavar="HOST",
-            help="Name or address of the coordinator, beside loopback; repeatable.",
+            help="Name or address of the coordinator, besides loopback; repeatable.",
         ),
     ] = None,
     trust_domain: Annotated[
@@ -136,7 +136,7 @@ def issue_certs(
 
 @certs.command("renew-authority")
 def renew_authority_certs(folder: MadeArgument) -> None:
-    """Make a new authority beside the old one.
+    """Make a new authority next to the old one.
 
     DIR/ca.crt holds both from then on, and the new one signs. Distribute that file, then renew
     (`certs issue DIR --renew`) and distribute the new files: certificates of either

@@ -1,7 +1,7 @@
 """Commands that follow a run to its end: run, attach, watch, resume.
 
 Owns what Ctrl-C means. A run on a cluster that this command started is stopped, and can be resumed;
-a run on somebody else's coordinator goes on without us.
+a run on someone else's coordinator goes on without us.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class ProcessSupervisor:
             f"{child.command.name} ({child.problem})" if child.problem else child.command.name
             for child in waiting
         ]
-        return f"not ready after {timeout_s:g} s: {', '.join(names)}; their logs lie in {logs}"
+        return f"not ready after {timeout_s:g} s: {', '.join(names)}; their logs are in {logs}"
 
     def _view(self, child: _Child) -> ProcessView:
         return ProcessView(

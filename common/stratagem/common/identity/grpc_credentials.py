@@ -62,7 +62,7 @@ class FreshFiles:
         if problem:
             self._has_warned = True
             log.warning(
-                "this process's certificate has expired: nobody can connect anew",
+                "this process's certificate has expired: no new connection can be made",
                 reason=problem,
                 file=str(self.files.cert),
                 expired=_when(self.material),

@@ -42,7 +42,7 @@ class InitialSpec(Section):
     def _one_source(self) -> Self:
         one_of(self, ("digest", "run", "file"))
         if self.which is not None and self.run is None:
-            refuse([Violation("which", "has a meaning only beside run")])
+            refuse([Violation("which", "has a meaning only together with run")])
         if self.trained_with is not None and self.digest is None:
-            refuse([Violation("trained_with", "has a meaning only beside digest")])
+            refuse([Violation("trained_with", "has a meaning only together with digest")])
         return self

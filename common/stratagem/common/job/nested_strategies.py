@@ -63,7 +63,7 @@ def _must_hold_all(
         raise InvalidInputError.at(
             f"{place}.training_strategy",
             f"{describe(own)} differs from {describe(outer)} around it, and the subgraph does not "
-            f"hold all that is trained: {', '.join(map(repr, outside))} lies outside",
+            f"hold all that is trained: {', '.join(map(repr, outside))} is outside",
         )
 
 

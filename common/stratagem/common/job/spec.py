@@ -197,7 +197,7 @@ def _federated_only(job: JobSpec) -> list[Violation]:
         text = f"belongs to Federated only; the strategy is {kind}"
         found.append(Violation("data.worker_local", text))
     if job.partition and job.data.worker_local and federated:
-        found.append(Violation("partition", "worker_local data is divided by where it lies"))
+        found.append(Violation("partition", "worker_local data is divided by where it is"))
     return found
 
 

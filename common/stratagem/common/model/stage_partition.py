@@ -161,7 +161,7 @@ def _ring(needs: Sequence[set[int]], left: set[int]) -> str:
     names = [f"partitions[{i}]" for i in [*path[path.index(source) :], source]]
     return (
         f"interleaved: {' needs '.join(names)}; a partition must be contiguous, "
-        "so that no other one lies between its nodes"
+        "so that no other one is between its nodes"
     )
 
 

@@ -173,7 +173,7 @@ PLAIN: Final = Guard()
 
 
 def _no_password() -> str:
-    raise ValueError("the key has a password, which nobody here can type")
+    raise ValueError("the key has a password, which no one can type here")
 
 
 def _unusable(field: str, file: object, reason: object) -> InvalidInputError:

@@ -127,7 +127,7 @@ async def receive_upload(
 ) -> AsyncIterator[R]:
     """The responses of an upload whose header has been read and accepted.
 
-    `writer` stands where the sender shall go on; `commit` checks the digest and makes the content
+    `writer` stands where the sender continues; `commit` checks the digest and makes the content
     visible. Whatever raises here leaves to the caller what becomes of the part that was received.
     """
     yield make(resume_offset=writer.received)

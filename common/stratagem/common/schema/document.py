@@ -125,7 +125,7 @@ def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:
     """The violation if a field that belongs to another one is set without it."""
     if not getattr(section, name) or getattr(section, owner) is not None:
         return []
-    return [Violation(name, f"has a meaning only beside {owner}")]
+    return [Violation(name, f"has a meaning only together with {owner}")]
 
 
 def refuse(violations: Sequence[Violation]) -> None:

@@ -47,7 +47,7 @@ class Storage:
         """
         objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
         if objects is not None:
-            _log.info("blobs and updates lie in an object store", url=objects.url)
+            _log.info("blobs and updates are in an object store", url=objects.url)
         data_dir = settings.data_dir
         return cls(data_dir, objects, settings.blob_cache_bytes, settings.max_spool_bytes)
 

@@ -37,7 +37,7 @@ def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:
 def _resumed(fact: f.RunResumed) -> str:
     if fact.from_segment is None:
         return "resumed from the last commit"
-    anew = "; what else its strategy keeps begins anew" if fact.by_policy else ""
+    anew = "; what else its strategy keeps begins again" if fact.by_policy else ""
     return f"resumed from commit {fact.from_segment} at step {fact.step}{anew}"
 
 

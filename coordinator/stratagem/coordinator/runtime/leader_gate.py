@@ -59,7 +59,7 @@ class LeaderGate(grpc.GenericRpcHandler):
 
     async def shut(self, reason: str) -> None:
         """Refuse all calls from now on, until the gate is opened again."""
-        log.info("serving nobody", reason=reason)
+        log.info("serving no one", reason=reason)
         self._reason, self._is_open = reason, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 

@@ -66,7 +66,7 @@ class Settings(BaseSettings):
     blob_cache_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="local copies of what lies in an object store; 32 GiB unless set, or half of "
+        description="local copies of what is in an object store; 32 GiB unless set, or half of "
         "the file system where that is less",
     )
     journal: str = Field(

@@ -112,7 +112,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         run = self._run(request.run_id)
         run_id = run.run_id
         if request.from_index > run.num_facts:
-            message = f"{request.from_index} lies behind the newest event, {run.num_facts - 1}"
+            message = f"{request.from_index} is beyond the newest event, {run.num_facts - 1}"
             raise OutOfRangeError.at("from_index", message)
         with self._watchers.taken(current_caller()):
             async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):

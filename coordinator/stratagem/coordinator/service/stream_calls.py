@@ -163,7 +163,7 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
         raise InvalidInputError.at("initial", text)
     by = f" by {caller.name}" if caller.is_known else ""
     if initial is not None and not await _is_here(app, caller, initial.digest):
-        where = f"lies here that was uploaded{by} or committed by a run"
+        where = f"is here that was uploaded{by} or committed by a run"
         raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
     if inline is not None and not await _is_here(app, caller, inline):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")

@@ -164,7 +164,7 @@ def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
     own = math.ceil(num_batches / min(num_workers or num_replicas, num_replicas))
     num_bytes = min(reading.num_rows, own * job.batch_size) * reading.output_bytes_per_row
     if estimate.device != "cpu":
-        note = f"{text_of(num_bytes)} of predictions lie in host memory, which is not in it"
+        note = f"{text_of(num_bytes)} of predictions are in host memory, which is not in it"
         return replace(estimate, notes=(*estimate.notes, note))
     return replace(estimate, buffers=estimate.buffers + num_bytes)
 

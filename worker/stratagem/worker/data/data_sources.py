@@ -121,7 +121,7 @@ def _job_path(spec: DataSpec, sources: DataSources) -> Path:
     path = Path(spec.path).resolve()  # symbolic links lead nowhere else
     if not any(path.is_relative_to(root) for root in sources.roots):
         allowed = ", ".join(map(str, sources.roots)) or "none"
-        reason = f"{spec.path!r} lies below no folder of data of this worker (--data-root): "
+        reason = f"{spec.path!r} is in no data folder of this worker (--data-root): "
         raise InvalidInputError.at("data.path", reason + allowed)
     return path
 

@@ -100,7 +100,7 @@ class Mailbox:
     # ---- the side of the receiving member, any thread ----
 
     def post(self, route: Route, tensor: Tensor) -> Receive:
-        """Posts a receive: the tensor that a message shall go to, which may be here already."""
+        """Posts a receive: the tensor that a message goes to, which may be here already."""
         receive = Receive(self, route, tensor)
         with self.changed:
             self._refuse_when_over(route.source, route in self._messages)

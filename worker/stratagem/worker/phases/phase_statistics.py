@@ -146,7 +146,7 @@ def news_of(before: State, after: State, spec: PhasesSpec, numerics: int = CURRE
         return f"phases: at step {step} the loss of FULL steps diverges no more"
     window, change = rise
     return (
-        f"phases: at step {step} the mean loss of the last {window} FULL steps lies {change:.0%} "
+        f"phases: at step {step} the mean loss of the last {window} FULL steps is {change:.0%} "
         f"above that of the {window} before; no gradient is predicted until it settles"
     )
 

@@ -118,7 +118,7 @@ class WorkerSettings(BaseSettings):
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
     import_path: Strings = Field([], description="directories of the users' modules")
     data_root: Strings = Field(
-        [], description="folders below which data.path of a job may lie; --import-path if unset"
+        [], description="folders that data.path of a job must be in; --import-path if unset"
     )
     local_data: Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)] = Field(
         {}, description="NAME=FILE.safetensors, data that never leaves this worker"

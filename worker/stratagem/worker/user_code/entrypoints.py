@@ -85,7 +85,7 @@ class EntryPoints:
 
     def _looked_in(self) -> str:
         folders = " or ".join(map(str, self.import_paths))
-        return f"is installed, or lies in {folders}" if folders else "is installed"
+        return f"is installed, or is in {folders}" if folders else "is installed"
 
     def _allows(self, name: str) -> bool:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)

@@ -50,7 +50,7 @@ class Objects:
 
     def __init__(self, store: Any, url: str) -> None:
         """Wrap an obstore store; url: for display."""
-        import obstore  # an extra: only where blobs lie in an object store
+        import obstore  # an extra: only where blobs are in an object store
 
         self._store = store
         self._obstore = obstore

@@ -95,7 +95,7 @@ def _engine(url: URL, password_file: Path | None) -> Engine:
 
     @event.listens_for(engine, "do_connect")
     def add_password(_dialect: object, _record: object, _arguments: object, named: Any) -> None:
-        if password_file is not None:  # read anew for every connection: it may change
+        if password_file is not None:  # read again for every connection: it may change
             named["password"] = _password(password_file)
 
     @event.listens_for(engine, "connect")

@@ -70,7 +70,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
         text = "ByCapability needs clients that live on one worker; use All or Random"
         violations.append(Violation("strategy.client_selection.method", text))
     if job.data.worker_local is not None:
-        text = "lies on single workers, and a silo is several"
+        text = "is on single workers, and a silo is several"
         violations.append(Violation("data.worker_local", text))
     if spec.options.late_updates is not None:
         text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
