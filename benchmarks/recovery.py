@@ -35,10 +35,10 @@ from torch import Tensor, nn  # noqa: E402
 from stratagem.client import LocalCluster  # noqa: E402
 from stratagem.client.sdk.blocking_client import Client, LoopThread, RunHandle  # noqa: E402
 from stratagem.client.sdk.views import Event, Phase  # noqa: E402
-from tests.crash.hands import hands  # noqa: E402
+from tests.crash.hands import free_address, hands  # noqa: E402
 from tests.crash.jobs import Job, data_parallel, federated, job  # noqa: E402
+from tests.crash.pair import Pair  # noqa: E402
 from tests.crash.rig import Rig, outcome_of, until  # noqa: E402
-from tests.crash.test_standby import Pair, free_address  # noqa: E402
 from tests.endurance.disks import cut_off  # noqa: E402
 from tests.postgres import Postgres  # noqa: E402
 

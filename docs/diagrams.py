@@ -28,7 +28,8 @@ from stratagem.coordinator.core.state_machine.pending_effects import pending, pe
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.simulation import RUN, Simulation, ending, job, member, register, start
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 
 START = "[*]"
 LOCAL: dict[str, object] = {"type": "Local"}

@@ -38,7 +38,8 @@ from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, FROM_LOSS
 from stratagem.worker.engine.objectives.losses import _LOSSES
 from stratagem.worker.models.graph_model import MODULES
-from tests.coordinator.core.simulation import RUN, job
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import RUN
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     kind.__name__: kind

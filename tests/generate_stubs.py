@@ -9,7 +9,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.repository import ROOT
+
 PROTOS = ROOT / "protos"
 STUBS = ROOT / "common"
 

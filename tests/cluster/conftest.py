@@ -9,8 +9,8 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import Gates, gates_in
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PARKABLE_WORKER = Path(__file__).with_name("parkable_worker.py")
 
 

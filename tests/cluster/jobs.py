@@ -216,3 +216,36 @@ def park(cluster: LocalCluster, lot: Gates, name: str) -> None:
     lot.close(name)
     cluster.kill(name, signal.SIGTERM)
     process.wait(timeout=PATIENCE_S)
+
+
+SPACE = {
+    "optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"},
+    "optimizer.momentum": {"low": 0.0, "high": 0.95},
+}
+
+
+def population(
+    size: int = 4,
+    generations: int = 3,
+    exploit: dict[str, Any] | None = None,
+    explore: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> JobSpec:
+    strategy = {
+        "type": "PopulationBased",
+        "population_size": size,
+        "generations": generations,
+        "exploit": exploit or {"method": "Truncation", "fraction": 0.5},
+        "explore": explore or {"method": "Perturbation", "factor": 0.2},
+        "options": options or {},
+    }
+    sections: dict[str, Any] = {
+        "search_space": SPACE,
+        "steps_per_generation": 3,
+        "evaluation": {"split": "test", "metrics": ["accuracy"], "best": "loss", "mode": "min"},
+        "steps": None,
+        "checkpoint": None,
+        **changes,
+    }
+    return job(strategy=strategy, **sections)

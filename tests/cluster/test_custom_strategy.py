@@ -11,9 +11,9 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, job, train
 from tests.reference.loops import sharded_loop
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

@@ -22,12 +22,12 @@ from tests.cluster.jobs import (
     job,
     model_parallel,
     outcome_of,
+    population,
     replicated,
     train,
     user,
     wait_for,
 )
-from tests.cluster.test_exact_population import population
 from tests.crash.rig import until
 from tests.reference.loops import sharded_loop
 

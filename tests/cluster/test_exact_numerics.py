@@ -29,10 +29,10 @@ from tests.cluster.jobs import (
 )
 from tests.reference.compressed_loop import compressed_loop
 from tests.reference.loops import federated_loop, sharded_loop
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 WIDE = {"entrypoint": "tests.cluster.userland:mlp", "kwargs": {"hidden": 6000}}
 CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
 ONE_CLIENT: dict[str, Any] = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}

@@ -11,8 +11,8 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
-from tests.cluster.conftest import ROOT
-from tests.house.test_docs import FENCE
+from tests.house.pages import FENCE
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

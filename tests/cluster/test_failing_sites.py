@@ -13,9 +13,9 @@ from torch import Tensor
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
-from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Outcome, federated, train, wait_for
 from tests.cluster.userland import rows_of
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

@@ -10,12 +10,13 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.ids import RunId
 from stratagem.common.health.health_probe import health_of
 from stratagem.coordinator.store.journal import Holder, Journal, Record
+from tests.coordinator.core.jobs import LOCAL as ONE_WORKER
+from tests.coordinator.core.jobs import job as small_job
 from tests.coordinator.core.simulation import Simulation, start
-from tests.coordinator.core.simulation import job as small_job
-from tests.coordinator.core.test_runs import LOCAL as ONE_WORKER
 from tests.crash.hands import hands
 from tests.crash.jobs import LOCAL, job
-from tests.crash.rig import ROOT, outcome_of, until
+from tests.crash.rig import outcome_of, until
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

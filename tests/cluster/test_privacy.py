@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.worker.models.model_builder import build_model
-from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import ALLOWED, federated, train
 from tests.cluster.userland import rows_of
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

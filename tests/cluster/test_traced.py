@@ -15,9 +15,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.observe import tracing
-from tests.cluster.conftest import ROOT
 from tests.cluster.jobs import Gates, gates_in, job, user, wait_for
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 

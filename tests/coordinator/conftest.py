@@ -1,11 +1,25 @@
 """Journals over both databases, and runs that end at no time."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from stratagem.coordinator.store.journal import fact_codec
-from tests.coordinator.store.conftest import journal_place
+from tests.postgres import Postgres
 
-__all__ = ["journal_place", "timeless"]
+
+@pytest.fixture
+def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
+    """Where a new journal may be opened, over "sqlite" or "postgres"."""
+
+    def place(database: str) -> str:
+        if database == "sqlite":
+            return str(tmp_path / "journal.db")
+        server: Postgres = request.getfixturevalue("postgres")
+        return server.new_schema()
+
+    return place
 
 
 @pytest.fixture

@@ -1,62 +1,17 @@
 """Updates in the spool when their run is over, or goes back: its next life meets none of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-from stratagem.common.base.ids import new_submission
-from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
-from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.updates.spool import SpoolKey
-from tests.coordinator.core.simulation import RUN, job
-from tests.coordinator.core.test_runs import FEDERATED
-from tests.coordinator.open_gate import entrance
-from tests.coordinator.updates.updates import MIXED, data_of, manifest_of
+from tests.coordinator.core.simulation import RUN
+from tests.coordinator.spooled_run import coordinator, submit
 from tests.programs import run
 
 BEGIN_AND_DELETE = """
 import asyncio
-from tests.coordinator.test_spooled import begin_and_delete
+from tests.coordinator.spooled_run import begin_and_delete
 asyncio.run(begin_and_delete(Path(sys.argv[1])))
 """
-
-
-@asynccontextmanager
-async def coordinator(folder: Path) -> AsyncIterator[App]:
-    made = Settings(data_dir=folder, _cli_parse_args=False)  # type: ignore[call-arg]
-    app = await App.lead(made, entrance())
-    running = asyncio.create_task(app.run())
-    try:
-        yield app
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await app.loop.close()
-
-
-async def submit(app: App) -> SpoolKey:
-    """Submit the run; where the update of its first client in the first round lies."""
-    command = SubmitRun(RUN, job(FEDERATED), 1.0, submission=new_submission())
-    assert await app.loop.submit(command)
-    return app.env.spool_key(RUN, ROOT, 1, 0)
-
-
-async def begin_and_delete(folder: Path) -> None:
-    async with coordinator(folder) as app:
-        key = await submit(app)
-        manifest = manifest_of(MIXED)
-        writer = app.spool.open(key, manifest)
-        writer.write(data_of(manifest, 1))
-        writer.commit(manifest, 1)
-        assert app.spool.look(key)[0] is not None
-        await app.loop.submit(CancelRun(RUN))
-        app.logs.delete = lambda run_id: None  # type: ignore[method-assign]  # not done any more
-        await app.loop.submit(DeleteRun(RUN))
-        while app._chores._tasks:
-            await asyncio.wait(app._chores._tasks)
 
 
 async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupted(

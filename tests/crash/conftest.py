@@ -1,14 +1,15 @@
 """One cluster for all tests of a module, and its logs beside every failure."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
-from tests.crash.rig import NUM_WORKERS, ROOT, WORKER_TTL_S, Rig
+from tests.crash.failure_logs import LOGS, pytest_runtest_makereport
+from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig
+from tests.repository import ROOT
 
-LOGS = pytest.StashKey[Callable[[], list[tuple[str, str]]]]()
-"""Asked for the ends of the logs when the test fails."""
+__all__ = ["pytest_runtest_makereport", "rig", "shared_rig"]
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +34,3 @@ def rig(shared_rig: Rig, request: pytest.FixtureRequest) -> Rig:
     request.node.stash[LOGS] = shared_rig.logs
     shared_rig.settle()
     return shared_rig
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    logs = item.stash.get(LOGS, None)
-    if report.failed and logs is not None:
-        report.sections += [(f"log of {name}", text) for name, text in logs()]
-    return report

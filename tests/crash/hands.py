@@ -4,6 +4,7 @@ a coordinator that stays away, two of them on one data folder, workers of a seco
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stratagem.client.local import preloaded_programs
-from tests.crash.rig import ROOT, until
+from tests.crash.rig import until
+from tests.repository import ROOT
+
+EXIT_FENCED = 3
+"""The exit status of a coordinator that another one has taken over from."""
 
 
 @dataclass(slots=True)
@@ -91,3 +96,9 @@ def hands(folder: Path, *coordinator_flags: str) -> Iterator[Hands]:
             if not process.has_ended:
                 process.send(signal.SIGCONT)
                 process.kill()
+
+
+def free_address() -> str:
+    """Where nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"

@@ -33,6 +33,12 @@ def job(strategy: Job, *, model: str = "build", every: int = 2, **kwargs: Any) -
     return document
 
 
+def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
+    """A job that takes pace_s seconds per batch, so that a fault can hit it in its middle."""
+    document = job(strategy, model="build_paced", pace_s=pace_s)
+    return document if strategy["type"] == "Federated" else {**document, "steps": steps}
+
+
 def population(inner: Job | None = None) -> Job:
     """Four members, three generations of four steps."""
     document = job({"type": "Local"})

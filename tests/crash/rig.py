@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client, RunHandle
@@ -18,7 +17,6 @@ from stratagem.client.sdk.views import Event, Phase, RunStatus
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
 WORKER_TTL_S = 15.0
 """Of the leases in the shared cluster: longer than a busy machine stands still."""
 NUM_WORKERS = 3

@@ -14,20 +14,14 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS
-from tests.crash.conftest import LOGS
-from tests.crash.hands import Hands, hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job
+from tests.crash.failure_logs import LOGS
+from tests.crash.hands import EXIT_FENCED, Hands, hands
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job, paced
 from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, outcome_of
 from tests.patience import PATIENCE_S, growing
 
-EXIT_FENCED = 3
 FLAGS = ("--lease-ttl-s", "4", "--worker-ttl-s", "8", "--heartbeat-interval-s", "1")
 """A worker finds a coordinator that has returned within 2.4 s (the channels' reconnect backoff)."""
-
-
-def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
-    document = job(strategy, model="build_paced", pace_s=pace_s)
-    return document if strategy["type"] == "Federated" else {**document, "steps": steps}
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.tensors.safetensors_file import file_digest
 from tests.coordinator.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
-from tests.crash.conftest import LOGS
-from tests.crash.hands import Process, hands
+from tests.crash.failpoint_table import OVER_AN_OBJECT_STORE
+from tests.crash.failure_logs import LOGS
+from tests.crash.hands import EXIT_FENCED, Process, free_address, hands
 from tests.crash.jobs import FED_AVG, JOBS, LOCAL, job
-from tests.crash.rig import ROOT, Rig, await_event, outcome_of, until
-from tests.crash.test_standby import EXIT_FENCED, free_address
-from tests.crash.test_sweep import OVER_AN_OBJECT_STORE
+from tests.crash.rig import Rig, await_event, outcome_of, until
 from tests.endurance.disks import mounted
 from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
+from tests.repository import ROOT
 from tests.worker.pipeline.s3_server import s3_server
 
 pytestmark = pytest.mark.sweep

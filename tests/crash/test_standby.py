@@ -1,78 +1,31 @@
 """Two coordinators on one PostgreSQL: one leads, the other takes over; and the server restarts."""
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.views import Event, Progress
-from stratagem.common.base.errors import StandbyError, UnavailableError
-from tests.crash.conftest import LOGS
-from tests.crash.hands import Hands, Process, hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, job
-from tests.crash.rig import await_event, await_step, events_of, outcome_of, until
+from stratagem.common.base.errors import StandbyError
+from tests.crash.failure_logs import LOGS
+from tests.crash.hands import EXIT_FENCED, free_address, hands
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, PARAMETER_SERVER, Job, paced
+from tests.crash.pair import Pair
+from tests.crash.rig import await_event, await_step, events_of, outcome_of
 from tests.patience import PATIENCE_S
 from tests.postgres import Postgres
 
 pytestmark = pytest.mark.sweep
 
-EXIT_FENCED = 3
 TERMS = "SELECT term FROM event ORDER BY position"
 LEASE_TTL_S = 4.0
 KEEPALIVE_S = 40.0
 """A connection to a frozen process is held for dead after this."""
+STEPS = 24
 FLAGS = ("--lease-ttl-s", str(LEASE_TTL_S), "--worker-ttl-s", "15")
-
-
-def paced(strategy: Job, pace_s: float) -> Job:
-    document = job(strategy, model="build_paced", pace_s=pace_s)
-    return document if strategy["type"] == "Federated" else {**document, "steps": 24}
-
-
-@dataclass(slots=True)
-class Pair:
-    """A leader, a standby, and two workers that know both. The roles change from test to test."""
-
-    hands: Hands
-    journal: str
-    leader: Process
-    standby: Process
-    of_leader: str
-    of_standby: str
-
-    @property
-    def both(self) -> str:
-        return f"{self.of_leader},{self.of_standby}"
-
-    def settle(self) -> None:
-        """Somebody leads, and somebody stands by."""
-        if self.leader.has_ended:
-            assert self.standby.address == self.of_standby
-            self.leader, self.standby = self.standby, self.leader
-            self.of_leader, self.of_standby = self.of_standby, self.of_leader
-        if self.standby.has_ended:
-            self.standby = self.hands.coordinator(self.standby.name, listen=self.of_standby)
-        until(self._stands_by, "there is a standby")
-
-    def _stands_by(self) -> bool:
-        with Client(self.of_standby) as client:
-            try:
-                client.runs()
-            except StandbyError as error:
-                return error.leader == self.of_leader
-            except UnavailableError:
-                return False
-        return False
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +56,8 @@ def test_a_standby_ends_the_run_of_a_frozen_leader(
     pair: Pair, postgres: Postgres, strategy: Job
 ) -> None:
     with Client(pair.both) as client:
-        expected = outcome_of(client.submit(paced(strategy, 0.0)))
-        run = client.submit(paced(strategy, 0.1))
+        expected = outcome_of(client.submit(paced(strategy, 0.0, STEPS)))
+        run = client.submit(paced(strategy, 0.1, STEPS))
         watching = run.watch()
         next(item for item in watching if is_under_way(item, strategy))
         pair.leader.send(signal.SIGSTOP)
@@ -127,8 +80,8 @@ def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair)
     with Client(pair.of_standby) as lost, pytest.raises(StandbyError, match="leads"):
         lost.runs()
     with Client(pair.both) as client:
-        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0)))
-        run = client.submit(paced(ALL_REDUCE, 0.1))
+        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, STEPS)))
+        run = client.submit(paced(ALL_REDUCE, 0.1, STEPS))
         await_step(run, 3)
         pair.leader.kill()
         assert outcome_of(run).digests == expected.digests  # by the very same client
@@ -140,8 +93,8 @@ def test_clients_and_workers_find_the_next_leader_when_one_is_killed(pair: Pair)
 
 def test_a_run_outlives_a_crash_of_the_database(pair: Pair, postgres: Postgres) -> None:
     with Client(pair.both) as client:
-        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0)))
-        run = client.submit(paced(ALL_REDUCE, 0.1))
+        expected = outcome_of(client.submit(paced(ALL_REDUCE, 0.0, STEPS)))
+        run = client.submit(paced(ALL_REDUCE, 0.1, STEPS))
         await_event(run, "SegmentCommitted")
         postgres.stop()
         threading.Event().wait(1.0)  # longer than a segment, which wants to be committed

@@ -9,107 +9,17 @@ from dataclasses import dataclass
 import pytest
 
 from stratagem.common.process.failpoints import FAILPOINTS
+from tests.crash.failpoint_table import (
+    AFTER_ANOTHER,
+    EXCHANGING,
+    LATER_HITS,
+    OVER_AN_OBJECT_STORE,
+    REACHED_BY,
+    SOLE_COPIES,
+    WITH_PHASES,
+)
 from tests.crash.jobs import JOBS
 from tests.crash.rig import Rig
-
-SYNCHRONOUS = ("Local", "AllReduce", "ParameterServer")
-EXCHANGING = ("AllReduce", "ParameterServer")
-ALL = (*SYNCHRONOUS, "FedAvg")
-NESTED = (*SYNCHRONOUS, "Population", "Silos")
-WITH_PHASES = ("Phases", "Phases-server")
-SOLE_COPIES = ("Gossip", "Pipeline")
-"""Return to the last commit; so does Coded."""
-
-REACHED_BY = {
-    "coordinator.push.begun": ALL,
-    "coordinator.build.pulled": ALL,
-    "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
-    "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES),
-    "coordinator.step.summed": ("ParameterServer", "Coded"),
-    "coordinator.round.pulled": ("FedAvg",),
-    "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
-    "coordinator.round.folded": ("FedAvg", "FedYogi"),
-    "coordinator.evaluation.folded": ("FedAvg",),
-    "coordinator.evaluation.gathered": ("Evaluation",),
-    "coordinator.run.released": ALL,
-    "coordinator.journal.before_commit": (*ALL, "Population"),
-    "coordinator.journal.after_commit": (*ALL, "Population"),
-    "coordinator.blobs.before_rename": (*ALL, "FedYogi"),
-    "coordinator.blobs.after_rename": (*ALL, "FedYogi"),
-    "coordinator.spool.after_checkpoint": ("FedAvg-large",),
-    "coordinator.spool.before_rename": ("FedAvg",),
-    "coordinator.spool.after_rename": ("FedAvg",),
-    "coordinator.spool.before_delete": ("FedAvg",),
-    "coordinator.fold.after_window": ("FedAvg", "FedAvg-large", "FedYogi"),
-    "worker.step.before_backward": SYNCHRONOUS,
-    "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
-    "worker.step.after_apply": (*NESTED, "Coded"),
-    "worker.phases.predicted": WITH_PHASES,
-    "worker.gossip.loaded": ("Gossip",),
-    "worker.gossip.before_backward": ("Gossip",),
-    "worker.gossip.before_mix": ("Gossip",),
-    "worker.gossip.mixing": ("Gossip",),
-    "worker.gossip.after_mix": ("Gossip",),
-    "worker.stages.joined": ("Pipeline",),
-    "worker.stages.loaded": ("Pipeline", "Silo-pipelines"),
-    "worker.stages.before_backward": ("Pipeline", "Pipelines"),
-    "worker.stages.before_apply": ("Pipeline",),
-    "worker.stages.after_apply": ("Pipeline", "Silo-pipelines"),
-    "worker.stages.trained": ("Pipeline",),
-    "worker.stages.kept": ("Pipeline",),
-    "worker.batch.evaluated": ("Evaluation",),
-    "worker.client_round.after_training": ("FedAvg",),
-    "worker.execute.accepted": ALL,
-    "worker.blob.committed": ALL,
-    "worker.build.done": ALL,
-    "worker.rendezvous.answered": (*EXCHANGING, *SOLE_COPIES),
-    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
-    "worker.state.received": ALL,
-    "worker.segment.finished": (*NESTED, "Gossip"),
-    "worker.snapshot.taken": (*NESTED, "Gossip"),
-    "worker.round.trained": ("FedAvg",),
-}
-
-AFTER_ANOTHER = {
-    "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),
-}
-"""Reached only after another crash: of this process, at that failpoint."""
-
-OVER_AN_OBJECT_STORE = {"coordinator.objects.after_part", "coordinator.objects.after_put"}
-"""Not reached where blobs lie in a folder; see test_object_store.py."""
-
-LATER_HITS = {
-    "coordinator.segment.trained": (3,),
-    "coordinator.commit.pulled": (2,),
-    "coordinator.step.summed": (1, 7),
-    "coordinator.round.pulled": (1, 4),
-    "coordinator.round.folded": (1,),
-    "coordinator.journal.before_commit": (1, 2, 4, 7),
-    "coordinator.journal.after_commit": (1, 2, 4, 7),
-    "coordinator.blobs.before_rename": (2,),
-    "coordinator.blobs.after_rename": (2,),
-    "coordinator.spool.after_rename": (2,),
-    "worker.step.before_backward": (1, 6),
-    "worker.step.before_apply": (1, 5),
-    "worker.step.after_apply": (1, 11),
-    "worker.phases.predicted": (5,),
-    "worker.gossip.before_backward": (6,),
-    "worker.gossip.before_mix": (5,),
-    "worker.gossip.mixing": (9,),
-    "worker.gossip.after_mix": (11,),
-    "worker.stages.before_backward": (1, 6),
-    "worker.stages.before_apply": (1, 5),
-    "worker.stages.after_apply": (11,),
-    "worker.stages.trained": (4,),
-    "worker.stages.kept": (5,),
-    "worker.batch.evaluated": (1,),
-    "worker.client_round.after_training": (1,),
-    "worker.execute.accepted": (2,),
-    "worker.segment.finished": (4,),
-    "worker.snapshot.taken": (5,),
-    "worker.round.trained": (1, 2),
-}
-"""Other hits than the first: the second step, a later segment, the second round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import docker
 import pytest
 from docker.models.containers import Container
 
-ROOT = Path(__file__).parents[2]
+from tests.repository import ROOT
+
 HOW_TO_GET_AN_ENGINE = (
     "no Docker engine answers ({reason}); on Debian, as root: "
     "apt-get install docker.io docker-compose, then start dockerd"

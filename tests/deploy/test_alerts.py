@@ -13,8 +13,9 @@ import yaml
 
 from tests.deploy.promtool import Asked, check, constant, promtool, then
 from tests.deploy.recording import PROCESSES, Series, fresh, recorded, samples
+from tests.repository import ROOT
 
-RULES = Path(__file__).parents[2] / "deploy" / "observability" / "alerts.yml"
+RULES = ROOT / "deploy" / "observability" / "alerts.yml"
 ALERTS = [
     rule["alert"]
     for group in yaml.safe_load(RULES.read_text())["groups"]

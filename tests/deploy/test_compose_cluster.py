@@ -25,7 +25,8 @@ from stratagem.common.identity.certificates import init
 from stratagem.common.identity.tls_files import TlsFiles
 from stratagem.common.job import JobSpec, load_job
 from tests.crash.rig import Outcome, await_event, events_of, outcome_of, until
-from tests.deploy.stack import ROOT, Stack, running_stack
+from tests.deploy.stack import Stack, running_stack
+from tests.repository import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 

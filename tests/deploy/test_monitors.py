@@ -15,7 +15,7 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
-from tests.deploy.test_kubernetes import (
+from tests.deploy.overlays import (
     Object,
     component,
     coordinator,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +19,12 @@ from stratagem.coordinator.core import facts
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.process.coordinator_metrics import METRICS as COORDINATOR
 from stratagem.worker.process.worker_metrics import METRICS as WORKER
-from tests.deploy.test_compose_file import (
-    SERVICES,
-    TLS_COMPOSE,
-    TLS_SERVICES,
-    coordinator,
-    worker,
-)
+from tests.deploy.compose import SERVICES, TLS_COMPOSE, TLS_SERVICES, coordinator, worker
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "observability"
+FOLDER = ROOT / "deploy" / "observability"
 PROMETHEUS = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
 RULES = [
     rule

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "with_engine"
 NEEDED = ("dirname", "id", "timeout", "touch")
 """Programs of any machine that the script calls before it gives up."""

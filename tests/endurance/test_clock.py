@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.generate_stubs import ROOT
-from tests.house.test_structure import everything
+from tests.house.source import product_files
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -42,7 +42,7 @@ MAY_READ: Mapping[str, str] = {
 
 def test_nobody_else_reads_the_wall_clock() -> None:
     readers = set()
-    for path in everything():
+    for path in product_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)

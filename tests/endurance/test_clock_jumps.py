@@ -14,11 +14,10 @@ from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.common.base.errors import UnauthenticatedError
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls_files import Role, TlsFiles
-from tests.crash.conftest import LOGS
+from tests.crash.failure_logs import LOGS
 from tests.crash.hands import Hands, Process, hands
-from tests.crash.jobs import ALL_REDUCE, PARAMETER_SERVER, Job, federated
+from tests.crash.jobs import ALL_REDUCE, PARAMETER_SERVER, Job, federated, paced
 from tests.crash.rig import Outcome, await_event, await_step, events_of, outcome_of
-from tests.crash.test_coordinator_faults import paced
 from tests.endurance.wall_clocks import WallClocks
 from tests.patience import PATIENCE_S
 

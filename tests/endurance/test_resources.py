@@ -20,11 +20,10 @@ import pytest
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Phase
 from stratagem.common.base.errors import LimitError, StratagemError
-from tests.crash.conftest import LOGS
+from tests.crash.failure_logs import LOGS
 from tests.crash.hands import Hands, Process, hands
-from tests.crash.jobs import ALL_REDUCE, LOCAL, federated
+from tests.crash.jobs import ALL_REDUCE, LOCAL, federated, paced
 from tests.crash.rig import Outcome, await_event, await_step, outcome_of, until
-from tests.crash.test_coordinator_faults import paced
 from tests.endurance.disks import cut_off, fill, mounted
 from tests.patience import PATIENCE_S
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.soak import ROOT, Sample, measure, runs, soak, table, uploads
+from benchmarks.soak import Sample, measure, runs, soak, table, uploads
 from stratagem.client import LocalCluster
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.sweep
 

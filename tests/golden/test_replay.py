@@ -12,8 +12,7 @@ from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.store.journal import Holder, Journal, Record
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
 from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.postgres import Postgres

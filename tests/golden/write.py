@@ -17,8 +17,9 @@ from pathlib import Path
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.errors import RunFailedError, UserCodeError
 from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, federated, job
-from tests.crash.rig import ROOT, Rig, await_event, await_step
+from tests.crash.rig import Rig, await_event, await_step
 from tests.golden.replay import FOLDER, load, replay, summary_of
+from tests.repository import ROOT
 
 STRATEGIES = (
     *("Local", "AllReduce", "ParameterServer", "Coded", "Gossip", "Pipeline"),

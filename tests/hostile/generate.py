@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 DIGEST: Final = "0123456789abcdef" * 4
@@ -152,3 +153,11 @@ def _scalars(field: Any) -> st.SearchStrategy[Any]:
 
 def _texts() -> st.SearchStrategy[str]:
     return st.one_of(st.sampled_from(TEXTS), st.text(max_size=12))
+
+
+MANY = settings(
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)

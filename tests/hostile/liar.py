@@ -10,9 +10,8 @@ from typing import Any
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import LOCAL
-from tests.coordinator.service.test_coordinator_service import coordinator
+from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.service.serving import coordinator
 
 Script = Callable[[worker_pb2.ExecuteRequest], Iterable[worker_pb2.ExecuteResponse]]
 

@@ -24,8 +24,8 @@ from tests.hostile.attack import Answer, lawless_channel, say
 from tests.hostile.promises import Method, method
 from tests.hostile.samples import Target, execute
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
-ROOT: Final = Path(__file__).parents[2]
 IDLE_TIMEOUT_S: Final = 1.0
 KEPT: Final = "kept"
 WORKER_RUN: Final = "victim"

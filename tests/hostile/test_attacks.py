@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.v1 import coordinator_pb2 as cpb
 from tests.hostile.attack import LIMIT_S, PROTOCOL, SLACK_S, Answer, lawless_channel
 from tests.hostile.by_hand import Attack, attacks
-from tests.hostile.generate import conversations, damaged, noise
+from tests.hostile.generate import MANY, conversations, damaged, noise
 from tests.hostile.promises import Method, method, methods
 from tests.hostile.rig import Rig
 from tests.hostile.samples import samples, upload_of
@@ -26,12 +26,6 @@ pytestmark = [
 ]
 
 Code = grpc.StatusCode
-MANY = settings(
-    database=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],
-)
 NUM_QUICK, NUM_SWEEP = 5, 40
 
 

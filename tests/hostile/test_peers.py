@@ -13,11 +13,10 @@ from stratagem.v1 import peer_pb2 as ppb
 from stratagem.v1 import types_pb2
 from tests.cluster.jobs import data_parallel, job, model_parallel, outcome_of
 from tests.common.tensors.chunk_messages import iter_chunks
-from tests.hostile.generate import conversations, damaged, noise
+from tests.hostile.generate import MANY, conversations, damaged, noise
 from tests.hostile.promises import method
 from tests.hostile.rig import Rig, calm_runs, nothing_left_behind, under_attack
 from tests.hostile.samples import samples
-from tests.hostile.test_attacks import MANY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 

@@ -14,8 +14,7 @@ from stratagem.coordinator.effects.execution import execute_plan as module
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend
 from stratagem.v1 import worker_pb2
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.core.jobs import LOCAL, job
 
 BASE = "1" * 64
 REPEATED = 1000

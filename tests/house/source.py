@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.generate_stubs import ROOT
+from tests.repository import ROOT
 
 PARTS = ("common", "coordinator", "worker", "tools", "client")
 
@@ -48,6 +48,11 @@ def product() -> Mapping[str, Module]:
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 found[name] = Module(name, path)
     return found
+
+
+def product_files() -> list[Path]:
+    """The files of all these modules."""
+    return [module.path for module in product().values()]
 
 
 def resolve(target: str, name: str = "") -> tuple[str, str] | None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tests.generate_stubs import ROOT
 from tests.house.source import Module, imports, product, resolve, tree
+from tests.repository import ROOT
 
 Symbol = tuple[str, str]
 """A module and a public name at its top level."""

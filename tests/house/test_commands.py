@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import ROOT
 from docs.processes import options
-from tests.house.test_docs import INLINE_CODE, PAGES, blocks, prose
+from tests.house.pages import INLINE_CODE, PAGES, blocks, prose
+from tests.repository import ROOT
 
 OPTION = re.compile(r"--?[a-z][\w-]*")
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
-from tests.generate_stubs import ROOT
+from tests.repository import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOOLS = {"dev", "kubernetes"}

@@ -1,19 +1,17 @@
 """What the documentation says about the code is true, as far as a machine can tell."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from docs.generate import MARKED, ROOT, pages, render
+from docs.generate import MARKED, render
 from stratagem.common.job import load_job
+from tests.house.pages import INLINE_CODE, PAGES, blocks, prose
+from tests.repository import ROOT
 
-PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
-FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
-INLINE_CODE = re.compile(r"`([^`\n]+)`")
 TOP_FOLDERS = (
     "common",
     "coordinator",
@@ -31,17 +29,6 @@ REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(TOP_FOLDERS)}|benchmarks|deploy)/[\
 @pytest.fixture(params=PAGES, name="page")
 def _page(request: pytest.FixtureRequest) -> Path:
     return PAGES[request.param]
-
-
-def prose(page: Path) -> str:
-    """The page without its code blocks."""
-    return FENCE.sub("", page.read_text())
-
-
-def blocks(page: Path, language: str, mark: str = "") -> Iterator[str]:
-    for found in FENCE.finditer(page.read_text()):
-        if found[1] == language and mark in ["", *found[2].split()]:
-            yield found[3]
 
 
 def anchors(page: Path) -> set[str]:

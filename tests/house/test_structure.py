@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.process.failpoints import FAILPOINTS
-from tests.generate_stubs import ROOT, generate
+from tests.generate_stubs import generate
+from tests.house.source import product_files
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -31,10 +33,6 @@ def modules(part: str) -> list[Path]:
     return [path for path in SOURCES[part].rglob("*.py") if "/v1/" not in str(path)]
 
 
-def everything() -> list[Path]:
-    return [path for part in SOURCES for path in modules(part)]
-
-
 def imported(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +53,7 @@ def test_imports_point_down(part: str) -> None:
 
 
 def test_nobody_draws_from_the_generator_that_user_code_draws_from() -> None:
-    for path in everything():
+    for path in product_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random":
                 allowed = {"Random", "seed", "getstate", "setstate"}
@@ -71,7 +69,7 @@ def test_pure_core_knows_no_io(folder: str) -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    for path in everything():
+    for path in product_files():
         roots = {name.partition(".")[0] for name in imported(path)}
         assert not roots & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
         text = path.read_text()
@@ -88,7 +86,7 @@ def test_namespace_has_no_file_of_its_own() -> None:
 
 
 def test_files_and_functions_stay_small() -> None:
-    for path in everything():
+    for path in product_files():
         text = path.read_text()
         assert len(text.splitlines()) <= MAX_FILE_LINES, path
         for node in ast.walk(ast.parse(text)):
@@ -98,7 +96,7 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    for path in everything():
+    for path in product_files():
         text = path.read_text()
         if text.strip():
             assert ast.get_docstring(ast.parse(text)), path
@@ -107,7 +105,7 @@ def test_every_module_says_what_it_owns() -> None:
 def test_failpoints_are_placed_exactly_once() -> None:
     placed = [
         name
-        for path in everything()
+        for path in product_files()
         for name in re.findall(r'failpoint\(\s*"([^"]+)"', path.read_text())
     ]
     assert sorted(placed) == sorted(FAILPOINTS)

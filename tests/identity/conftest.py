@@ -1,12 +1,9 @@
 """One development authority for all tests of this folder."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import Encoding
 
-from stratagem.common.identity import authorities
 from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls_files import Role, of_pool
 
@@ -30,14 +27,6 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     made.issue(Role.WORKER, "w0")
     made.issue(Role.CLIENT, "alice")
     return made
-
-
-def expire(authority: Authority, ago: timedelta = timedelta(hours=1)) -> None:
-    """Let the authority itself be over, and nothing that it has signed."""
-    old, key = authorities.signer(authority.folder)
-    ended = authorities.certificate_of(key, old.subject, -ago)
-    path = authority.folder / authorities.CA_FILE
-    authorities.write(path, ended.public_bytes(Encoding.PEM), 0o644, replace=True)
 
 
 @pytest.fixture

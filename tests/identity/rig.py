@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from stratagem.common.identity import authorities
 from stratagem.common.identity.authentication import Authorizer, current_caller
 from stratagem.common.identity.bearer_tokens import TokenBook
+from stratagem.common.identity.certificates import Authority
 from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.patience import PATIENCE_S
 
 
 class Listing(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -59,3 +69,35 @@ async def serving(
         yield Ports(f"127.0.0.1:{strict}", f"127.0.0.1:{lenient}")
     finally:
         await server.stop(None)
+
+
+async def who_am_i(address: str, proof: Proof) -> str:
+    """The caller's name as the server sees it, by a unary call and a stream."""
+    async with open_channel(address, proof) as channel:
+        return await asked(channel)
+
+
+async def asked(channel: grpc.aio.Channel) -> str:
+    stub = CoordinatorServiceStub(channel)
+    unary = (await stub.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE_S)).runs[0].name
+    async for message in stub.WatchRun(pb.WatchRunRequest(), timeout=PATIENCE_S):
+        assert message.event.sentence == unary
+    return str(unary)
+
+
+async def refused(address: str, proof: Proof) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await who_am_i(address, proof)
+    return caught.value.code(), caught.value.details() or ""
+
+
+def flags(files: TlsFiles) -> list[str]:
+    return ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
+
+
+def expire(authority: Authority, ago: timedelta = timedelta(hours=1)) -> None:
+    """Let the authority itself be over, and nothing that it has signed."""
+    old, key = authorities.signer(authority.folder)
+    ended = authorities.certificate_of(key, old.subject, -ago)
+    path = authority.folder / authorities.CA_FILE
+    authorities.write(path, ended.public_bytes(Encoding.PEM), 0o644, replace=True)

@@ -26,9 +26,7 @@ from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.observe.certificate_expiry import EXPIRY, START, expiries
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.tls_probe import explain
-from tests.identity.conftest import expire
-from tests.identity.rig import serving
-from tests.identity.test_connections import refused, who_am_i
+from tests.identity.rig import expire, refused, serving, who_am_i
 from tests.settings import coordinator_settings
 
 HOSTS = ("127.0.0.1",)

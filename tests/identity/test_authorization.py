@@ -20,6 +20,7 @@ from stratagem.common.identity.certificates import Authority
 from stratagem.common.identity.revocation import RevokedFile, add_revoked, fingerprint
 from stratagem.common.identity.tls_files import Role
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
+from tests.repository import ROOT
 
 FILES = (coordinator_pb2, worker_pb2, peer_pb2, health_pb2, reflection_pb2)
 SUBMIT = "/stratagem.v1.CoordinatorService/SubmitRun"
@@ -50,10 +51,7 @@ def test_channels_listeners_and_credentials_are_made_in_one_place_each() -> None
         r"ssl_server_credentials": {"grpc_credentials.py"},
         r"aio\.server\(": {"server.py"},
     }
-    roots = [
-        Path(__file__).parents[2] / part
-        for part in ("client", "common", "coordinator", "worker", "tools")
-    ]
+    roots = [ROOT / part for part in ("client", "common", "coordinator", "worker", "tools")]
     texts = {path: path.read_text() for root in roots for path in root.rglob("*.py")}
     for pattern, expected in places.items():
         found = {

@@ -37,9 +37,8 @@ from stratagem.worker.service.session_table import Sessions, key_from
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.plan_control import MemberView, Peer
 from stratagem.worker.session.session_states import StateStore
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import DATA_PARALLEL
-from tests.identity.test_audit import Deployment, deployed, worker
+from tests.coordinator.core.jobs import DATA_PARALLEL, job
+from tests.identity.deployment import Deployment, deployed, worker
 
 Code = grpc.StatusCode
 OUT = (Code.PERMISSION_DENIED, Code.UNAUTHENTICATED)

@@ -31,17 +31,14 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.crash.rig import until
+from tests.identity.rig import flags
 from tests.reference.loops import federated_loop, sharded_loop
+from tests.repository import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 
-ROOT = Path(__file__).parents[2]
 WORKERS = ("worker-0", "worker-1")
 HOSTS = ("127.0.0.1",)
-
-
-def flags(files: TlsFiles) -> list[str]:
-    return ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
 
 
 @pytest.fixture(scope="module")

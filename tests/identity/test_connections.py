@@ -14,34 +14,12 @@ from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
-from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
-from tests.identity.rig import serving
+from tests.identity.rig import asked, refused, serving, who_am_i
 from tests.patience import PATIENCE_S
 
 Code = grpc.StatusCode
-
-
-async def who_am_i(address: str, proof: Proof) -> str:
-    """The caller's name as the server sees it, by a unary call and a stream."""
-    async with open_channel(address, proof) as channel:
-        return await asked(channel)
-
-
-async def asked(channel: grpc.aio.Channel) -> str:
-    stub = CoordinatorServiceStub(channel)
-    unary = (await stub.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE_S)).runs[0].name
-    async for message in stub.WatchRun(pb.WatchRunRequest(), timeout=PATIENCE_S):
-        assert message.event.sentence == unary
-    return str(unary)
-
-
-async def refused(address: str, proof: Proof) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await who_am_i(address, proof)
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_a_certificate_says_who_calls(authority: Authority, stranger: Authority) -> None:

@@ -21,10 +21,9 @@ from stratagem.coordinator.core.state_machine.apply import MAX_UPLOADS, apply
 from stratagem.coordinator.core.state_machine.blob_owners import has_brought
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import LOCAL
-from tests.coordinator.service.test_coordinator_service import refused, submit
-from tests.identity.test_audit import deployed
+from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.service.serving import refused, submit
+from tests.identity.deployment import deployed
 
 Code = grpc.StatusCode
 ROWS = [np.arange(7, dtype=np.float32).data.cast("B")]

@@ -33,13 +33,12 @@ from tests.cluster.jobs import (
     user,
 )
 from tests.crash.rig import until
-from tests.identity.conftest import expire
-from tests.identity.test_cluster import flags
+from tests.identity.rig import expire, flags
 from tests.reference.loops import sharded_loop
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 WORKERS = ("worker-0", "worker-1")
 
 

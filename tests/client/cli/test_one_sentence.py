@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from stratagem.client.local.local_cluster import LocalCluster
-from tests.client.local.test_local_cluster import make_cluster
+from tests.client.local.stand_in_cluster import make_cluster
 from tests.crash.rig import until
-from tests.generate_stubs import ROOT
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

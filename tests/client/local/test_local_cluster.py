@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from stratagem.client.local import parent_guard, preloaded_programs, process_supervisor
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.local.preloaded_programs import Process
 from stratagem.common.base.errors import (
     ConflictError,
@@ -21,14 +20,8 @@ from stratagem.common.base.errors import (
     NotFoundError,
     UnavailableError,
 )
+from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.patience import PATIENCE_S
-
-STAND_IN = Path(__file__).with_name("stand_in.py")
-PROGRAMS = {part: [sys.executable, str(STAND_IN)] for part in ("coordinator", "worker")}
-
-
-def make_cluster(folder: Path, **options: object) -> LocalCluster:
-    return LocalCluster(data_dir=folder, programs=PROGRAMS, **options)  # type: ignore[arg-type]
 
 
 def facts(folder: Path, name: str) -> dict[str, object]:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from stratagem.client.local import preloaded_programs
-from tests.generate_stubs import ROOT
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 REPORT = """
 import json, os, sys

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from stratagem.common.base.errors import WrongStateError
-from tests.generate_stubs import ROOT
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ from stratagem.client.cli.planning_commands import parse_size
 from stratagem.client.sdk import planning
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.job import load_job
-from tests.generate_stubs import ROOT
+from tests.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 

@@ -12,7 +12,7 @@ from stratagem.common.job.execution_section import (
     DataParallel,
     PipelineParallel,
 )
-from tests.common.job.test_job import MINIMAL
+from tests.common.job.documents import MINIMAL
 
 FIELDS = ("mode", "gradient", "precision", "memory", "parallelism", "fusion", "profiling")
 TABLE = {  # the presets as they are documented

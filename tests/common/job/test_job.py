@@ -43,19 +43,11 @@ from stratagem.common.strategy.search_space import (
     Scale,
     SearchSpace,
 )
+from tests.common.job.documents import MINIMAL
 from tests.common.strategy.strategies import EXAMPLES, json_values, training_strategies
 
 pytestmark = pytest.mark.core
 
-MINIMAL: dict[str, Any] = {
-    "name": "digits",
-    "model": {"entrypoint": "examples.digits:build_model"},
-    "data": {"entrypoint": "examples.digits:load"},
-    "loss": "cross_entropy",
-    "optimizer": {"name": "sgd", "lr": 0.1},
-    "epochs": 5,
-    "batch_size": 64,
-}
 FEDERATED: dict[str, Any] = {
     "type": "Federated",
     "num_clients": 4,

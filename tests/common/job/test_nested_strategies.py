@@ -10,8 +10,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.nested_strategies import WITHOUT_PARAMETERS
 from stratagem.common.strategy import DataParallel, Local, PopulationBased
 from stratagem.worker.models.graph_model import MODULES
-from tests.common.job.test_job import MINIMAL
-from tests.common.model.test_graph import nodes
+from tests.common.job.documents import MINIMAL
+from tests.common.model.graph_documents import nodes
 
 PARALLEL = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
 OTHER = {**PARALLEL, "num_replicas": 3}

@@ -11,19 +11,12 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import EdgeSpec, GraphSpec, JobSpec, NodeSpec, effective_strategy
 from stratagem.common.strategy import AllReduce, DataParallel, Local
-from tests.common.job.test_job import MINIMAL
+from tests.common.job.documents import MINIMAL
+from tests.common.model.graph_documents import edges, nodes
 
 pytestmark = pytest.mark.core
 
 PARALLEL = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
-
-
-def nodes(*ids: str) -> list[dict[str, Any]]:
-    return [{"id": each, "module": "Linear"} for each in ids]
-
-
-def edges(*pairs: str) -> list[dict[str, str]]:
-    return [dict(zip(("source", "target"), pair.split(">"), strict=True)) for pair in pairs]
 
 
 def wrong(document: dict[str, Any]) -> list[str]:

@@ -28,8 +28,7 @@ from stratagem.coordinator.service.coordinator_service import CoordinatorService
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.common.observe.scrape import families, labelled, raw, scrape
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.core.jobs import LOCAL, job
 from tests.coordinator.open_gate import entrance
 from tests.settings import coordinator_settings
 

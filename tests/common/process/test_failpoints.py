@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.process.failpoints import FAILPOINTS, directory_of_this_process, failpoint
-from tests.generate_stubs import ROOT
 from tests.programs import run
+from tests.repository import ROOT
 
 HIT = """
 from stratagem.common.process.failpoints import failpoint

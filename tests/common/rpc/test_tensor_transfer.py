@@ -20,18 +20,18 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.tensor_transfer import Retry, pull, push
+from stratagem.common.rpc.tensor_transfer import pull, push
 from stratagem.common.tensors.chunks import CHUNK_BYTES
-from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, to_proto
+from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest
-from stratagem.common.tensors.torch_codec import allocate, manifest_of
+from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2
 from tests.common.rpc.rig import Store, fragile_wire, serving, stub_of
+from tests.common.rpc.tensor_store import EAGER, Download, download, filled
 from tests.common.tensors.strategies import make_tensor, same_bits
 from tests.patience import PATIENCE_S, growing
 
 NUM_CHUNKS = 6
-EAGER = Retry(max_attempts=3, first_pause_s=0.001, max_pause_s=0.01)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -41,36 +41,6 @@ def state() -> dict[str, torch.Tensor]:
         "steps": torch.tensor(17),
         "none": torch.zeros(0, 3),
     }
-
-
-def filled(store: Store, named: dict[str, torch.Tensor]) -> Store:
-    store.manifest, store.buffers = manifest_of(named, Purpose.STATE)
-    return store
-
-
-class Download:
-    """Receives into fresh tensors; `accepted` counts the manifests it was shown."""
-
-    def __init__(self) -> None:
-        self.accepted = 0
-
-    def accept(self, manifest: Manifest) -> Any:
-        self.accepted += 1
-        sink, self.finish = allocate(manifest)
-        return sink
-
-
-async def download(port: int, **options: Any) -> tuple[dict[str, torch.Tensor], Download]:
-    target = Download()
-    async with open_channel(f"127.0.0.1:{port}", own_connection=True) as channel:
-        stub = stub_of(channel)
-        await pull(
-            lambda offset: stub.GetState(worker_pb2.GetStateRequest(offset=offset)),
-            target.accept,
-            retry=EAGER,
-            **options,
-        )
-    return target.finish(), target
 
 
 async def upload(port: int, named: dict[str, torch.Tensor], digest: str = "", **kw: Any) -> str:
@@ -282,7 +252,7 @@ import numpy, torch
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from tests.common.rpc.rig import Store, serving
-from tests.common.rpc.test_tensor_transfer import download, filled
+from tests.common.rpc.tensor_store import download, filled
 
 def now_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -15,35 +15,10 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema import json_forms
 from stratagem.common.strategy import describe, dump_strategy, dumps_strategy, parse_strategy
 from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED, POPULATION, wrong
 from tests.common.strategy.strategies import EXAMPLES, training_strategies
 
 pytestmark = pytest.mark.core
-
-DATA_PARALLEL: dict[str, Any] = {
-    "type": "DataParallel",
-    "num_replicas": 2,
-    "aggregation": {"method": "AllReduce"},
-}
-FEDERATED: dict[str, Any] = {
-    "type": "Federated",
-    "num_clients": 4,
-    "rounds": 3,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
-POPULATION: dict[str, Any] = {
-    "type": "PopulationBased",
-    "population_size": 4,
-    "generations": 3,
-    "exploit": {"method": "Truncation", "fraction": 0.2},
-    "explore": {"method": "Perturbation", "factor": 0.2},
-}
-
-
-def wrong(source: object) -> list[str]:
-    with pytest.raises(InvalidInputError) as caught:
-        parse_strategy(source)
-    return [str(each) for each in caught.value.violations]
 
 
 def model_parallel(**changes: Any) -> dict[str, Any]:

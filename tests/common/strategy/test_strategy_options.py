@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common import strategy as s
 from stratagem.common.strategy import dump_strategy, parse_strategy
-from tests.common.strategy.test_strategy_json import DATA_PARALLEL, FEDERATED, wrong
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED, wrong
 
 pytestmark = pytest.mark.core
 RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}

@@ -4,10 +4,8 @@ The reference is the pure core, which forgets nothing; see tests/coordinator/cor
 """
 
 import asyncio
-import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +47,20 @@ from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.run_queries import Runs
 from stratagem.coordinator.service.stream_calls import download, which
+from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import twins
-from tests.coordinator.core.simulation import RUN, job, member, register, start
-from tests.coordinator.core.test_plugins import raising
-from tests.coordinator.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, LOCAL
+from tests.coordinator.core.jobs import (
+    DATA_PARALLEL,
+    EVALUATION,
+    FEDERATED,
+    LOCAL,
+    POPULATION_SECTIONS,
+    job,
+    population,
+)
+from tests.coordinator.core.raising_strategies import raising
+from tests.coordinator.core.simulation import RUN, member, register, start
 from tests.coordinator.open_gate import entrance
-from tests.coordinator.strategies.test_population import SECTIONS, population
 from tests.settings import coordinator_settings
 
 pytestmark = pytest.mark.usefixtures("timeless")
@@ -63,7 +69,7 @@ JOBS = {
     "local": job(LOCAL, evaluation=EVALUATION, retention=1),
     "parallel": job(DATA_PARALLEL),
     "federated": job(FEDERATED),
-    "population": job(population(), **SECTIONS),
+    "population": job(population(), **POPULATION_SECTIONS),
     "inline": job(LOCAL, data={"inline": "ab" * 32}),
 }
 ERROR = RunFailed(
@@ -72,17 +78,6 @@ ERROR = RunFailed(
         type="ValueError", message="no", traceback="...", worker_id="a", activity="step"
     ),
 )
-
-
-def of_run(journal: Path, table_name: str) -> int:
-    with closing(sqlite3.connect(journal)) as connection:
-        query = f"SELECT count(*) FROM {table_name} WHERE run_id = ?"
-        return int(connection.execute(query, (RUN,)).fetchone()[0])
-
-
-def change(journal: Path, statement: str) -> None:
-    with closing(sqlite3.connect(journal)) as connection, connection:
-        connection.execute(statement)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -24,10 +24,10 @@ from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.store.journal import Holder, Journal, Record
-from tests.coordinator.app.test_archived_runs import change, of_run
+from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
-from tests.coordinator.core.simulation import digest, job, start
-from tests.coordinator.core.test_runs import LOCAL
+from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.simulation import digest, start
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.store.places import put
 from tests.settings import coordinator_settings

@@ -1,8 +1,6 @@
 """A cluster in which everything that is asked for happens, to test the pure core without one."""
 
-import json
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,7 +40,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     UpdateReceived,
 )
-from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.decide import decide, world_of
@@ -59,23 +57,6 @@ ROWS = {"train": 100, "test": 20}
 
 def digest(name: str) -> Digest:
     return Digest(name.encode().hex().ljust(64, "0")[:64])
-
-
-def job(strategy: Mapping[str, object], **changes: object) -> str:
-    """A small job as JSON: 100 rows, batches of 10, two epochs."""
-    document: dict[str, object] = {
-        "name": "test",
-        "model": {"entrypoint": "m:f"},
-        "data": {"entrypoint": "m:d"},
-        "loss": "cross_entropy",
-        "optimizer": {"name": "sgd", "lr": 0.1},
-        "batch_size": 10,
-        "strategy": strategy,
-    }
-    if strategy["type"] not in ("Federated", "PopulationBased"):
-        document["epochs"] = 2
-    document.update(changes)
-    return json.dumps(document)
 
 
 def member(name: str, start: int = 0) -> Member:
@@ -291,3 +272,15 @@ def start(
         simulation.tell(register(name))
     simulation.tell(SubmitRun(RUN, job_json, 0.0))
     return simulation
+
+
+def phase(simulation: Simulation) -> RunPhase:
+    run = simulation.state.runs[RUN]
+    if run.ended:
+        return run.ended
+    return run.strategy.status(run.job, run.value, world_of(simulation.state)).phase
+
+
+def reason(simulation: Simulation) -> str:
+    run = simulation.state.runs[RUN]
+    return run.strategy.status(run.job, run.value, world_of(simulation.state)).reason

@@ -7,7 +7,8 @@ from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, check_numer
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
 from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunSubmitted
-from tests.coordinator.core.simulation import RUN, Simulation, job, register
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import RUN, Simulation, register
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,6 @@ import sys
 import types
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from typing import Any, NoReturn
 
 import pytest
 
@@ -16,32 +15,17 @@ from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 from stratagem.coordinator.core.state_machine import decide
 from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of, status_of
-from stratagem.coordinator.core.strategy_contract import Strategy
 from stratagem.coordinator.core.strategy_table import GROUP, Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN, with_plugins
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
-from tests.coordinator.core.simulation import RUN, Simulation, job, register, start
-from tests.coordinator.core.test_runs import FEDERATED, LOCAL
+from tests.coordinator.core.jobs import FEDERATED, LOCAL, job
+from tests.coordinator.core.raising_strategies import _raise, raising, with_local
+from tests.coordinator.core.simulation import RUN, Simulation, register, start
 
 pytestmark = pytest.mark.core
 
 BROKEN = RunId("broken")
 THEIRS = {"type": "Custom", "coordinator": "Theirs", "config": None}
-
-
-def raising(function: str) -> Strategies:
-    """The built-in strategies, but with a Local one of whose functions raises."""
-    broken: dict[str, Any] = {function: _raise}
-    return with_local(replace(local, **broken))
-
-
-def with_local(strategy: Strategy) -> Strategies:
-    """The built-in strategies, but for this one in the place of Local."""
-    return Strategies({**BUILT_IN.built_in, "Local": strategy})
-
-
-def _raise(*_: object) -> NoReturn:
-    raise ZeroDivisionError("by zero")
 
 
 CALLED_IN_EACH_RUN = ["init", "decide", "transition", "pending", "reject_reason"]

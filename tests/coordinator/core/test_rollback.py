@@ -27,8 +27,8 @@ from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.updates.spool import SpoolKey
-from tests.coordinator.core.simulation import RUN, Simulation, digest, job, register, start
-from tests.coordinator.core.test_runs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL
+from tests.coordinator.core.jobs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL, job
+from tests.coordinator.core.simulation import RUN, Simulation, digest, register, start
 
 pytestmark = pytest.mark.core
 

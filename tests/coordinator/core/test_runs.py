@@ -31,49 +31,23 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
 from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS
-from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
+from tests.coordinator.core.jobs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL, job
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
     digest,
     ending,
-    job,
     member,
+    phase,
+    reason,
     register,
     start,
 )
 
 pytestmark = pytest.mark.core
 
-LOCAL = {"type": "Local"}
-DATA_PARALLEL = {
-    "type": "DataParallel",
-    "num_replicas": 3,
-    "aggregation": {"method": "AllReduce"},
-}
-FEDERATED = {
-    "type": "Federated",
-    "num_clients": 4,
-    "rounds": 3,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
-EVALUATION = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "best": "accuracy"}
-GOSSIP = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
 STRATEGIES = [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED]
-
-
-def phase(simulation: Simulation) -> RunPhase:
-    run = simulation.state.runs[RUN]
-    if run.ended:
-        return run.ended
-    return run.strategy.status(run.job, run.value, world_of(simulation.state)).phase
-
-
-def reason(simulation: Simulation) -> str:
-    run = simulation.state.runs[RUN]
-    return run.strategy.status(run.job, run.value, world_of(simulation.state)).reason
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])

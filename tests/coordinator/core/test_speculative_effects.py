@@ -9,8 +9,8 @@ from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.state_machine.speculative_effects import foreseen
-from tests.coordinator.core.simulation import RUN, Simulation, do, job, start
-from tests.coordinator.core.test_runs import FEDERATED
+from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.simulation import RUN, Simulation, do, start
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,8 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiti
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
 from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.simulation import RUN, Simulation, job, member, register
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import RUN, Simulation, member, register
 
 pytestmark = pytest.mark.core
 

@@ -20,8 +20,8 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.state import RunPhase
-from tests.coordinator.core.simulation import RUN, Simulation, job, member, register, start
-from tests.coordinator.core.test_runs import DATA_PARALLEL, FEDERATED, LOCAL
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
+from tests.coordinator.core.simulation import RUN, Simulation, member, register, start
 
 pytestmark = pytest.mark.core
 

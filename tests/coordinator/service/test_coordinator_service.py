@@ -3,92 +3,35 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
-from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
-from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.coordinator.store.journal import Journal
 from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import coordinator_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from tests.coordinator.core.simulation import job
-from tests.coordinator.core.test_runs import LOCAL
+from stratagem.v1 import types_pb2
 from tests.coordinator.open_gate import entrance
+from tests.coordinator.service.serving import (
+    coordinator,
+    first_of,
+    refused,
+    submit,
+    worker,
+)
 from tests.patience import PATIENCE_S
 from tests.settings import coordinator_settings
 
 Code = grpc.StatusCode
-
-
-class Acquaintance(worker_pb2_grpc.WorkerServiceServicer):
-    """A worker that answers Describe and nothing else."""
-
-    def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
-
-    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        return worker_pb2.DescribeResponse(incarnation=self._incarnation)
-
-
-@asynccontextmanager
-async def worker(incarnation: str) -> AsyncIterator[str]:
-    server = make_server()
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Acquaintance(incarnation), server)
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
-    made = coordinator_settings(data_dir=folder, **settings)
-    app = await App.lead(made, entrance())
-    server = make_server()
-    servicer = CoordinatorServicer(app)
-    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
-    port = bind(server, "127.0.0.1", 0)
-    running = asyncio.create_task(app.run())
-    await server.start()
-    channel = open_channel(f"127.0.0.1:{port}")
-    try:
-        yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-    finally:
-        await channel.close()
-        await server.stop(0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await app.loop.close()
-
-
-async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
-
-
-async def first_of(stream: Any) -> Any:
-    return await anext(aiter(stream))
-
-
-def submit(run_id: str = "r-1", **changes: Any) -> pb.SubmitRunRequest:
-    return pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL, **changes))
 
 
 async def test_submit_is_idempotent_and_names_every_wrong_field(tmp_path: Path) -> None:

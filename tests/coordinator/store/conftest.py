@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.coordinator.store.places import BUCKET, Bucket, Folder, Place, environ_of
-from tests.postgres import Postgres
 from tests.worker.pipeline.s3_server import s3_server
 
 
@@ -30,19 +29,6 @@ def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return Folder(tmp_path)
     found: Place = request.getfixturevalue("bucket")
     return found
-
-
-@pytest.fixture
-def journal_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
-    """Where a new journal may be opened, over "sqlite" or "postgres"."""
-
-    def place(database: str) -> str:
-        if database == "sqlite":
-            return str(tmp_path / "journal.db")
-        server: Postgres = request.getfixturevalue("postgres")
-        return server.new_schema()
-
-    return place
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -18,9 +18,9 @@ from stratagem.coordinator.store.journal import Holder, Journal
 from stratagem.coordinator.store.journal.schema import FOLDER
 from stratagem.coordinator.store.journal.tables import REVISION, metadata
 from tests.coordinator.store.journals import events
-from tests.crash.rig import ROOT
 from tests.golden.replay import FOLDER as GOLDEN
 from tests.golden.replay import load
+from tests.repository import ROOT
 
 FIRST_RELEASE = GOLDEN / "0.1.0.sql"
 

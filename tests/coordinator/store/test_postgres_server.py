@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.rig import until
-from tests.generate_stubs import ROOT
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.sweep
 

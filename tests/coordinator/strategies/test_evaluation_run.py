@@ -11,12 +11,12 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.strategy_contract import Status
+from tests.coordinator.core.jobs import job
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
     digest,
     ending,
-    job,
     member,
     register,
     start,

@@ -15,7 +15,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     Tick,
 )
-from stratagem.coordinator.core.effects import EvaluateState, TrainClient
+from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import (
     ROOT,
     ClientBinding,
@@ -35,17 +35,18 @@ from stratagem.coordinator.core.state_machine.pending_effects import live_blobs,
 from stratagem.coordinator.strategies.federated.client_selection import select
 from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.ask_every_run import next_deadline
+from tests.coordinator.core.jobs import FEDERATED, job
 from tests.coordinator.core.simulation import (
     RUN,
-    Simulation,
     do,
     ending,
-    job,
     member,
+    phase,
+    reason,
     register,
     start,
 )
-from tests.coordinator.core.test_runs import FEDERATED, phase, reason
+from tests.coordinator.strategies.open_round import opened, trained
 
 pytestmark = pytest.mark.core
 
@@ -53,19 +54,6 @@ W = WorkerId("w")
 ROSTER = tuple(
     ClientBinding(client=c, worker_id=W, tags=("gpu",) if c % 2 else ()) for c in range(10)
 )
-
-
-def trained(simulation: Simulation) -> list[TrainClient]:
-    due = [e for e in pending(simulation.state) if isinstance(e, TrainClient)]
-    return sorted(due, key=lambda e: e.client)
-
-
-def opened(strategy: dict[str, object], *workers: str, **changes: object) -> Simulation:
-    """A federated run whose first round is open and in which nobody has answered."""
-    simulation = start(job(strategy, **changes), *workers)
-    simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
-    return simulation
 
 
 def test_selection_is_seeded_by_round_and_drawn_from_the_roster() -> None:

@@ -20,8 +20,8 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.late_updates import weight
-from tests.coordinator.core.simulation import RUN, Simulation, do, job, register, start
-from tests.coordinator.core.test_runs import FEDERATED, phase
+from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.simulation import RUN, Simulation, do, phase, register, start
 
 pytestmark = pytest.mark.core
 

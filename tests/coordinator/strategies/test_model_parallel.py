@@ -13,9 +13,9 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.simulation import RUN, Simulation, job, member, register
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import RUN, Simulation, member, reason, register
 from tests.coordinator.core.simulation import start as started
-from tests.coordinator.core.test_runs import reason
 
 pytestmark = pytest.mark.core
 

@@ -28,47 +28,18 @@ from stratagem.coordinator.core.state_machine.pending_effects import live_blobs,
 from stratagem.coordinator.core.state_machine.run_view import view_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.simulation import RUN, Simulation, job, member, start
+from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job, population
+from tests.coordinator.core.simulation import RUN, Simulation, member, start
 
 pytestmark = pytest.mark.core
 
 
-def population(
-    size: int = 4, generations: int = 3, inner: dict[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
-    if inner:
-        options["inner"] = inner
-    return {
-        "type": "PopulationBased",
-        "population_size": size,
-        "generations": generations,
-        "exploit": {"method": "Truncation", "fraction": 0.25},
-        "explore": {"method": "Perturbation", "factor": 0.2},
-        "options": options,
-    }
-
-
-SECTIONS: dict[str, Any] = {
-    "search_space": {"optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"}},
-    "steps_per_generation": 5,
-    "evaluation": {"split": "test", "metrics": ["accuracy"], "best": "accuracy"},
-}
-
-
 def spec(**changes: Any) -> str:
-    return job(population(**changes), **SECTIONS)
+    return job(population(**changes), **POPULATION_SECTIONS)
 
 
 def closed(simulation: Simulation) -> list[GenerationClosed]:
     return simulation.facts(GenerationClosed)
-
-
-def check(document: str) -> None:
-    """What happens to a job at submit."""
-    found = JobSpec.from_json(document)
-    violations = objections_to(found, BUILT_IN)
-    if violations:
-        raise InvalidInputError(violations=violations)
 
 
 def train_until_two_are_done(simulation: Simulation) -> None:
@@ -96,7 +67,7 @@ INNER = {
 @pytest.mark.parametrize("inner", INNER)
 def test_generations_go_by_and_each_is_a_commit(inner: str) -> None:
     metric = "loss" if inner == "Federated" else "accuracy"
-    sections = {**SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": metric}}
+    sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": metric}}
     simulation = start(job(population(inner=INNER[inner]), **sections), "a", "b", "c")
     simulation.run()
     run = simulation.state.runs[RUN]
@@ -276,7 +247,7 @@ def lineages(simulation: Simulation) -> dict[int, list[tuple[int, Any]]]:
 
 
 def test_a_commit_says_whose_it_is_and_what_it_was_trained_with() -> None:
-    simulation = start(job(population(generations=4), **SECTIONS, retention=2), "a", "b")
+    simulation = start(job(population(generations=4), **POPULATION_SECTIONS, retention=2), "a", "b")
     while (run := simulation.state.runs[RUN]).ended is None:
         told = len(closed(simulation))
         expected = lineages(simulation)
@@ -344,7 +315,7 @@ def rejecting(simulation: Simulation, client: int) -> None:
 
 
 def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> None:
-    sections = {**SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
+    sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
     simulation = start(job(population(inner=INNER["Federated"]), **sections), "a", "b")
     rejecting(simulation, client=1)
     run = simulation.state.runs[RUN]
@@ -423,10 +394,10 @@ def test_asynchronous_members_do_not_wait() -> None:
     ],
 )
 def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
-    document = {**SECTIONS, **changes}
+    document = {**POPULATION_SECTIONS, **changes}
     kept = {key: value for key, value in document.items() if value is not None}
     with pytest.raises(InvalidInputError) as caught:
-        check(job(population(), **kept))
+        check_at_submit(job(population(), **kept))
     assert str(caught.value).startswith(expected)
 
 
@@ -447,7 +418,7 @@ def test_phases_are_varied_where_a_copied_state_allows_it(
 ) -> None:
     space = {"search_space": {f"phases.{name}": dimension}}
     with pytest.raises(InvalidInputError) as caught:
-        check(job(population(), **{**SECTIONS, **space, "phases": {}}))
+        check_at_submit(job(population(), **{**POPULATION_SECTIONS, **space, "phases": {}}))
     assert str(caught.value).startswith(f"search_space.phases.{name}: {expected}")
 
 
@@ -461,8 +432,8 @@ def test_values_that_need_each_other_are_allowed() -> None:
             "when": {"optimizer.schedule.name": "step"},
         },
     }
-    text = job(population(size=8), **{**SECTIONS, "search_space": space})
-    check(text)
+    text = job(population(size=8), **{**POPULATION_SECTIONS, "search_space": space})
+    check_at_submit(text)
     simulation = start(text, "a", "b")
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
@@ -473,9 +444,9 @@ def test_members_train_with_phases_of_their_own() -> None:
         "phases.trust": {"low": 0.5, "high": 2.0},
         "phases.predictor.decay": {"choices": [0.8, 0.9], "ordered": True},
     }
-    sections = {**SECTIONS, "search_space": space}
+    sections = {**POPULATION_SECTIONS, "search_space": space}
     with pytest.raises(InvalidInputError, match="the job has no phases; add that section"):
-        check(job(population(), **sections))
+        check_at_submit(job(population(), **sections))
     simulation = start(job(population(), **sections, phases={"full_steps": 3}), "a", "b")
     simulation.run()
     run = simulation.state.runs[RUN]

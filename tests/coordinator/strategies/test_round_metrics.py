@@ -18,10 +18,9 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.strategies.federated.round_metrics import round_metrics
-from tests.coordinator.core.simulation import RUN, Simulation, do, job, start
-from tests.coordinator.core.test_runs import FEDERATED
-from tests.coordinator.strategies.test_federated import opened, trained
-from tests.coordinator.strategies.test_silos import silos
+from tests.coordinator.core.jobs import FEDERATED, job, silos
+from tests.coordinator.core.simulation import RUN, Simulation, do, start
+from tests.coordinator.strategies.open_round import opened, trained
 
 pytestmark = pytest.mark.core
 

@@ -23,25 +23,10 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.simulation import RUN, Simulation, ending, job, member, register, start
+from tests.coordinator.core.jobs import INNER, job, silos
+from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 
 pytestmark = pytest.mark.core
-
-INNER = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
-
-
-def silos(
-    num_clients: int = 2, rounds: int = 3, inner: Any = None, **changes: Any
-) -> dict[str, Any]:
-    strategy = {
-        "type": "Federated",
-        "num_clients": num_clients,
-        "rounds": rounds,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-        "options": {"inner": inner or INNER},
-    }
-    return strategy | changes
 
 
 def commits(simulation: Simulation) -> list[SegmentCommitted]:

@@ -25,7 +25,8 @@ from stratagem.coordinator.strategies.synchronous.segments import (
     part_per_member,
     synchronous,
 )
-from tests.coordinator.core.simulation import ROWS, RUN, digest, job, member, register
+from tests.coordinator.core.jobs import job
+from tests.coordinator.core.simulation import ROWS, RUN, digest, member, register
 
 pytestmark = pytest.mark.core
 

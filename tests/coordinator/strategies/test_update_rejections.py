@@ -29,18 +29,19 @@ from stratagem.coordinator.effects.federated.client_failures import defect
 from stratagem.coordinator.strategies.federated.model_building import may_move
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from tests.coordinator.core.ask_every_run import next_deadline
+from tests.coordinator.core.jobs import FEDERATED, job
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
     do,
     ending,
-    job,
     member,
+    phase,
+    reason,
     register,
     start,
 )
-from tests.coordinator.core.test_runs import FEDERATED, phase, reason
-from tests.coordinator.strategies.test_federated import opened, trained
+from tests.coordinator.strategies.open_round import opened, trained
 
 pytestmark = pytest.mark.core
 

@@ -12,8 +12,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Limi
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, read_header
-from stratagem.coordinator.store.blobs import BlobWriter, DirectoryBlobs
+from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.coordinator.updates import fold
 from stratagem.coordinator.updates.fold import (
     FoldStoppedError,
@@ -21,11 +20,9 @@ from stratagem.coordinator.updates.fold import (
     mean_factors,
 )
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
-from stratagem.coordinator.updates.spool import Spool
+from tests.coordinator.updates.fold_round import FOLDER, MANIFEST, Round
 from tests.coordinator.updates.updates import (
     MIXED,
-    OF_RUN,
-    ROOT,
     Layout,
     accept,
     arrays,
@@ -34,8 +31,6 @@ from tests.coordinator.updates.updates import (
     manifest_of,
 )
 from tests.programs import run
-
-MANIFEST = manifest_of(MIXED, metadata={"step": "4"})
 
 
 def reference(manifest: Manifest, seeds: list[int], weights: list[int]) -> bytes:
@@ -62,36 +57,6 @@ def reference(manifest: Manifest, seeds: list[int], weights: list[int]) -> bytes
         narrow(spec.dtype, total / sum(weights), result)
         out.append(result)
     return b"".join(raw.tobytes() for raw in out)
-
-
-class Round:
-    def __init__(self, root: Path, manifest: Manifest = MANIFEST) -> None:
-        self.manifest = manifest
-        self.spool = Spool(root / "spool", quota_bytes=1 << 30)
-        self.store = DirectoryBlobs(root / "blobs")
-        self.root = root
-
-    def writer(self) -> BlobWriter:
-        return self.store.writer(len(header_bytes(self.manifest)) + self.manifest.total_bytes)
-
-    def fold(self, weights: list[int], order: list[int] | None = None) -> bytes:
-        """Clients 0, 1, … come in the given order, are folded in theirs; the data of the mean."""
-        for client in order or range(len(weights)):
-            accept(self.spool, client, self.manifest, data_of(self.manifest, client))
-        entries = list(self.spool.entries(*FOLDER).values())
-        digest, _ = fold_weighted_mean(entries, weights, self.manifest, self.writer())
-        found, start = read_header(self.store.path(digest))
-        assert found.stored() == self.manifest.stored()
-        assert dict(found.metadata) == dict(self.manifest.metadata)
-        data = self.store.path(digest).read_bytes()[start:]
-        assert digest == blob_digest(self.manifest, [data])
-        return data
-
-    def leftovers(self) -> list[Path]:
-        return [path for path in (self.root / "blobs").rglob("*") if path.is_file()]
-
-
-FOLDER = (OF_RUN, ROOT, 1)
 
 
 @pytest.mark.parametrize("weights", [[1], [3, 1], [10, 20, 7, 20, 0]])
@@ -221,8 +186,7 @@ def test_weights_that_are_none_are_refused(tmp_path: Path, weights: list[int]) -
 
 
 CRASH = """
-from tests.coordinator.updates.test_fold import *
-print(fold_weighted_mean.__name__)
+from tests.coordinator.updates.fold_round import Round
 Round(Path(sys.argv[1])).fold([3, 1])
 """
 

@@ -18,8 +18,8 @@ from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
 from tests.tools.planning.support import SITE, job, replicas
-from tests.worker.engine.test_gossip_trainer import gossip_job
-from tests.worker.engine.test_gossip_trainer import trainer as gossip_trainer
+from tests.worker.engine.gossip_nodes import gossip_job
+from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
 
 KINDS = ("mlp", "cnn", "transformer", "rnn", "embedding")
 FEDERATED = {

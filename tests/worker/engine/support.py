@@ -102,3 +102,13 @@ def peak_bytes(run: Callable[[], object]) -> int:
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     sizes: list[int] = [change for _, change in sorted(changes)]
     return max(accumulate(sizes, initial=0))
+
+
+METRICS = ["accuracy", "perplexity", "tests.worker.engine.userland:confidence"]
+
+
+def evaluating(model: str = "mlp", batch_size: int = 5, **changes: Any) -> Any:
+    nothing = {"optimizer": None, "steps": None, "batch_size": None}
+    evaluation = {"split": "test", "metrics": METRICS, "batch_size": batch_size}
+    execution = {"gradient": "None", **changes.pop("execution", {})}
+    return job(model, **nothing, evaluation=evaluation, execution=execution, **changes)

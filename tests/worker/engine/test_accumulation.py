@@ -21,8 +21,8 @@ from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
-from tests.worker.engine import test_federated_client as rounds
-from tests.worker.engine import test_gossip_trainer as gossip
+from tests.worker.engine import client_rounds as rounds
+from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
     ALLOWED,
     assert_same_bits,

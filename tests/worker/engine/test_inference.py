@@ -17,16 +17,16 @@ from stratagem.worker.engine.step.state_format import (
 from stratagem.worker.engine.trainers.inference import _copies
 from stratagem.worker.plans.train_plan import parts_to_proto
 from tests.reference.evaluation_loop import evaluation_loop
-from tests.worker.engine.support import ALLOWED, CPU, job, model_of, peak_bytes, train, trainer_of
-
-METRICS = ["accuracy", "perplexity", "tests.worker.engine.userland:confidence"]
-
-
-def evaluating(model: str = "mlp", batch_size: int = 5, **changes: Any) -> Any:
-    nothing = {"optimizer": None, "steps": None, "batch_size": None}
-    evaluation = {"split": "test", "metrics": METRICS, "batch_size": batch_size}
-    execution = {"gradient": "None", **changes.pop("execution", {})}
-    return job(model, **nothing, evaluation=evaluation, execution=execution, **changes)
+from tests.worker.engine.support import (
+    ALLOWED,
+    CPU,
+    evaluating,
+    job,
+    model_of,
+    peak_bytes,
+    train,
+    trainer_of,
+)
 
 
 def inference_of(spec: Any) -> Inference:

@@ -26,8 +26,7 @@ from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_nodes import program_of
 from tests.reference.loops import sharded_loop
-from tests.worker.engine.support import ALLOWED, CPU, job, trainer_of
-from tests.worker.engine.test_inference import evaluating
+from tests.worker.engine.support import ALLOWED, CPU, evaluating, job, trainer_of
 from tests.worker.engine.userland import Rare
 
 

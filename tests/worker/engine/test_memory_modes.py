@@ -11,7 +11,8 @@ from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
 from stratagem.worker.data.datasets import Gather, Subset, TensorDataset
 from stratagem.worker.exchange.reducer import solo_exchange
 from tests.reference.loops import sharded_loop
-from tests.worker.engine import test_federated_client, test_gossip_trainer
+from tests.worker.engine import client_rounds as rounds
+from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
     ALLOWED,
     CPU,
@@ -53,12 +54,12 @@ def _evaluated(spec: Any, num_steps: int) -> Any:
 @pytest.mark.parametrize("memory", MEMORY)
 def test_nodes_that_gossip_and_federated_clients(memory: str) -> None:
     def gossiped(execution: dict[str, Any]) -> list[float]:
-        spec = test_gossip_trainer.gossip_job("dropout_mlp", 2, data=ROWS, execution=execution)
-        made, exchange = test_gossip_trainer.trainer(spec)
+        spec = gossip.gossip_job("dropout_mlp", 2, data=ROWS, execution=execution)
+        made, exchange = gossip.trainer(spec)
         return [made.train_step(exchange, 2).loss for _ in range(4)]
 
     def federated(execution: dict[str, Any]) -> dict[str, Tensor]:
-        return test_federated_client.run(test_federated_client.federated(execution=execution))[0]
+        return rounds.run(rounds.federated(execution=execution))[0]
 
     assert gossiped({"memory": memory}) == gossiped({})
     assert_same_bits(federated({"memory": memory}), federated({}))

@@ -11,7 +11,8 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
-from tests.worker.engine import test_federated_client, test_gossip_trainer
+from tests.worker.engine import client_rounds as rounds
+from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
     ALLOWED,
     assert_same_bits,
@@ -150,15 +151,15 @@ def test_the_scale_doubles_after_2000_good_steps() -> None:
 
 @pytest.mark.parametrize("execution", EXECUTIONS[1:3], ids=lambda each: "-".join(each.values()))
 def test_nodes_that_gossip_and_federated_clients(execution: dict[str, Any]) -> None:
-    spec = test_gossip_trainer.gossip_job("batch_norm_mlp", 3, data=ROWS, execution=execution)
-    made, exchange = test_gossip_trainer.trainer(spec)
+    spec = gossip.gossip_job("batch_norm_mlp", 3, data=ROWS, execution=execution)
+    made, exchange = gossip.trainer(spec)
     losses = [made.train_step(exchange, 3).loss for _ in range(10)]
     looped = gossip_loop(spec, ALLOWED)
     assert losses == looped.losses
     made.end_segment(exchange)
     assert_same_bits(made.model.state_dict(), dict(looped.mean))
-    federated = test_federated_client.federated("dropout_mlp", local_epochs=2, execution=execution)
-    state, losses = test_federated_client.run(federated)
+    federated = rounds.federated("dropout_mlp", local_epochs=2, execution=execution)
+    state, losses = rounds.run(federated)
     expected = federated_loop(federated, ALLOWED)
     assert losses == expected.losses
     assert_same_bits(state, dict(expected.state))

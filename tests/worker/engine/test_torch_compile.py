@@ -12,7 +12,8 @@ from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.step.forward_backward import Rows, Window
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
-from tests.worker.engine import test_federated_client, test_gossip_trainer
+from tests.worker.engine import client_rounds as rounds
+from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, train, trainer_of
 
 ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
@@ -96,12 +97,12 @@ def test_only_full_batches_are_compiled() -> None:
 
 @pytest.mark.sweep
 def test_nodes_that_gossip_and_federated_clients() -> None:
-    spec = test_gossip_trainer.gossip_job("dropout_mlp", 2, data=ROWS, execution=LAZY)
-    made, exchange = test_gossip_trainer.trainer(spec)
+    spec = gossip.gossip_job("dropout_mlp", 2, data=ROWS, execution=LAZY)
+    made, exchange = gossip.trainer(spec)
     losses = [made.train_step(exchange, 2).loss for _ in range(NUM_STEPS)]
     assert losses == gossip_loop(spec, ALLOWED, NUM_STEPS).losses
-    federated = test_federated_client.federated("dropout_mlp", execution=LAZY)
-    state, losses = test_federated_client.run(federated)
+    federated = rounds.federated("dropout_mlp", execution=LAZY)
+    state, losses = rounds.run(federated)
     expected = federated_loop(federated, ALLOWED)
     assert losses == expected.losses
     assert_same_bits(state, dict(expected.state))

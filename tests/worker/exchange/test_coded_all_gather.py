@@ -10,10 +10,10 @@ from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_excha
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
 from stratagem.worker.mesh import Link, form_gloo
 from tests.common.compression.support import CODECS
+from tests.patience import PATIENCE_S
 from tests.reference.compressed_loop import compressed_loop
 from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
-from tests.worker.mesh.test_peer_service import LONG_S, meeting
-from tests.worker.mesh.test_peer_service import party as grpc_party
+from tests.worker.mesh.grpc_party import grpc_party, meeting
 
 NUM_STEPS = 5
 # Tags of 50 rows in batches of 16: the last batch of an epoch has 2 rows.
@@ -27,7 +27,7 @@ def member(
     num_extras = trainer.num_extras
     buckets = GradientBuckets(trainer.params, num_extras=num_extras, bucket_bytes=bucket_bytes)
     exchange = mesh_exchange(
-        buckets, link, num_shards, deadline_s=LONG_S, compressor=trainer.compressor
+        buckets, link, num_shards, deadline_s=PATIENCE_S, compressor=trainer.compressor
     )
     owned = assign_shards(num_shards, link.size)[link.rank]
     try:
@@ -93,7 +93,7 @@ async def test_gloo_carries_messages_too() -> None:
     of = meeting(2)
 
     def formed(rank: int, trainer: Trainer) -> str:
-        link = form_gloo(rank, 2, "127.0.0.1", of(rank), LONG_S)
+        link = form_gloo(rank, 2, "127.0.0.1", of(rank), PATIENCE_S)
         return member(link, trainer, 2, NUM_STEPS, bucket_bytes=1)
 
     names = await asyncio.gather(

@@ -21,9 +21,9 @@ from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from tests.common.compression.support import CODECS
 from tests.reference.compressed_loop import compressed_loop
 from tests.reference.loops import sharded_loop
+from tests.worker.engine.gossip_nodes import gossip_job
+from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
 from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
-from tests.worker.engine.test_gossip_trainer import gossip_job
-from tests.worker.engine.test_gossip_trainer import trainer as gossip_trainer
 
 
 def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:

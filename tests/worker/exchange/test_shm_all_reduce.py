@@ -22,7 +22,7 @@ from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
 from stratagem.worker.mesh.shm_segments import UnshareableError
 from tests.patience import PATIENCE_S
 from tests.worker.exchange.cases import Case, one_step
-from tests.worker.mesh.engines import former
+from tests.worker.mesh.engines import form_all, former
 from tests.worker.mesh.party import Member, introduce, party
 
 
@@ -50,17 +50,6 @@ def groups_of(size: int) -> Iterator[list[SharedGroup]]:
     finally:
         for group in groups:
             group.close()
-
-
-def form_all(size: int) -> list[SharedGroup]:
-    listening = [SharedListener() for _ in range(size)]
-    addresses = [each.address for each in listening]
-    with ThreadPoolExecutor(size) as pool:
-        formed = [
-            pool.submit(form_shared, listener, rank, size, addresses, PATIENCE_S)
-            for rank, listener in enumerate(listening)
-        ]
-        return [each.result() for each in formed]
 
 
 def share_all(groups: list[SharedGroup], sizes: list[int]) -> list[list[torch.Tensor]]:

@@ -14,7 +14,7 @@ from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.mesh.link import PendingTransfer
 from tests.patience import PATIENCE_S
 from tests.worker.exchange.cases import Case, one_step
-from tests.worker.exchange.test_shm_all_reduce import form_all
+from tests.worker.mesh.engines import form_all
 
 
 class CountingLink:

@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import peer_pb2_grpc
-from stratagem.worker.mesh import Link, SharedGroup, form_gloo
-from stratagem.worker.mesh.grpc_backend import form_grpc
+from stratagem.worker.mesh import Link, form_gloo
+from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
 from stratagem.worker.mesh.same_host import SharedListener, connect
-from stratagem.worker.mesh.shm_buffers import form_shared
+from stratagem.worker.mesh.shm_buffers import SharedGroup, form_shared
 from stratagem.worker.mesh.shm_messages import SlotLink
 from tests.patience import PATIENCE_S
 from tests.worker.mesh.party import rendezvous_over
@@ -124,3 +124,18 @@ def hub_in_a_thread() -> Iterator[PeerHub]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def form_all(size: int) -> list[SharedGroup]:
+    listening = [SharedListener() for _ in range(size)]
+    addresses = [each.address for each in listening]
+    with ThreadPoolExecutor(size) as pool:
+        formed = [
+            pool.submit(form_shared, listener, rank, size, addresses, PATIENCE_S)
+            for rank, listener in enumerate(listening)
+        ]
+        return [each.result() for each in formed]
+
+
+def grpc_link_over(hub: PeerHub, pipe: Connection, rank: int, size: int) -> GrpcLink:
+    return form_grpc(hub, Group("run", "", 1, 1, rank, size), rendezvous_over(pipe), PATIENCE_S)

@@ -9,24 +9,18 @@ import pytest
 import torch
 
 from stratagem.worker.exchange import ExchangeError, mesh_exchange
-from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
-from stratagem.worker.mesh.peer_service import Group, PeerHub
 from tests.patience import AT_ONCE_S, PATIENCE_S
 from tests.worker.exchange.cases import Case, one_step
-from tests.worker.mesh.engines import hub_in_a_thread
-from tests.worker.mesh.party import introduce, party, rendezvous_over
+from tests.worker.mesh.engines import grpc_link_over, hub_in_a_thread
+from tests.worker.mesh.party import introduce, party
 
 NUM_STEPS = 3
-
-
-def form(hub: PeerHub, pipe: Connection, rank: int, size: int) -> GrpcLink:
-    return form_grpc(hub, Group("run", "", 1, 1, rank, size), rendezvous_over(pipe), PATIENCE_S)
 
 
 def sum_some_steps(pipe: Connection, rank: int, size: int, case: Case) -> None:
     with hub_in_a_thread() as hub:
         params, buckets = case.make_buckets()
-        exchange = mesh_exchange(buckets, form(hub, pipe, rank, size), case.num_shards)
+        exchange = mesh_exchange(buckets, grpc_link_over(hub, pipe, rank, size), case.num_shards)
         words = "equal"
         for step in range(NUM_STEPS):
             if one_step(exchange, params, case, step) != case.expected(step):
@@ -51,7 +45,7 @@ def test_the_reducer_gives_the_same_bits_over_grpc(size: int, case: Case) -> Non
 
 def wait_for_the_next(pipe: Connection, rank: int, size: int) -> None:
     with hub_in_a_thread() as hub:
-        link = form(hub, pipe, rank, size)
+        link = grpc_link_over(hub, pipe, rank, size)
         pipe.send("formed")
         work = link.recv((rank + 1) % size, 1, torch.empty(10))
         try:

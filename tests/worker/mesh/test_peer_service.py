@@ -6,8 +6,6 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,80 +16,23 @@ import torch
 
 from stratagem.common.base.errors import StaleError
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.tensors.manifest import Purpose, to_proto
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from stratagem.worker.mesh import grpc_backend as mesh_grpc
-from stratagem.worker.mesh.grpc_backend import GrpcLink, form_grpc
+from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.mailbox import Route
-from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
+from stratagem.worker.mesh.peer_service import PeerHub
 from tests.common.tensors.chunk_messages import iter_chunks
 from tests.patience import AT_ONCE_S, PATIENCE_S
+from tests.worker.mesh.grpc_party import GROUP, formed, grpc_party, hub_on_server
 from tests.worker.mesh.late_device import LateDevice
 
-BRIEF_S, LONG_S = 0.2, PATIENCE_S
-GROUP = Group("run-1", "silo0", term=1, membership=5, rank=0, size=2)
+BRIEF_S = 0.2
 
 
-@asynccontextmanager
-async def hub_on_server(**options: Any) -> AsyncIterator[PeerHub]:
-    server = make_server()
-    port = bind(server, "127.0.0.1", 0)
-    hub = PeerHub(f"127.0.0.1:{port}", **options)
-    peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
-    await server.start()
-    try:
-        yield hub
-    finally:
-        await hub.stop()
-        await server.stop(None)
-
-
-def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
-    """A rendezvous of threads."""
-    barrier = threading.Barrier(size, timeout=LONG_S)
-    addresses: dict[int, bytes] = {}
-
-    def of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def rendezvous(address: bytes) -> list[bytes]:
-            addresses[rank] = address
-            barrier.wait()
-            return [addresses[each] for each in range(size)]
-
-        return rendezvous
-
-    return of
-
-
-@asynccontextmanager
-async def party(
-    size: int = 2, group: Group = GROUP, **options: Any
-) -> AsyncIterator[list[GrpcLink]]:
-    """Links between `size` servers."""
-    hubs = [hub_on_server(**options) for _ in range(size)]
-    opened = [await hub.__aenter__() for hub in hubs]
-    try:
-        yield await formed(opened, group)
-    finally:
-        for hub in hubs:
-            await hub.__aexit__(None, None, None)
-
-
-async def formed(hubs: list[PeerHub], group: Group) -> list[GrpcLink]:
-    size = len(hubs)
-    of = meeting(size)
-    members = [replace(group, rank=rank, size=size) for rank in range(size)]
-    return await asyncio.gather(
-        *(
-            asyncio.to_thread(form_grpc, hub, member, of(member.rank), LONG_S)
-            for hub, member in zip(hubs, members, strict=True)
-        )
-    )
-
-
-async def wait(work: Any, timeout_s: float = LONG_S) -> None:
+async def wait(work: Any, timeout_s: float = PATIENCE_S) -> None:
     await asyncio.to_thread(work.wait, timeout_s)
 
 
@@ -99,7 +40,7 @@ async def wait(work: Any, timeout_s: float = LONG_S) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 async def test_a_tensor_arrives(count: int, dtype: torch.dtype) -> None:
     sent = torch.randn(count).to(dtype)
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         early, late = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
         posted = b.recv(0, 7, early)
         works = [a.send(1, 7, sent), a.send(1, 8, sent)]
@@ -117,7 +58,7 @@ async def test_a_tensor_is_read_when_it_has_reached_the_host(
     device = LateDevice()
     monkeypatch.setattr(mesh_grpc, "to_host", device.to_host)
     sent = [torch.randn(count) for count in (0, 1, 7, 1_000_003)]
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         works = [a.send(1, tag, tensor) for tag, tensor in enumerate(sent)]
         assert device.num_begun == len(sent)
         for tag, tensor in enumerate(sent):
@@ -133,7 +74,7 @@ async def test_a_tensor_for_several_peers_is_copied_to_the_host_once(
 ) -> None:
     device, received = LateDevice(), torch.empty(7)
     monkeypatch.setattr(mesh_grpc, "to_host", device.to_host)
-    async with party(3) as (a, *others):
+    async with grpc_party(3) as (a, *others):
         tensor = torch.zeros(7)
         for turn in (1, 2):
             tensor.fill_(turn)  # allowed: nothing of it is under way
@@ -147,7 +88,7 @@ async def test_a_tensor_for_several_peers_is_copied_to_the_host_once(
 
 
 async def test_messages_may_come_in_any_order_and_both_ways() -> None:
-    async with party(3) as links:
+    async with grpc_party(3) as links:
         received = {}
         works: list[Any] = []
         for link in links:
@@ -167,7 +108,7 @@ async def test_messages_may_come_in_any_order_and_both_ways() -> None:
 
 
 async def test_a_tag_can_be_used_again_once_taken() -> None:
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         for turn in range(3):
             target = torch.empty(4)
             a.send(1, 1, torch.full((4,), float(turn)))
@@ -176,7 +117,7 @@ async def test_a_tag_can_be_used_again_once_taken() -> None:
 
 
 async def test_more_than_the_window_flows() -> None:
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         sent = [torch.full((1_000_000,), float(tag)) for tag in range(12)]  # 48 MB
         works: list[Any] = [a.send(1, tag, tensor) for tag, tensor in enumerate(sent)]
         targets = [torch.empty(1_000_000) for _ in sent]
@@ -187,13 +128,13 @@ async def test_more_than_the_window_flows() -> None:
 
 
 async def test_deadline_names_what_is_missing() -> None:
-    async with party() as (_, b):
+    async with grpc_party() as (_, b):
         with pytest.raises(ExchangeError, match=r"tag 3 of step 0 from member 0: nothing within"):
             await wait(b.recv(0, 3, torch.empty(1)), BRIEF_S)
 
 
 async def test_cut_wakes_all_waiters_at_once_here_and_there() -> None:
-    async with party(3) as links:
+    async with grpc_party(3) as links:
         waits = [
             asyncio.create_task(wait(link.recv((link.rank + 1) % 3, 1, torch.empty(5))))
             for link in links
@@ -216,15 +157,15 @@ async def test_cut_wakes_all_waiters_at_once_here_and_there() -> None:
 
 
 async def test_sends_to_a_member_that_cut_fail() -> None:
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         b.cut()
         works = [a.send(1, tag, torch.zeros(1_000_000)) for tag in range(100)]
-        with pytest.raises(ExchangeError, match="left the party"):
+        with pytest.raises(ExchangeError, match="left the grpc_party"):
             await wait(works[-1])
 
 
 async def test_nothing_is_written_into_a_tensor_after_the_end() -> None:
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         target = torch.zeros(2_000_000)
         b.recv(0, 1, target)
         a.send(1, 1, torch.ones(2_000_000))
@@ -236,7 +177,7 @@ async def test_nothing_is_written_into_a_tensor_after_the_end() -> None:
 
 
 async def test_what_a_member_sent_before_it_left_can_still_be_taken() -> None:
-    async with party() as (a, b):
+    async with grpc_party() as (a, b):
         sent = torch.randn(3_000_000)
         await wait(a.send(1, 1, sent))
         a.close()
@@ -284,10 +225,10 @@ async def test_a_member_that_cannot_be_reached_is_named() -> None:
     async with hub_on_server() as hub:
         with pytest.raises(ExchangeError, match="member 1"):
             await asyncio.to_thread(
-                form_grpc, hub, GROUP, lambda own: [own, b"127.0.0.1:1"], LONG_S
+                form_grpc, hub, GROUP, lambda own: [own, b"127.0.0.1:1"], PATIENCE_S
             )
         with pytest.raises(ExchangeError, match="rendezvous gave 1"):
-            await asyncio.to_thread(form_grpc, hub, GROUP, lambda own: [own], LONG_S)
+            await asyncio.to_thread(form_grpc, hub, GROUP, lambda own: [own], PATIENCE_S)
         code, _ = await said(hub, [header(destination=0, source=1)])
         assert code is grpc.StatusCode.UNAVAILABLE  # nobody is left at home
 

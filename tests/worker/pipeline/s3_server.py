@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,8 @@ def s3_server(bucket: str) -> Iterator[str]:
     finally:
         server.kill()
         server.communicate()
+
+
+def s3_settings(endpoint: str) -> dict[str, Any]:
+    keys = {"region": "us-east-1", "access_key_id": "x", "secret_access_key": "x"}
+    return {"endpoint": endpoint, "client_options": {"allow_http": True}, **keys}

@@ -39,7 +39,7 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
 from tests.worker.mesh.engines import hub_in_a_thread, slot_links
-from tests.worker.pipeline.s3_server import s3_server
+from tests.worker.pipeline.s3_server import s3_server, s3_settings
 from tests.worker.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
 
 BASE = torch.arange(60.0).reshape(6, 10)
@@ -268,11 +268,6 @@ def test_the_end_of_a_run_leaves_nothing_of_it_and_all_of_others(tmp_path: Path)
             thread.join(PATIENCE_S)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     other.close()
-
-
-def s3_settings(endpoint: str) -> dict[str, Any]:
-    keys = {"region": "us-east-1", "access_key_id": "x", "secret_access_key": "x"}
-    return {"endpoint": endpoint, "client_options": {"allow_http": True}, **keys}
 
 
 def test_a_store_that_refuses_is_seen_by_the_writer_and_the_reader() -> None:

@@ -14,9 +14,8 @@ from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment
 from stratagem.worker.pipeline.peer_transport import PeerTransport
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
-from tests.worker.mesh.engines import hub_in_a_thread
+from tests.worker.mesh.engines import grpc_link_over, hub_in_a_thread
 from tests.worker.mesh.party import introduce, party, rendezvous_over
-from tests.worker.mesh.test_peer_processes import form
 from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
 
 DEEP = [str(i) for i in range(8)]
@@ -40,7 +39,7 @@ def transport_over(engine: str, pipe: Connection, rank: int, size: int) -> Itera
         )
         return
     with hub_in_a_thread() as hub:
-        yield PeerTransport(form(hub, pipe, rank, size))
+        yield PeerTransport(grpc_link_over(hub, pipe, rank, size))
 
 
 def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) -> None:

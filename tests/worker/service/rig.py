@@ -23,8 +23,7 @@ from stratagem.v1.coordinator_pb2_grpc import (
 )
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.patience import PATIENCE_S
-
-ROOT = Path(__file__).parents[3]
+from tests.repository import ROOT
 
 
 @dataclass

@@ -10,9 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.rpc.channel import open_channel
 from stratagem.worker.process.shutdown import REPEAT_S, Stop
+from tests.repository import ROOT
 from tests.worker.service import userland
 from tests.worker.service.gate import Gate
-from tests.worker.service.rig import ROOT, Rig, Worker
+from tests.worker.service.rig import Rig, Worker
 from tests.worker.service.saying import Plan, attend, base_of, build_request, job, refusal
 
 pytestmark = pytest.mark.cluster

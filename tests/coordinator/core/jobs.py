@@ -1,0 +1,91 @@
+"""The jobs of the core's tests: small, of every strategy, and never trained."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+
+
+def job(strategy: Mapping[str, object], **changes: object) -> str:
+    """A small job as JSON: 100 rows, batches of 10, two epochs."""
+    document: dict[str, object] = {
+        "name": "test",
+        "model": {"entrypoint": "m:f"},
+        "data": {"entrypoint": "m:d"},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch_size": 10,
+        "strategy": strategy,
+    }
+    if strategy["type"] not in ("Federated", "PopulationBased"):
+        document["epochs"] = 2
+    document.update(changes)
+    return json.dumps(document)
+
+
+LOCAL = {"type": "Local"}
+DATA_PARALLEL = {
+    "type": "DataParallel",
+    "num_replicas": 3,
+    "aggregation": {"method": "AllReduce"},
+}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 4,
+    "rounds": 3,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+EVALUATION = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "best": "accuracy"}
+GOSSIP = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology": "ring"}}
+
+
+def population(
+    size: int = 4, generations: int = 3, inner: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    if inner:
+        options["inner"] = inner
+    return {
+        "type": "PopulationBased",
+        "population_size": size,
+        "generations": generations,
+        "exploit": {"method": "Truncation", "fraction": 0.25},
+        "explore": {"method": "Perturbation", "factor": 0.2},
+        "options": options,
+    }
+
+
+POPULATION_SECTIONS: dict[str, Any] = {
+    "search_space": {"optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"}},
+    "steps_per_generation": 5,
+    "evaluation": {"split": "test", "metrics": ["accuracy"], "best": "accuracy"},
+}
+
+
+def check_at_submit(document: str) -> None:
+    """What happens to a job at submit."""
+    found = JobSpec.from_json(document)
+    violations = objections_to(found, BUILT_IN)
+    if violations:
+        raise InvalidInputError(violations=violations)
+
+
+INNER = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+
+
+def silos(
+    num_clients: int = 2, rounds: int = 3, inner: Any = None, **changes: Any
+) -> dict[str, Any]:
+    strategy = {
+        "type": "Federated",
+        "num_clients": num_clients,
+        "rounds": rounds,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+        "options": {"inner": inner or INNER},
+    }
+    return strategy | changes

@@ -1,0 +1,33 @@
+"""Gossip jobs, and all their nodes on one member."""
+
+from typing import Any
+
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import DataParallel, Decentralized
+from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
+from stratagem.worker.exchange import GossipExchange
+from tests.worker.engine.support import ALLOWED, CPU, job, trainer_of
+
+
+def gossip_job(
+    model: str | dict[str, Any], num_nodes: int, topology: str = "ring", **changes: Any
+) -> JobSpec:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": num_nodes,
+        "aggregation": {"method": "Decentralized", "topology": topology},
+    }
+    return job(model, strategy=strategy, **changes)
+
+
+def trainer(spec: JobSpec) -> tuple[GossipTrainer, GossipExchange]:
+    """All nodes on one member, as the model is built from the seed."""
+    strategy = spec.strategy
+    assert isinstance(strategy, DataParallel)
+    assert isinstance(strategy.aggregation, Decentralized)
+    nodes = range(strategy.num_replicas)
+    weights = metropolis_hastings(graph_of(strategy.aggregation.topology, len(nodes), spec.seed))
+    made = build_gossip_trainer(spec, ALLOWED, nodes, device=CPU, weights=weights)
+    made.load_state(*trainer_of(spec).copy_state())
+    return made, GossipExchange(None, 0, [nodes], weights, deadline_s=1.0)
