@@ -108,7 +108,7 @@ def hub_in_a_thread() -> Iterator[PeerHub]:
     async def start() -> PeerHub:
         server = make_server()
         hub = PeerHub(f"127.0.0.1:{bind(server, '127.0.0.1', 0)}")
-        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub), server)
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(hub, PATIENCE_S), server)
         await server.start()
         hub_servers.append(server)
         return hub

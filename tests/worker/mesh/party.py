@@ -38,6 +38,10 @@ class Member:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
 
+    def wake(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
 
 @contextmanager
 def party(target: Callable[..., None], size: int, *args: Any) -> Iterator[list[Member]]:
