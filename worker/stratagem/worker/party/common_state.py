@@ -62,9 +62,7 @@ def _keeps_residuals(job: JobSpec) -> bool:
 
 def _load_base(work: ExecutionContext, base: pb.StateRef) -> None:
     if base.digest:
-        tensors, metadata = work.blob(base.digest)
-        # Aggregated states (federated) carry no step of their own.
-        work.load(tensors, {"step": str(base.step), "format": "1", **metadata})
+        work.load(*work.base_state(base))
     else:
         work.holding.drop()
         work.holding.trainer = work.new_trainer(fresh=True)

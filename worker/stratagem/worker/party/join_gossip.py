@@ -60,7 +60,7 @@ def _load_base(
     work: ExecutionContext, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
 ) -> None:
     work.holding.drop()
-    tensors, metadata = work.blob(base.digest)
+    tensors, metadata = work.base_state(base)
     failpoint("worker.gossip.loaded")
     trainer = build_gossip_trainer(
         work.job,
@@ -72,6 +72,5 @@ def _load_base(
         numerics=work.numerics,
     )
     work.tell(trainer.notes)
-    # Aggregated states (federated) carry no step of their own.
-    trainer.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
+    trainer.load_state(tensors, metadata)
     work.holding.trainer, work.holding.tally = trainer, Tally(work.segment)

@@ -222,9 +222,7 @@ def _runner(
 
 
 def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -> None:
-    tensors, metadata = work.blob(base.digest)
-    # Aggregated states (federated) carry no step of their own.
-    runner.load_state(tensors, {"step": str(base.step), "format": "1", **metadata})
+    runner.load_state(*work.base_state(base))
     work.holding.tally = Tally(work.segment)
     failpoint("worker.stages.loaded")
 

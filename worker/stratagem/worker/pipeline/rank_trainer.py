@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
@@ -182,7 +181,7 @@ class StageRunner:
             mine = [(each.name, each.param) for each in self._own if self._agreement.is_first(each)]
             tensors, numbers = state.optimizer_state(self.optimizer, mine)
         numbers |= self._setup.execution.scale.metadata()
-        metadata = {"step": str(self.step), "format": state.FORMAT, **numbers}
+        metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -198,15 +197,14 @@ class StageRunner:
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a whole state, or from at least what this rank wants of it."""
-        if metadata.get("format") != state.FORMAT:
-            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        step = state.step_of(metadata)
         own = {name: tensor for name, tensor in tensors.items() if self.wants(name)}
         state.load_model_state(self.model, own)
         if self.optimizer is not None:
             numbers = {name: value for name, value in metadata.items() if self.wants(name)}
             state.load_optimizer_state(self.optimizer, self.params, own, numbers)
         self._setup.execution.scale.load(metadata)
-        self.step = int(metadata["step"])
+        self.step = step
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of this rank's part of the state."""

@@ -150,8 +150,7 @@ def _runner(work: ExecutionContext) -> ClientRunner:
 def evaluate_state(work: ExecutionContext, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
     """Evaluate a committed state, which replaces the one that the session holds."""
     work.be("evaluating")
-    tensors, metadata = work.blob(plan.base.digest)
-    work.load(tensors, {"step": str(plan.base.step), "format": "1", **metadata})
+    work.load(*work.base_state(plan.base))
     trainer = work.holding.trainer
     assert trainer is not None
     parts = evaluate(work, trainer, list(plan.splits), plan.rank, max(plan.size, 1))

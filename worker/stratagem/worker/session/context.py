@@ -33,6 +33,7 @@ from stratagem.worker.engine import (
     build_inference,
     build_trainer,
 )
+from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.exchange import (
     GossipExchange,
     GradientBuckets,
@@ -239,6 +240,14 @@ class ExecutionContext:
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for a blob; return its tensors, which must not be changed, and metadata."""
         return self.control.wait_for_caller(self._fetch(digest)).load()
+
+    def base_state(self, base: pb.StateRef) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """Wait for the state that a plan begins from; return its tensors and metadata.
+
+        A state that federated aggregation made has no step of its own: it gets the plan's.
+        """
+        tensors, metadata = self.blob(base.digest)
+        return tensors, state_metadata(base.step, metadata)
 
     async def _fetch(self, digest: str) -> Blob:
         if self.host.blobs.find(self.key.run_id, digest) is None:

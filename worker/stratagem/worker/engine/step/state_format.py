@@ -19,11 +19,24 @@ from stratagem.common.base.errors import InvalidInputError
 
 MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"
-FORMAT: Final = "1"
+_FORMAT: Final = "1"
 _CRC_BYTES: Final = 1 << 20
 _CPU_KEYS: Final = frozenset({"step", "mu_product"})
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+def state_metadata(step: int, further: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the metadata of a state after `step` steps: these, then the further ones given."""
+    return {"step": str(step), "format": _FORMAT, **(further or {})}
+
+
+def step_of(metadata: Mapping[str, str]) -> int:
+    """Return after how many steps a state was taken; InvalidInputError if it is of another
+    format."""
+    if metadata.get("format") != _FORMAT:
+        raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+    return int(metadata["step"])
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -282,7 +282,7 @@ class GossipTrainer:
     def copy_state(self, *, with_mean: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the mean."""
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if with_mean else {}
-        metadata = {"step": str(self.step), "format": state_format.FORMAT}
+        metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
             moments, numbers = state_format.optimizer_state(node.optimizer, node.params)
             public = self.public.state(number) if self.public is not None else {}
@@ -294,8 +294,7 @@ class GossipTrainer:
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state of all nodes; from a state without nodes, each begins there."""
-        if metadata.get("format") != state_format.FORMAT:
-            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
             own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
@@ -305,7 +304,7 @@ class GossipTrainer:
         if self.public is not None:
             for number in self.public.nodes:
                 self.public.load(number, _of(number, tensors) or tensors)
-        self.step = int(metadata["step"])
+        self.step = step
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of what this member holds: its nodes and the mean."""

@@ -66,10 +66,8 @@ class Inference:
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(the model's tensors by name, metadata), copied to the CPU; step 0."""
-        return state_format.copied(state_format.model_state(self.model)), {
-            "step": "0",
-            "format": state_format.FORMAT,
-        }
+        tensors = state_format.copied(state_format.model_state(self.model))
+        return tensors, state_format.state_metadata(step=0)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the model of a state; what else stands in it is passed over."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
@@ -39,7 +38,7 @@ class TrainerState:
         if self.phases is not None:
             saved, texts = self.phases.state()
             tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
-        metadata = {"step": str(step), "format": state_format.FORMAT, **numbers}
+        metadata = state_format.state_metadata(step, numbers)
         return {**state_format.model_state(self.model), **tensors}, metadata
 
     def copied(self, step: int, *, with_shared: bool) -> State:
@@ -51,8 +50,7 @@ class TrainerState:
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         """Puts a state in the place of the present one; after how many steps it was taken."""
-        if metadata.get("format") != state_format.FORMAT:
-            raise InvalidInputError.at("state.format", f"{metadata.get('format')} is not supported")
+        step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         if self.compressor is not None:
@@ -60,4 +58,4 @@ class TrainerState:
         if self.phases is not None:
             self.phases.load(tensors, metadata)
         self.scale.load(metadata)
-        return int(metadata["step"])
+        return step
