@@ -10,8 +10,8 @@ import pytest
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.send_timeout import Sending
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.stall_timeout import StallTimeout, takes_nothing
 from stratagem.common.rpc.tensor_transfer import pull, serve_get
 from stratagem.common.tensors.manifest import Purpose, build_manifest
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
@@ -74,7 +74,7 @@ async def test_a_stalled_download_ends_and_goes_on_where_it_stood() -> None:
         await server.stop(None)
 
 
-class Context:
+class Caller:
     """Takes what it is given, until it is held."""
 
     def __init__(self) -> None:
@@ -82,30 +82,36 @@ class Context:
         self.is_free = asyncio.Event()
         self.is_free.set()
 
-    async def write(self, response: int) -> None:
+    async def take(self, response: int) -> None:
         await self.is_free.wait()
         self.taken.append(response)
 
 
+async def give(caller: Caller, responses: list[int]) -> None:
+    async with StallTimeout(0.02, takes_nothing) as stall:
+        for response in responses:
+            with stall.waiting():
+                await caller.take(response)
+            await asyncio.sleep(0.2)  # the handler has nothing to say for a while
+
+
 async def test_the_deadline_is_on_what_is_not_taken() -> None:
-    context = Context()
-    async with Sending(context, 0.02) as sending:
-        await sending.send(1)
-        await asyncio.sleep(0.2)  # the handler has nothing to say for a while
-        await sending.send(2)
-    context.is_free.clear()
+    caller = Caller()
+    await give(caller, [1, 2])
+    caller.is_free.clear()
     with pytest.raises(UnavailableError, match=r"has taken nothing for 0\.02 s; ask again"):
-        async with Sending(context, 0.02) as sending:
-            await sending.send(3)
-    assert context.taken == [1, 2]
+        await give(caller, [3])
+    assert caller.taken == [1, 2]
 
 
 async def test_who_waits_for_others_is_not_hurried() -> None:
-    context = Context()
-    context.is_free.clear()
-    async with asyncio.TaskGroup() as group, Sending(context, None) as sending:
-        writing = group.create_task(sending.send(1))
-        await asyncio.sleep(0.05)
-        assert not writing.done()
-        context.is_free.set()
-    assert context.taken == [1]
+    caller = Caller()
+    caller.is_free.clear()
+    async with asyncio.TaskGroup() as group, StallTimeout(None) as stall:
+        with stall.waiting():
+            writing = group.create_task(caller.take(1))
+            await asyncio.sleep(0.05)
+            assert not writing.done()
+            caller.is_free.set()
+            await writing
+    assert caller.taken == [1]

@@ -24,7 +24,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.identity.certificates import Authority, init
 from stratagem.common.job import JobSpec
-from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
 
@@ -230,9 +230,9 @@ def test_logs_are_not_repeated_after_a_cut(client: Client, fake: FakeCoordinator
 def test_a_download_resumes_where_it_was_cut(
     client: Client, fake: FakeCoordinator, tmp_path: Path
 ) -> None:
-    fake.download_cuts = [0, 2 * CHUNK_BYTES]
+    fake.download_cuts = [0, 2 * SMALL_CHUNK_BYTES]
     path = client.submit(JOB).download(tmp_path / "model.safetensors")
-    assert fake.downloaded_from == [0, CHUNK_BYTES, 3 * CHUNK_BYTES]
+    assert fake.downloaded_from == [0, SMALL_CHUNK_BYTES, 5 * SMALL_CHUNK_BYTES]
     tensors = load_file(path)
     assert torch.equal(tensors["model/weight"], torch.arange(1_000_000, dtype=torch.float32))
     assert list(tmp_path.iterdir()) == [path]

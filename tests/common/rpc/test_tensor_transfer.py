@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import google_crc32c
@@ -20,7 +21,7 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.tensor_transfer import pull, push
+from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, pull, push
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest
@@ -76,7 +77,8 @@ async def test_download_resumes_where_the_server_broke_off() -> None:
         received, target = await download(port)
     assert_same(received, state())
     assert target.accepted == 1
-    assert store.offsets == [0] + [2 * CHUNK_BYTES] * 3 + [3 * CHUNK_BYTES]
+    two = 4 * SMALL_CHUNK_BYTES
+    assert store.offsets == [0] + [two] * 3 + [two + SMALL_CHUNK_BYTES]
 
 
 async def test_upload_resumes_where_the_server_broke_off() -> None:
@@ -101,6 +103,40 @@ async def test_download_and_upload_survive_a_cut_connection() -> None:
         assert 0 < store.offsets[1] <= store.offsets[2]
     assert_same(received, state())
     assert digest in store.committed
+
+
+async def test_a_chunk_that_never_arrives_whole_comes_in_small_ones() -> None:
+    """Each connection carries a seventh of a chunk, as a slow one does until the peer gives up."""
+    share = CHUNK_BYTES // 7
+    named = {"x": torch.arange(CHUNK_BYTES // 2)}
+    store = filled(Store(), named)
+    async with serving(store) as far, fragile_wire(far, [share] * 100) as (wire, port):
+        received, _ = await download(port)
+        assert wire.num_connections > 7
+    assert_same(received, named)
+
+
+class Narrow(Store):
+    """Is silent to a sender once a chunk comes that takes too long, as one that is not whole
+    does."""
+
+    async def SetState(self, request_iterator: AsyncIterator[Any], context: Any) -> Any:
+        async def narrowed() -> AsyncIterator[Any]:
+            async for request in request_iterator:
+                if len(request.chunk.data) > CHUNK_BYTES // 7:
+                    raise TimeoutError("the peer was silent for 30 s")
+                yield request
+
+        async for response in super().SetState(narrowed(), context):
+            yield response
+
+
+async def test_an_upload_that_was_too_slow_goes_on_in_small_chunks() -> None:
+    store = Narrow()
+    async with serving(store) as port:
+        digest = await upload(port, state())
+    assert digest in store.committed
+    assert len(store.offsets) == 2
 
 
 async def test_no_progress_gives_up_with_the_reason() -> None:

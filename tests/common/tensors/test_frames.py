@@ -18,6 +18,7 @@ from stratagem.common.tensors.frames import (
     joined,
     patched,
     reading_frames,
+    recut,
 )
 from stratagem.v1 import coordinator_pb2, peer_pb2, worker_pb2
 
@@ -67,6 +68,22 @@ def test_a_frame_whose_checksum_is_put_in_is_the_joined_one(
     parts = [memoryview(data)[start:end] for start, end in pairwise(at)]
     assert patched(offset, *parts) == patched(offset, data) == joined(offset, *parts)
     assert joined(offset, *parts) == frame(offset, data) == next(iter_frames([parts], offset))
+
+
+@given(OFFSETS, st.sampled_from([5000, 2**16, 2**20]), st.lists(st.integers(1, 700_000)))
+def test_a_frame_cut_into_smaller_ones_carries_the_same(
+    offset: int, size: int, sizes: list[int]
+) -> None:
+    data = (b"%d" % size * size)[:size]
+    offset = min(offset, 2**63 - 1 - size)
+    parts = [read(each) for each in recut(frame(offset, data), sizes)]
+    assert b"".join(bytes(each.chunk.data) for each in parts) == data
+    for part, wanted in zip(parts[:-1], sizes, strict=False):
+        assert len(part.chunk.data) == wanted
+    for part in parts:
+        assert part.chunk.offset == offset
+        assert part.chunk.crc32c == crc32c(part.chunk.data)
+        offset += len(part.chunk.data)
 
 
 def test_a_frame_leaves_out_a_checksum_of_zero() -> None:

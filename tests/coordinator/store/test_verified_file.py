@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.service.stream_calls import download
 from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError, DirectoryBlobs
 from stratagem.coordinator.store.blobs.verified_file import Sums
+from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.store.places import Bucket, digest_of, put, read
 from tests.coordinator.updates.updates import flip_bit
 
@@ -56,18 +58,21 @@ def streamed(store: BlobStore, digest: Digest, offset: int = 0) -> bytes:
 
     async def receive() -> bytes:
         got: list[Any] = [frame async for frame in download(store, digest, offset)]
-        return b"".join(each for each in got[1:] if isinstance(each, bytes))
+        return carried((each for each in got[1:] if isinstance(each, bytes)), offset)
 
     return asyncio.run(receive())
 
 
-def expected_frames(offset: int = 0) -> bytes:
-    frames = []
-    while offset < SIZE:
-        size = min(CHUNK_BYTES - offset % CHUNK_BYTES, SIZE - offset)
-        frames.append(frame(offset, DATA[offset : offset + size]))
-        offset += size
-    return b"".join(frames)
+def carried(frames: Iterable[bytes], offset: int = 0) -> bytes:
+    """What frames carry, of which each must begin where the one before it ends."""
+    data = b""
+    for each in frames:
+        chunk = DownloadStateResponse.FromString(each).chunk
+        assert chunk.offset == offset + len(data)
+        assert 0 < len(chunk.data) <= CHUNK_BYTES
+        assert chunk.crc32c == crc32c(chunk.data)
+        data += chunk.data
+    return data
 
 
 @everywhere
@@ -91,7 +96,7 @@ def test_a_bit_that_changes_later_is_found_by_whoever_reads_it(
 @everywhere
 def test_no_stream_gives_it_to_anybody(tmp_path: Path, at: int) -> None:
     store, digest = store_with(tmp_path)
-    assert streamed(store, digest) == expected_frames()
+    assert streamed(store, digest) == DATA
     rot(store.path(digest), at)
     with pytest.raises(UnavailableError, match="has changed"):
         streamed(store, digest)
@@ -103,7 +108,8 @@ def test_no_push_to_workers_gives_it_to_anybody(tmp_path: Path) -> None:
     store, digest = store_with(tmp_path)
     with store.open(digest) as file:
         first, second = (SharedFrames(file.source(), SIZE, file.check) for _ in range(2))
-    assert b"".join(first(0)) == expected_frames()
+    for offset in (0, 5, CHUNK_BYTES, CHUNK_BYTES + 5):  # a slow receiver goes on inside a chunk
+        assert carried(first(offset), offset) == DATA[offset:]
     rot(store.path(digest), PLACES["first byte"])  # under a reader that has it open
     with pytest.raises(UnavailableError, match="has changed"):
         list(second(0))
@@ -112,7 +118,7 @@ def test_no_push_to_workers_gives_it_to_anybody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offset", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 5, SIZE - 1])
 def test_a_stream_goes_on_from_any_offset(tmp_path: Path, offset: int) -> None:
     store, digest = store_with(tmp_path)
-    assert streamed(store, digest, offset) == expected_frames(offset)
+    assert streamed(store, digest, offset) == DATA[offset:]
     rot(store.path(digest), len(HEADER) + offset - offset % CHUNK_BYTES)
     with pytest.raises(UnavailableError, match="has changed"):
         streamed(store, digest, offset)

@@ -44,7 +44,7 @@ from stratagem.common.rpc.admission import (
 )
 from stratagem.common.rpc.grpc_options import SERVER_OPTIONS
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.common.rpc.send_timeout import Sending
+from stratagem.common.rpc.stall_timeout import StallTimeout, takes_nothing
 from stratagem.common.rpc.status_codes import to_status
 from stratagem.common.tensors.frames import reading_frames
 
@@ -289,10 +289,11 @@ def _streaming(
                         return
                     async with (
                         aclosing(responses),
-                        Sending(context, rules.stall_s) as sending,
+                        StallTimeout(rules.stall_s, takes_nothing) as caller,
                     ):
                         async for response in responses:
-                            await sending.send(response)
+                            with caller.waiting():  # until gRPC has room for more
+                                await context.write(response)
         except asyncio.CancelledError:
             _check_not_cancelled()
             await _abort(context, rules.method, _ending(), rules.calls)

@@ -1,8 +1,10 @@
 """Tensor streams over gRPC, both directions and both sides.
 
 Owns the order of messages, resuming after a cut, and the idle timeout: a peer that is silent for
-`idle_timeout_s` inside a stream counts as gone. Bytes pass through a piece at a time and are never
-gathered here. Must not know torch, sessions or where bytes are stored.
+`idle_timeout_s` inside a stream counts as gone. gRPC shows whole messages only, so a chunk must
+arrive within that time, and a slow stream is given small ones: a download begins with them, each
+time it is resumed, and an upload that was too slow goes on with them. Bytes pass through a piece at
+a time and are never gathered here. Must not know torch, sessions or where bytes are stored.
 
     download  caller: request with offset  server: Manifest, Chunk…               pull, serve_get
     upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
@@ -12,10 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeVar, cast
+from itertools import repeat
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -23,6 +24,7 @@ import grpc.aio
 from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
 from stratagem.common.observe.request_ids import bind_ids
 from stratagem.common.rpc.channel import write_message
+from stratagem.common.rpc.stall_timeout import StallTimeout
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.tensors.chunks import (
     CarriesChunk,
@@ -32,7 +34,7 @@ from stratagem.common.tensors.chunks import (
     check_offset,
     from_buffers,
 )
-from stratagem.common.tensors.frames import ChunkFrame, iter_frames
+from stratagem.common.tensors.frames import ChunkFrame, iter_frames, recut
 from stratagem.common.tensors.manifest import (
     DEFAULT_LIMITS,
     Limits,
@@ -45,6 +47,11 @@ from stratagem.common.tensors.traffic import Flow, sent
 from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
+SMALL_CHUNK_BYTES: Final = 64 * 2**10
+"""Within the idle timeout, it is 2 KB/s; a whole chunk would be 70 KB/s."""
+_FIRST_CHUNKS: Final = (SMALL_CHUNK_BYTES, 3 * SMALL_CHUNK_BYTES, 12 * SMALL_CHUNK_BYTES)
+"""Half of the first 2 MiB of a download, so at less than 70 KB/s some of it arrives: three more
+messages are nothing to a fast stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +104,15 @@ async def serve_get(
     first.manifest.CopyFrom(to_proto(manifest))
     yield first
     source, flow = content if callable(content) else from_buffers(content), sent(manifest.purpose)
+    begin = offset
     for piece in source(offset):
         size = len(piece) if isinstance(piece, bytes | memoryview) else sum(map(len, piece))
         (frame,) = iter_frames((piece,), offset)
         if check is not None:
             check(offset, frame)
-        flow.num_bytes += len(frame)
-        yield cast(M, frame)
+        for part in recut(frame, _FIRST_CHUNKS) if offset == begin else (frame,):
+            flow.num_bytes += len(part)
+            yield cast(M, part)
         offset += size
 
 
@@ -147,72 +156,25 @@ async def receive_chunks(
     keep_up is awaited after each chunk: a sink that works behind the stream holds it up there.
     """
     read = aiter(messages).__anext__
-    async with _Patience(idle_timeout_s) as patience:
+    async with StallTimeout(idle_timeout_s) as peer:
         while not writer.is_complete:
             try:
-                message = await read()
+                with peer.waiting():
+                    message = await read()
             except StopAsyncIteration:
                 writer.finish()
                 return
-            patience.heard()
             if type(message) is not ChunkFrame and (kind := _kind(message)) != "chunk":
                 raise InvalidInputError.at("message", f"{kind} stands where a chunk must be")
             writer.write(message.chunk)
             if keep_up is not None:
-                with patience.paused():
-                    await keep_up()
-
-
-class _Patience:
-    """Raises TimeoutError inside its block when the peer was silent for `idle_timeout_s` there.
-
-    There is one timer for all messages of a stream, and it is moved only now and then; so it may
-    take an eighth longer.
-    """
-
-    __slots__ = ("_idle_timeout_s", "_loop", "_move_at_s", "_timeout")
-
-    def __init__(self, idle_timeout_s: float) -> None:
-        self._idle_timeout_s = idle_timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        self._move_at_s = 0.0
-
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        self.heard()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        try:
-            await self._timeout.__aexit__(exc_type, exc_val, exc_tb)
-        except TimeoutError:
-            raise TimeoutError(f"the peer was silent for {self._idle_timeout_s:g} s") from None
-
-    def heard(self) -> None:
-        """Say that the peer has said something."""
-        now_s = self._loop.time()
-        if now_s >= self._move_at_s:
-            self._move_at_s = now_s + self._idle_timeout_s / 8
-            self._timeout.reschedule(self._move_at_s + self._idle_timeout_s)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A block in which it is not the peer that is waited for."""
-        self._timeout.reschedule(None)
-        yield
-        self._move_at_s = 0.0
-        self.heard()
+                await keep_up()
 
 
 async def _next(messages: AsyncIterator[R], idle_timeout_s: float) -> R | None:
-    async with _Patience(idle_timeout_s):
-        return await anext(messages, None)
+    async with StallTimeout(idle_timeout_s) as peer:
+        with peer.waiting():
+            return await anext(messages, None)
 
 
 def _kind(message: Any) -> str:
@@ -336,13 +298,18 @@ async def push_frames(
     """Send chunks that are serialized already, which several receivers may share, as `push`
     does."""
     agreed = 0  # the offset from which the receiver has wanted bytes last
+    is_slow = False
 
     async def attempt() -> None:
-        nonlocal agreed
+        nonlocal agreed, is_slow
         call = method()
         try:
             agreed = await _handshake(call, header, manifest.total_bytes, idle_timeout_s)
-            await _send(call, frames(agreed), sent(manifest.purpose), idle_timeout_s)
+            content = _small(frames(agreed)) if is_slow else frames(agreed)
+            await _send(call, content, sent(manifest.purpose), idle_timeout_s)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            is_slow |= _is_stall(error)
+            raise
         finally:
             call.cancel()  # does nothing to a call that has ended
 
@@ -361,15 +328,21 @@ async def _handshake(call: Any, header: Any, total_bytes: int, idle_timeout_s: f
 
 
 async def _send(call: Any, frames: Iterator[bytes], flow: Flow, idle_timeout_s: float) -> None:
-    async with _Patience(idle_timeout_s) as patience:
+    async with StallTimeout(idle_timeout_s) as peer:
         for frame in frames:
-            await write_message(call, frame)
+            with peer.waiting():
+                await write_message(call, frame)
             flow.num_bytes += len(frame)
-            patience.heard()
-        await call.done_writing()
-        answer = await call.read()
+        with peer.waiting():
+            await call.done_writing()
+            answer = await call.read()
         if answer is grpc.aio.EOF or not answer.committed:
             raise ConflictError("the receiver ended the upload without committing it")
+
+
+def _small(frames: Iterator[bytes]) -> Iterator[bytes]:
+    for frame in frames:
+        yield from recut(frame, repeat(SMALL_CHUNK_BYTES))
 
 
 async def _persist(
@@ -395,9 +368,17 @@ def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
     gRPC reports a write into a stream that the peer has just ended as INTERNAL, and loses the
     peer's reason; the next attempt will receive it.
     """
-    if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.UNAVAILABLE:
+    if _is_stall(error):
         return True
-    return error.details() == "Internal error from Core"
+    assert isinstance(error, grpc.aio.AioRpcError)
+    is_away = error.code() is grpc.StatusCode.UNAVAILABLE
+    return is_away or error.details() == "Internal error from Core"
+
+
+def _is_stall(error: grpc.aio.AioRpcError | TimeoutError) -> bool:
+    """Return whether this side or the peer has waited for the idle timeout: no call here has
+    another deadline."""
+    return isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def _translated(error: grpc.aio.AioRpcError | TimeoutError) -> Exception:

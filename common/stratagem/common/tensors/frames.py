@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import google_crc32c
@@ -59,6 +60,21 @@ def frame(offset: int, *parts: Data) -> bytes:
     empty."""
     size = sum(map(len, parts))
     return (patched if size >= _MIN_PATCHED_BYTES else joined)(offset, *parts)
+
+
+def recut(raw: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
+    """Yield what a frame carries as frames of these sizes, and one of what is left."""
+    whole = None if len(raw) < _MIN_BYTES else _unframed(raw, tensor_pb2.Chunk.FromString)
+    if whole is None:
+        yield raw
+        return
+    begin, num_bytes = 0, len(whole.data)
+    for size in chain(sizes, (num_bytes,)):
+        if begin == num_bytes:
+            return
+        end = min(begin + size, num_bytes)
+        yield frame(whole.offset + begin, whole.data[begin:end])
+        begin = end
 
 
 def has_crc(raw: bytes, offset: int, size: int, crc: int) -> bool:

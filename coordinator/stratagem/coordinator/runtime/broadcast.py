@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import frame
 from stratagem.common.tensors.safetensors_file import FileSource
 
@@ -28,7 +27,7 @@ class SharedFrames:
         self._source = source
         self._check = check
         self._total_bytes = total_bytes
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # (frame, bytes of data)
 
     def __call__(self, offset: int) -> Iterator[bytes]:
         """Yield the frames from an offset on."""
@@ -38,15 +37,16 @@ class SharedFrames:
             if made is None:
                 if pieces is None:
                     pieces = self._source(offset)
-                made = self._keep(offset, frame(offset, next(pieces)))
+                made = self._keep(offset, next(pieces))
             else:
                 pieces = None
-            yield made
-            offset += min(CHUNK_BYTES, self._total_bytes - offset)
+            yield made[0]
+            offset += made[1]
 
-    def _keep(self, offset: int, made: bytes) -> bytes:
+    def _keep(self, offset: int, piece: bytes) -> tuple[bytes, int]:
+        made = frame(offset, piece)
         self._check(offset, made)
-        self._kept[offset] = made
+        self._kept[offset] = made, len(piece)
         if len(self._kept) > NUM_KEPT:
             self._kept.popitem(last=False)
-        return made
+        return self._kept[offset]
