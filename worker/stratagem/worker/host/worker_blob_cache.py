@@ -18,14 +18,13 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
 from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
-from stratagem.common.tensors.chunks import ChunkWriter, Sink
+from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest, file_digest, header_bytes
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
@@ -38,65 +37,28 @@ Tensors = Mapping[str, Tensor]
 
 
 class Blob(Protocol):
-    """One complete blob. `load` gives tensors that the caller must not change."""
+    """One blob: its storage from the first byte on, and after `finish` its content.
 
-    @property
-    def purpose(self) -> Purpose: ...
-    @property
-    def memory_bytes(self) -> int: ...
+    `load` gives tensors that the caller must not change.
+    """
+
+    purpose: Purpose
+    memory_bytes: int
+
+    def sink(self, offset: int, data: bytes, /) -> None: ...
+    def digest(self) -> str: ...
+    def finish(self) -> None: ...
     def load(self) -> tuple[Tensors, Mapping[str, str]]: ...
     def drop(self) -> None: ...
 
 
-class _Place(Protocol):
-    """The storage that the bytes of an upload go to: memory or a file."""
-
-    @property
-    def sink(self) -> Sink: ...
-    def digest(self) -> str: ...
-    def finish(self) -> Blob: ...
-    def drop(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
 class _InMemory:
-    manifest: Manifest
-    tensors: Tensors
-
-    @property
-    def purpose(self) -> Purpose:
-        return self.manifest.purpose
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.manifest.total_bytes
-
-    def load(self) -> tuple[Tensors, Mapping[str, str]]:
-        return self.tensors, self.manifest.metadata
-
-    def drop(self) -> None:
-        """Do nothing: the tensors are freed with the last reference to them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDisk:
-    path: Path
-    purpose: Purpose
-    memory_bytes: int = 0
-
-    def load(self) -> tuple[Tensors, Mapping[str, str]]:
-        tensors, manifest = load_file(self.path)
-        return tensors, manifest.metadata
-
-    def drop(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-
-class _MemoryPlace:
     def __init__(self, manifest: Manifest) -> None:
+        self.purpose, self.memory_bytes = manifest.purpose, manifest.total_bytes
         self._manifest = manifest
+        self._tensors: Tensors = {}
         try:
-            self.sink, self._finish = allocate(manifest)
+            self.sink, self._views = allocate(manifest)
         except (MemoryError, RuntimeError) as error:  # torch has no type of its own for it
             raise LimitError(
                 f"{manifest.total_bytes} bytes are more than this worker's memory; give it a "
@@ -104,22 +66,27 @@ class _MemoryPlace:
             ) from error
 
     def digest(self) -> str:
-        tensors = self._finish()
+        tensors = self._views()
         stored = [bytes_of(tensors[each.name]) for each in self._manifest.stored()]
         return blob_digest(self._manifest, stored)
 
-    def finish(self) -> Blob:
-        return _InMemory(self._manifest, self._finish())
+    def finish(self) -> None:
+        self._tensors = self._views()
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        return self._tensors, self._manifest.metadata
 
     def drop(self) -> None:
         """Do nothing: the tensors are freed with the last reference to them."""
 
 
-class _FilePlace:
+class _OnDisk:
+    memory_bytes = 0
+
     def __init__(self, path: Path, manifest: Manifest) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.purpose = manifest.purpose
         self._path = path
-        self._purpose = manifest.purpose
         self._file: BinaryIO = path.open("wb")
         self._file.write(header_bytes(manifest))
 
@@ -132,9 +99,12 @@ class _FilePlace:
         self._file.flush()
         return file_digest(self._path)
 
-    def finish(self) -> Blob:
+    def finish(self) -> None:
         self._file.close()
-        return _OnDisk(self._path, self._purpose)
+
+    def load(self) -> tuple[Tensors, Mapping[str, str]]:
+        tensors, manifest = load_file(self._path)
+        return tensors, manifest.metadata
 
     def drop(self) -> None:
         self._file.close()
@@ -144,20 +114,20 @@ class _FilePlace:
 class BlobUpload:
     """One blob on its way in. Survives the stream that carried its first part."""
 
-    def __init__(self, digest: str, manifest: Manifest, place: _Place) -> None:
+    def __init__(self, digest: str, manifest: Manifest, blob: Blob) -> None:
         self.digest = digest
         self.manifest = manifest
         self.is_open = False
         self.term = 0
         """Term of the coordinator whose stream has it open."""
         self.num_streams = 0
-        self._place = place
-        self.writer = ChunkWriter(manifest.total_bytes, place.sink, purpose=manifest.purpose)
+        self._blob = blob
+        self.writer = ChunkWriter(manifest.total_bytes, blob.sink, purpose=manifest.purpose)
 
     def check(self) -> None:
         """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""
         try:
-            found = self._place.digest()
+            found = self._blob.digest()
         except (OSError, ValueError) as error:
             raise ConflictError("the run was closed meanwhile") from error
         if found != self.digest:
@@ -166,10 +136,11 @@ class BlobUpload:
     def finish(self) -> Blob:
         """Return the blob. Raise IntegrityError while bytes are missing."""
         self.writer.finish()
-        return self._place.finish()
+        self._blob.finish()
+        return self._blob
 
     def drop(self) -> None:
-        self._place.drop()
+        self._blob.drop()
 
 
 class ReceivedBlobs:
@@ -211,7 +182,7 @@ class ReceivedBlobs:
             self._forget_oldest()
             if upload is not None:
                 upload.drop()
-            upload = BlobUpload(digest, manifest, self._place(run_id, digest, manifest))
+            upload = BlobUpload(digest, manifest, self._begin(run_id, digest, manifest))
             self._uploads[run_id, digest] = upload
         upload.is_open, upload.term = True, term
         upload.num_streams += 1
@@ -264,13 +235,11 @@ class ReceivedBlobs:
         used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
         return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
 
-    def _place(self, run_id: str, digest: str, manifest: Manifest) -> _Place:
-        if (
-            self._directory is None
-            or self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
-        ):
-            return _MemoryPlace(manifest)
-        return _FilePlace(self._directory / run_id / digest, manifest)
+    def _begin(self, run_id: str, digest: str, manifest: Manifest) -> Blob:
+        has_room = self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
+        if self._directory is None or has_room:
+            return _InMemory(manifest)
+        return _OnDisk(self._directory / run_id / digest, manifest)
 
     def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
         blobs = self._runs.setdefault(run_id, OrderedDict())
