@@ -15,7 +15,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import grpc
@@ -68,12 +67,7 @@ class AsyncClient:
         self._open_connection = Connection(self.address, self._patience_s, self._proof)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

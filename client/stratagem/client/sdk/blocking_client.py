@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun
@@ -165,12 +164,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _running(self) -> LoopThread:

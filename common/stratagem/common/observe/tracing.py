@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.common.base.errors import InvalidInputError
@@ -167,12 +166,7 @@ class Served:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._span is None:
             return
         if isinstance(error, Exception):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from stratagem.common.base.errors import UnavailableError
 
@@ -51,16 +50,11 @@ class StallTimeout:
         self._look_later()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            await self._timeout.__aexit__(exc_type, exc_val, exc_tb)
+            await self._timeout.__aexit__(*raised)
         except TimeoutError:
             assert self._stall_s is not None
             raise self._error(self._stall_s) from None

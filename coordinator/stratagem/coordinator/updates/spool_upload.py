@@ -19,6 +19,7 @@ from typing import Final, Self
 
 from stratagem.common.base.errors import IntegrityError, StaleError, StratagemError
 from stratagem.common.base.ids import Digest
+from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.rejection_causes import Cause
@@ -66,14 +67,9 @@ class SpoolEntry:
 
     def write(self, path: Path) -> None:
         """Replace the file durably, in one rename."""
-        temporary = path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(self) | {"path": self.path.name}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("coordinator.spool.before_rename")
-        temporary.replace(path)
+        with whole_file(path, mode=0o600) as file:
+            file.write(json.dumps(asdict(self) | {"path": self.path.name}).encode())
+            failpoint("coordinator.spool.before_rename")
         sync_folder(path.parent)
         failpoint("coordinator.spool.after_rename")
 
@@ -277,10 +273,8 @@ class SpoolWriter:
             "crc32c": self._check.crc32c,
             "offset": self.offset,
         }
-        temporary = self._note_path.with_suffix(".note")
-        with space_needed():
-            temporary.write_text(json.dumps(note))
-            temporary.replace(self._note_path)
+        with space_needed(), whole_file(self._note_path, durable=False) as file:
+            file.write(json.dumps(note).encode())
         self._noted_bytes = self._file.num_bytes
         failpoint("coordinator.spool.after_checkpoint")
 

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -57,12 +56,7 @@ class StepRecorder:
         self._num_begun += 1
         self._span.enter_context(record_function(f"{self._name}{step}"))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._span.close()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:

@@ -39,14 +39,20 @@ def no_room() -> bool:
     return False
 
 
-def write_some(descriptor: int, data: memoryview, make_room: MakeRoom) -> int:
-    """Write like os.write, but make room on a full disk while there is something to delete."""
-    while True:
-        try:
-            return os.write(descriptor, data)
-        except OSError as error:
-            if error.errno not in _FULL or not make_room():
-                raise
+def write_all(descriptor: int, data: memoryview | bytes, make_room: MakeRoom) -> int:
+    """Write all of data and return its size; a full disk is made room on while there is something
+    to delete. Raises UnavailableError when it stays full.
+    """
+    view = memoryview(data).cast("B")
+    num_bytes = len(view)
+    with space_needed():
+        while view:
+            try:
+                view = view[os.write(descriptor, view) :]
+            except OSError as error:
+                if error.errno not in _FULL or not make_room():
+                    raise
+    return num_bytes
 
 
 class DurableFile:
@@ -60,12 +66,7 @@ class DurableFile:
 
     def write(self, data: memoryview | bytes) -> None:
         """Append all of data. Raises UnavailableError when the disk is full."""
-        view = memoryview(data).cast("B")
-        with space_needed():
-            while view:
-                written = write_some(self.descriptor, view, self._make_room)
-                self.num_bytes += written
-                view = view[written:]
+        self.num_bytes += write_all(self.descriptor, data, self._make_room)
         if self.num_bytes - self._sent_bytes >= _WRITEBACK_BYTES:
             self._start_writeback()
 

@@ -16,7 +16,7 @@ from stratagem.coordinator.store.blobs.durable_file import (
     no_room,
     pieces,
     space_needed,
-    write_some,
+    write_all,
 )
 
 
@@ -32,10 +32,7 @@ class Scratch:
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes. Raises UnavailableError when the disk is full."""
-        view = memoryview(data).cast("B")
-        with space_needed():
-            while view:
-                view = view[write_some(self._descriptor, view, self._make_room) :]
+        write_all(self._descriptor, data, self._make_room)
 
     def read(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         """Yield a range of what was written, in pieces that share one buffer."""
