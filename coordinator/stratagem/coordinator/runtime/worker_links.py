@@ -5,9 +5,12 @@ a worker, so an outbound tunnel would be added here.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
+import grpc.aio
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import RunId
@@ -21,6 +24,21 @@ from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PROBE_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSession:
+    """A session of a party on a worker, at the membership that calls about it belong to."""
+
+    member: Member
+    run_id: RunId
+    party: str
+    membership: int
+
+    @property
+    def ref(self) -> types_pb2.SessionRef:
+        """Return the name of the session, which the worker knows it by."""
+        return session(self.run_id, self.party)
 
 
 class WorkerLink:
@@ -66,28 +84,33 @@ class WorkerLink:
     async def close_run(self, run_id: RunId) -> None:
         """Have the worker forget a run, its blobs included. Raises when it does not answer."""
         request = worker_pb2.CloseSessionRequest(fence=self.fence(0), run_id=run_id)
-        try:
-            await self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
 
-    async def abort(self, fence: types_pb2.Fence, ref: types_pb2.SessionRef) -> None:
+    async def abort(self, at: WorkerSession) -> None:
         """Have the worker end what runs in a session."""
-        request = worker_pb2.AbortRequest(fence=fence, session=ref, reason="no longer needed")
-        try:
-            await self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        request = worker_pb2.AbortRequest(
+            fence=self.fence(at.membership), session=at.ref, reason="no longer needed"
+        )
+        await _answered(self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S))
 
-    async def close_session(self, ref: types_pb2.SessionRef) -> None:
+    async def close_session(self, at: WorkerSession) -> None:
         """Have the worker forget one session of a run."""
         request = worker_pb2.CloseSessionRequest(
-            fence=self.fence(0), run_id=ref.run_id, session=ref
+            fence=self.fence(0), run_id=at.run_id, session=at.ref
         )
-        try:
-            await self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
+
+    def snapshot(
+        self, at: WorkerSession, number: int
+    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+        """Return a function that requests a snapshot of a session from an offset on."""
+
+        def request(offset: int) -> worker_pb2.GetStateRequest:
+            return worker_pb2.GetStateRequest(
+                fence=self.fence(at.membership), session=at.ref, snapshot=number, offset=offset
+            )
+
+        return lambda offset: self.stub.GetState(request(offset))
 
     async def close(self) -> None:
         """Close the channel."""
@@ -129,9 +152,16 @@ class Links:
         self._links.clear()
 
 
-def session(run_id: RunId, party: str = "", member: int = 0) -> types_pb2.SessionRef:
+async def _answered(call: Awaitable[object]) -> None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def session(run_id: RunId, party: str) -> types_pb2.SessionRef:
     """Return the name of a session on a worker."""
-    return types_pb2.SessionRef(run_id=run_id, party=party, member=member)
+    return types_pb2.SessionRef(run_id=run_id, party=party)
 
 
 def state_ref(base: Base) -> worker_pb2.StateRef:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
+from google.protobuf.message import Message
 
 from stratagem.common.base.errors import StaleError
 from stratagem.common.base.exception_text import told
@@ -33,7 +34,7 @@ from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.runtime.chores import Chores
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.runtime.worker_links import Links
+from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs import BlobStore
 from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2
@@ -111,6 +112,19 @@ class EffectContext:
         if known is None or known[0] is not job:
             known = self.job_texts[run_id, party] = (job, job.canonical_json())
         return known[1]
+
+    def request(
+        self, party: Party, at: WorkerSession, segment: int, **plan: Message
+    ) -> worker_pb2.ExecuteRequest:
+        """Return the request to execute a plan, such as build=BuildPlan(), for a party's job."""
+        return worker_pb2.ExecuteRequest(
+            fence=self.links.to(at.member, self.state).fence(at.membership),
+            session=at.ref,
+            segment=segment,
+            job_json=self.job_json(at.run_id, party),
+            numerics=self.numerics_of(at.run_id),
+            **plan,  # type: ignore[arg-type]
+        )
 
     def numerics_of(self, run_id: RunId) -> int:
         """Return the version of the numerics rules that decide the bits of a run; see

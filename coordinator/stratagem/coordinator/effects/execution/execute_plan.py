@@ -23,6 +23,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.rpc.status_codes import shown
+from stratagem.coordinator.core.effects import EvaluateTogether, RunSegment
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.report_intake import let_in
@@ -74,6 +75,31 @@ async def attend(
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
             raise UnavailableError(reason)
         log.info("stream broke, attaching again", worker_id=member.worker_id)
+
+
+async def finish(
+    env: EffectContext,
+    effect: RunSegment | EvaluateTogether,
+    member: Member,
+    request: worker_pb2.ExecuteRequest,
+    on_progress: OnProgress,
+    *,
+    base: Digest | None = None,
+) -> worker_pb2.ExecuteResult | None:
+    """Return a member's result where it is of the plan's own kind; see `attend`.
+
+    None when it ended otherwise: that is reported at once, because the other members wait for this
+    one inside their exchange.
+    """
+    result = await attend(env, member, request, on_progress, base=base)
+    match result.WhichOneof("outcome"):
+        case "error":
+            await fail_party(env, effect.run_id, effect.party, result.error)
+        case outcome if outcome == request.WhichOneof("plan"):
+            return result
+        case _:
+            await env.end_early(effect.run_id, member, result)
+    return None
 
 
 @dataclass

@@ -8,24 +8,19 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.evaluation_sums import client_sums, fold_parts
-from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
 from stratagem.v1 import worker_pb2
 
 
 async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     """Evaluate and report Evaluated, or why the run fails."""
-    link = env.links.to(effect.member, env.state)
-    request = worker_pb2.ExecuteRequest(
-        fence=link.fence(effect.membership),
-        session=session(effect.run_id, child_party(effect.party, "evaluate")),
-        segment=effect.base.segment,
-        job_json=env.job_of(effect.run_id, effect.party).canonical_json(),
-        numerics=env.numerics_of(effect.run_id),
-        evaluate=worker_pb2.EvaluatePlan(
-            base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
-        ),
+    party = child_party(effect.party, "evaluate")
+    at = WorkerSession(effect.member, effect.run_id, party, effect.membership)
+    plan = worker_pb2.EvaluatePlan(
+        base=state_ref(effect.base), splits=effect.splits, rank=0, size=1
     )
+    request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
     result = await attend(env, effect.member, request, base=effect.base.digest)
     match result.WhichOneof("outcome"):
         case "error" if effect.client is not None:

@@ -28,52 +28,46 @@ from stratagem.coordinator.effects.federated.client_failures import defect, reje
 from stratagem.coordinator.effects.federated.coded_client_update import CodedUpload
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
-from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 from stratagem.coordinator.updates.spool import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.stream_offload import Offload
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
-from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.v1 import worker_pb2
 
 
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
     link = env.links.to(effect.member, env.state)
-    session_ref = session(effect.run_id, child_party(effect.party, f"client{effect.client}"))
-    request = worker_pb2.ExecuteRequest(
-        fence=link.fence(effect.membership),
-        session=session_ref,
-        segment=effect.round_num,
-        job_json=env.job_json(effect.run_id, effect.party),
-        numerics=env.numerics_of(effect.run_id),
-        client_round=worker_pb2.ClientRoundPlan(
-            base=state_ref(effect.base),
-            client=effect.client,
-            num_clients=effect.num_clients,
-            local_epochs=effect.local_epochs,
-        ),
+    plan = worker_pb2.ClientRoundPlan(
+        base=state_ref(effect.base),
+        client=effect.client,
+        num_clients=effect.num_clients,
+        local_epochs=effect.local_epochs,
     )
+    at = _session(effect)
+    request = env.request(effect.party, at, effect.round_num, client_round=plan)
     looked = _look(env, effect)
     try:
         result = await attend(env, effect.member, request, base=effect.base.digest)
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.chores.do(link.abort(request.fence, session_ref), f"abort client {effect.client}")
+            env.chores.do(link.abort(at), f"abort client {effect.client}")
         raise
     match result.WhichOneof("outcome"):
         case "error":
-            _close(env, effect, session_ref)
+            _close(env, effect)
             await reject_for_error(env, effect, result.error)
         case "client_round":
             env.yield_slots(effect)
             done = result.client_round
             if wrong := defect(done.loss, done.num_steps, _metrics(done)):
-                _close(env, effect, session_ref)
+                _close(env, effect)
                 await reject(env, effect, *wrong)
             else:
-                await _collect(env, effect, session_ref, done, looked)
+                await _collect(env, effect, done, looked)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
 
@@ -99,33 +93,32 @@ def _key(env: EffectContext, effect: TrainClient) -> SpoolKey:
 async def _collect(
     env: EffectContext,
     effect: TrainClient,
-    session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> None:
     try:
         async with env.pulls:
-            entry = await _pull(env, effect, session_ref, result, looked)
+            entry = await _pull(env, effect, result, looked)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
     except UpdateRejectedError as error:
-        _close(env, effect, session_ref)
+        _close(env, effect)
         await reject(env, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
-    _close(env, effect, session_ref)
+    _close(env, effect)
     received = _received(effect, result, entry)
     with env.folds.reporting(effect.run_id, received):
         await report_update(env, effect, received)
 
 
-def _close(env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef) -> None:
+def _close(env: EffectContext, effect: TrainClient) -> None:
     """Close the client's session: the worker would keep one update of every client that it
     plays.
     """
     link = env.links.to(effect.member, env.state)
-    env.chores.do(link.close_session(session_ref), f"close client {effect.client}")
+    env.chores.do(link.close_session(_session(effect)), f"close client {effect.client}")
 
 
 def _metrics(result: worker_pb2.ClientRoundResult) -> dict[str, float]:
@@ -154,7 +147,6 @@ def _received(
 async def _pull(
     env: EffectContext,
     effect: TrainClient,
-    session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
 ) -> SpoolEntry:
@@ -165,14 +157,13 @@ async def _pull(
     expected, _ = await env.header(effect.base.digest)
     job = env.job_of(effect.run_id, effect.party)
     if codec_of(job):
-        return await _pull_coded(env, effect, session_ref, result.num_samples, expected)
-    return await _pull_plain(env, effect, session_ref, result, expected, offset)
+        return await _pull_coded(env, effect, result.num_samples, expected)
+    return await _pull_plain(env, effect, result, expected, offset)
 
 
 async def _pull_coded(
     env: EffectContext,
     effect: TrainClient,
-    session_ref: types_pb2.SessionRef,
     num_samples: int,
     expected: Manifest,
 ) -> SpoolEntry:
@@ -188,7 +179,7 @@ async def _pull_coded(
 
     with _announced(0, manifests):
         await pull(
-            _opener(env, effect, session_ref),
+            _opener(env, effect),
             accept,
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.UPDATE,
@@ -198,21 +189,17 @@ async def _pull_coded(
     return await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
 
 
+def _session(effect: TrainClient) -> WorkerSession:
+    party = child_party(effect.party, f"client{effect.client}")
+    return WorkerSession(effect.member, effect.run_id, party, effect.membership)
+
+
 def _opener(
-    env: EffectContext, effect: TrainClient, session_ref: types_pb2.SessionRef
+    env: EffectContext, effect: TrainClient
 ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
     """Return a function that requests the update from an offset on."""
     link = env.links.to(effect.member, env.state)
-
-    def request(offset: int) -> worker_pb2.GetStateRequest:
-        return worker_pb2.GetStateRequest(
-            fence=link.fence(effect.membership),
-            session=session_ref,
-            snapshot=effect.round_num,
-            offset=offset,
-        )
-
-    return lambda offset: link.stub.GetState(request(offset))
+    return link.snapshot(_session(effect), effect.round_num)
 
 
 @contextmanager
@@ -231,7 +218,6 @@ def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
 async def _pull_plain(
     env: EffectContext,
     effect: TrainClient,
-    session_ref: types_pb2.SessionRef,
     result: worker_pb2.ClientRoundResult,
     expected: Manifest,
     offset: int,
@@ -262,7 +248,7 @@ async def _pull_plain(
     try:
         with _announced(offset, manifests):
             await pull(
-                _opener(env, effect, session_ref),
+                _opener(env, effect),
                 accept,
                 limits=limits,
                 purpose=Purpose.UPDATE,

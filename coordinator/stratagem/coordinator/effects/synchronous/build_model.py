@@ -11,7 +11,7 @@ from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
-from stratagem.coordinator.runtime.worker_links import session
+from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.strategies.federated.model_building import may_move
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
 from stratagem.coordinator.strategies.population.structural_hyperparameters import variants
@@ -20,32 +20,25 @@ from stratagem.v1 import worker_pb2
 
 async def build(env: EffectContext, effect: Build) -> None:
     """Build, pull the state into the store, and report ModelBuilt."""
-    link = env.links.to(effect.member, env.state)
     job = env.job_of(effect.run_id, effect.party)
     # A party of its own, so that building and training never share a key.
-    session_ref = session(effect.run_id, child_party(effect.party, "build"))
-    request = worker_pb2.ExecuteRequest(
-        fence=link.fence(effect.membership),
-        session=session_ref,
-        segment=0,
-        job_json=job.canonical_json(),
-        numerics=env.numerics_of(effect.run_id),
-        build=worker_pb2.BuildPlan(variants=_variants(env, effect)),
-    )
-    asked = {each.name for each in request.build.variants}
+    party = child_party(effect.party, "build")
+    at = WorkerSession(effect.member, effect.run_id, party, effect.membership)
+    plan = worker_pb2.BuildPlan(variants=_variants(env, effect))
+    request = env.request(effect.party, at, 0, build=plan)
+    asked = {each.name for each in plan.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error" if may_move(job):
             error = record_of(result.error)
-            reason, party = reason_of(error), effect.party
-            fact = BuildFailed(party=party, member=effect.member, reason=reason, error=error)
+            fact = BuildFailed(
+                party=effect.party, member=effect.member, reason=reason_of(error), error=error
+            )
             await env.report(effect.run_id, fact)
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "build":
-            digest, manifest = await pull_snapshot(
-                env, effect.member, session_ref, effect.membership, 0
-            )
+            digest, manifest = await pull_snapshot(env, at, 0)
             failpoint("coordinator.build.pulled")
             built = ModelBuilt(
                 party=effect.party,

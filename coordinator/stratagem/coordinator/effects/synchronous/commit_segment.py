@@ -17,7 +17,7 @@ from stratagem.coordinator.core.effects import CommitSegment
 from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
-from stratagem.coordinator.runtime.worker_links import session
+from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.updates.merge_parts import (
     ContradictionError,
     StatePart,
@@ -29,13 +29,10 @@ from stratagem.coordinator.updates.merge_parts import (
 
 async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
     """Make the segment's state durable and report SegmentCommitted."""
-    session_ref = session(effect.run_id, effect.party)
     if len(effect.parts) == 1:
         digest, manifest = await from_any(
             effect.parts[0],
-            lambda member: pull_snapshot(
-                env, member, session_ref, effect.membership, effect.segment
-            ),
+            lambda member: pull_snapshot(env, _session(effect, member), effect.segment),
         )
         size_bytes = manifest.total_bytes
     else:
@@ -90,12 +87,14 @@ async def merged(
 async def _part(
     env: EffectContext, effect: CommitSegment, members: tuple[Member, ...]
 ) -> StatePart:
-    session_ref = session(effect.run_id, effect.party)
     async with env.pulls:
         return await from_any(
-            members,
-            lambda member: pull_part(env, member, session_ref, effect.membership, effect.segment),
+            members, lambda member: pull_part(env, _session(effect, member), effect.segment)
         )
+
+
+def _session(effect: CommitSegment, member: Member) -> WorkerSession:
+    return WorkerSession(member, effect.run_id, effect.party, effect.membership)
 
 
 def _write(

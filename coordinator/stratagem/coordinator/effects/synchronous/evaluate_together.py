@@ -7,21 +7,20 @@ the others, which answer at once for what they have evaluated already.
 from functools import partial
 
 from stratagem.common.base.ids import Digest, child_party
-from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateTogether
 from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
-from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
-from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.v1 import worker_pb2
 
 
 async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> None:
@@ -30,7 +29,7 @@ async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> Non
     shown = _Shown(env, effect)
     async with task_group() as group:
         attending = [
-            group.create_task(_attend_member(env, effect, job, rank, shown.by(rank)))
+            group.create_task(_evaluate(env, effect, rank, shown.by(rank)))
             for rank in range(len(effect.members))
         ]
     results = [task.result() for task in attending]
@@ -64,11 +63,10 @@ async def _predictions(
     """Return the outputs that the members have kept of their batches, as one blob with the rows in
     order; "" for a split without rows.
     """
-    session_ref, segment = _session(effect), effect.base.segment
 
     async def pull(member: Member) -> StatePart:
         async with env.pulls:
-            return await pull_part(env, member, session_ref, effect.membership, segment)
+            return await pull_part(env, _session(effect, member), effect.base.segment)
 
     if not members:
         return Digest("")
@@ -76,45 +74,28 @@ async def _predictions(
     return digest
 
 
-def _session(effect: EvaluateTogether) -> types_pb2.SessionRef:
-    return session(effect.run_id, child_party(effect.party, "evaluate"))
+def _session(effect: EvaluateTogether, member: Member) -> WorkerSession:
+    party = child_party(effect.party, "evaluate")
+    return WorkerSession(member, effect.run_id, party, effect.membership)
 
 
-async def _attend_member(
-    env: EffectContext, effect: EvaluateTogether, job: JobSpec, rank: int, on_progress: OnProgress
+async def _evaluate(
+    env: EffectContext, effect: EvaluateTogether, rank: int, on_progress: OnProgress
 ) -> worker_pb2.EvaluateResult | None:
-    """Return the member's sums; None when it ended otherwise, which is then reported."""
     member = effect.members[rank]
-    request = _request(env, effect, job, rank)
-    result = await attend(env, member, request, on_progress, base=effect.base.digest)
-    match result.WhichOneof("outcome"):
-        case "evaluate":
-            return result.evaluate
-        case "error":
-            await fail_party(env, effect.run_id, effect.party, result.error)
-        case _:
-            await env.end_early(effect.run_id, member, result)
-    return None
-
-
-def _request(
-    env: EffectContext, effect: EvaluateTogether, job: JobSpec, rank: int
-) -> worker_pb2.ExecuteRequest:
     owned = assign_shards(effect.num_shards, len(effect.members))[rank]
-    return worker_pb2.ExecuteRequest(
-        fence=env.links.to(effect.members[rank], env.state).fence(effect.membership),
-        session=_session(effect),
-        segment=effect.base.segment,
-        job_json=job.canonical_json(),
-        numerics=env.numerics_of(effect.run_id),
-        evaluate=worker_pb2.EvaluatePlan(
-            base=state_ref(effect.base),
-            splits=effect.splits,
-            rank=owned.start,
-            count=len(owned),
-            size=effect.num_shards,
-        ),
+    plan = worker_pb2.EvaluatePlan(
+        base=state_ref(effect.base),
+        splits=effect.splits,
+        rank=owned.start,
+        count=len(owned),
+        size=effect.num_shards,
     )
+    at = _session(effect, member)
+    request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
+    base = effect.base.digest
+    result = await finish(env, effect, member, request, on_progress, base=base)
+    return None if result is None else result.evaluate
 
 
 class _Shown:

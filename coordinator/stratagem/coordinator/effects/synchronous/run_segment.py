@@ -7,7 +7,6 @@ the next one gives the survivors their new view: what they compute goes on untou
 
 from collections.abc import Mapping
 
-from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
@@ -19,12 +18,12 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
 )
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, attend, fail_party
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
-from stratagem.coordinator.runtime.worker_links import session, state_ref
+from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 from stratagem.v1 import worker_pb2
 
@@ -37,14 +36,12 @@ EXCHANGE = {
 
 async def run_segment(env: EffectContext, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
-    job = env.job_of(effect.run_id, effect.party)
     async with task_group() as group:
         server = None
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             server = group.create_task(serve_steps(env, effect))
         attending = [
-            group.create_task(_attend_member(env, effect, job, rank))
-            for rank in range(len(effect.members))
+            group.create_task(_train(env, effect, rank)) for rank in range(len(effect.members))
         ]
         results = [await task for task in attending]
         if server is not None:
@@ -54,46 +51,24 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
         await _report(env, effect, finished)
 
 
-async def _attend_member(
-    env: EffectContext, effect: RunSegment, job: JobSpec, rank: int
+async def _train(
+    env: EffectContext, effect: RunSegment, rank: int
 ) -> worker_pb2.TrainResult | None:
-    """Return the member's result; None when it ended otherwise, which is then reported at once.
-
-    At once, because the other members wait for this one inside their exchange.
-    """
     member = effect.members[rank]
-    result = await attend(env, member, _request(env, effect, job, rank), _shown(env, effect, rank))
-    match result.WhichOneof("outcome"):
-        case "train":
-            return result.train
-        case "error":
-            await fail_party(env, effect.run_id, effect.party, result.error)
-        case _:
-            await env.end_early(effect.run_id, member, result)
-    return None
-
-
-def _request(
-    env: EffectContext, effect: RunSegment, job: JobSpec, rank: int
-) -> worker_pb2.ExecuteRequest:
-    link = env.links.to(effect.members[rank], env.state)
-    return worker_pb2.ExecuteRequest(
-        fence=link.fence(effect.membership),
-        session=session(effect.run_id, effect.party),
-        segment=effect.segment,
-        job_json=job.canonical_json(),
-        numerics=env.numerics_of(effect.run_id),
-        train=worker_pb2.TrainPlan(
-            view=worker_pb2.View(members=_members(env, effect), rank=rank),
-            base=state_ref(effect.base),
-            to_step=effect.to_step,
-            num_shards=effect.num_shards,
-            exchange=EXCHANGE[effect.exchange],
-            evaluate_splits=effect.evaluate,
-            lineage=effect.lineage,
-            ranks=effect.ranks,
-        ),
+    plan = worker_pb2.TrainPlan(
+        view=worker_pb2.View(members=_members(env, effect), rank=rank),
+        base=state_ref(effect.base),
+        to_step=effect.to_step,
+        num_shards=effect.num_shards,
+        exchange=EXCHANGE[effect.exchange],
+        evaluate_splits=effect.evaluate,
+        lineage=effect.lineage,
+        ranks=effect.ranks,
     )
+    at = WorkerSession(member, effect.run_id, effect.party, effect.membership)
+    request = env.request(effect.party, at, effect.segment, train=plan)
+    result = await finish(env, effect, member, request, _shown(env, effect, rank))
+    return None if result is None else result.train
 
 
 def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:

@@ -13,10 +13,10 @@ from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs import BlobWriter
 from stratagem.coordinator.updates.merge_parts import StatePart
 from stratagem.coordinator.updates.stream_offload import Offload
-from stratagem.v1 import types_pb2, worker_pb2
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -36,11 +36,7 @@ async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Aw
 
 
 async def pull_snapshot(
-    env: EffectContext,
-    member: Member,
-    session_ref: types_pb2.SessionRef,
-    membership: int,
-    segment: int,
+    env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
     """Pull the snapshot that a member took at the end of a segment; it is durable in the store."""
     writers: list[BlobWriter] = []
@@ -53,7 +49,7 @@ async def pull_snapshot(
         return writer.write
 
     try:
-        manifest = await _pull(env, member, session_ref, membership, segment, accept)
+        manifest = await _pull(env, at, segment, accept)
         digest = await env.in_thread(writers[0].commit)
     finally:
         for writer in writers:
@@ -61,21 +57,13 @@ async def pull_snapshot(
     return digest, manifest
 
 
-async def pull_part(
-    env: EffectContext,
-    member: Member,
-    session_ref: types_pb2.SessionRef,
-    membership: int,
-    segment: int,
-) -> StatePart:
+async def pull_part(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
     """Pull a member's part of the state at the end of a segment, into a scratch file of the
     caller's.
     """
     scratch = env.blobs.scratch()
     try:
-        manifest = await _pull(
-            env, member, session_ref, membership, segment, lambda _: scratch.write
-        )
+        manifest = await _pull(env, at, segment, lambda _: scratch.write)
     except BaseException:
         scratch.close()
         raise
@@ -84,14 +72,11 @@ async def pull_part(
 
 async def _pull(
     env: EffectContext,
-    member: Member,
-    session_ref: types_pb2.SessionRef,
-    membership: int,
+    at: WorkerSession,
     segment: int,
     begin: Callable[[Manifest], Callable[[bytes], None]],
 ) -> Manifest:
     """Download into the sink that `begin` answers, which gets all bytes in order."""
-    link = env.links.to(member, env.state)
     sinks: list[Callable[[bytes], None]] = []
     offload = Offload(lambda _offset, data: sinks[0](data))
 
@@ -99,14 +84,9 @@ async def _pull(
         sinks.append(begin(manifest))
         return offload.write
 
-    def request(offset: int) -> worker_pb2.GetStateRequest:
-        return worker_pb2.GetStateRequest(
-            fence=link.fence(membership), session=session_ref, snapshot=segment, offset=offset
-        )
-
     try:
         manifest = await pull(
-            lambda offset: link.stub.GetState(request(offset)),
+            env.links.to(at.member, env.state).snapshot(at, segment),
             accept,
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,
