@@ -155,11 +155,10 @@ def _guarded(handler: Handler, call: _Call) -> Handler:
     """Return the handler under our rules; it takes a stream of requests, even if only of one."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler
-    wrap: Callable[..., Any] = _answering
     if handler.response_streaming:
-        make, wrap = grpc.stream_stream_rpc_method_handler, _streaming
+        make, behaviour = grpc.stream_stream_rpc_method_handler, _streaming(behaviour, call)
     return make(
-        wrap(behaviour, call),
+        _ruled(behaviour, call),
         request_deserializer=_tolerant(handler.request_deserializer),
         response_serializer=_unless_bytes(handler.response_serializer),
     )
@@ -255,7 +254,7 @@ def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], b
     )
 
 
-def _answering(
+def _ruled(
     behaviour: Callable[[Any, Context], Awaitable[Any]], rules: _Call
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(requests: AsyncIterator[Any], context: Context) -> Any:
@@ -278,31 +277,17 @@ def _answering(
 def _streaming(
     behaviour: Callable[[Any, Context], Any], rules: _Call
 ) -> Callable[[Any, Context], Awaitable[None]]:
-    async def call(requests: AsyncIterator[Any], context: Context) -> None:
-        try:
-            with rules.counted():
-                request = await rules.request(requests, context)
-                with rules.served():
-                    responses = behaviour(request, context)
-                    if not hasattr(responses, "aclose"):  # a coroutine that writes by itself
-                        await responses
-                        return
-                    async with (
-                        aclosing(responses),
-                        StallTimeout(rules.stall_s, takes_nothing) as caller,
-                    ):
-                        async for response in responses:
-                            with caller.waiting():  # until gRPC has room for more
-                                await context.write(response)
-        except asyncio.CancelledError:
-            _check_not_cancelled()
-            await _abort(context, rules.method, _ending(), rules.calls)
-        except grpc.aio.BaseError:  # the handler has aborted by itself
-            raise
-        except Exception as error:  # the RPC boundary
-            await _abort(context, rules.method, error, rules.calls)
+    async def stream(request: Any, context: Context) -> None:
+        responses = behaviour(request, context)
+        if not hasattr(responses, "aclose"):  # a coroutine that writes by itself
+            await responses
+            return
+        async with aclosing(responses), StallTimeout(rules.stall_s, takes_nothing) as caller:
+            async for response in responses:
+                with caller.waiting():  # until gRPC has room for more
+                    await context.write(response)
 
-    return call
+    return stream
 
 
 def _check_not_cancelled() -> None:

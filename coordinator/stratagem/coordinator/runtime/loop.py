@@ -224,7 +224,7 @@ class Loop:
             batch.answers.append((ask, error))
             return
         if isinstance(decision, Refusal):
-            batch.answers.append((ask, _error(decision)))
+            batch.answers.append((ask, _ERRORS[decision.kind](decision.reason)))
             return
         if decision:
             batch.state = state
@@ -300,6 +300,16 @@ def _at_rest(
     return [each for each in found if each is not None]
 
 
+_ERRORS = {
+    RefusalKind.INVALID: InvalidInputError,
+    RefusalKind.NOT_FOUND: NotFoundError,
+    RefusalKind.CONFLICT: AlreadyExistsError,
+    RefusalKind.PRECONDITION: WrongStateError,
+    RefusalKind.NOT_YET: UnavailableError,
+    RefusalKind.STALE: StaleError,
+}
+
+
 def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> None:
     if ask.answer.done():
         return
@@ -307,19 +317,3 @@ def _answer(ask: _Ask, answer: tuple[JournalEntry, ...] | StratagemError) -> Non
         ask.answer.set_exception(answer)
     else:
         ask.answer.set_result(answer)
-
-
-def _error(refusal: Refusal) -> StratagemError:
-    match refusal.kind:
-        case RefusalKind.INVALID:
-            return InvalidInputError(refusal.reason)
-        case RefusalKind.NOT_FOUND:
-            return NotFoundError(refusal.reason)
-        case RefusalKind.CONFLICT:
-            return AlreadyExistsError(refusal.reason)
-        case RefusalKind.PRECONDITION:
-            return WrongStateError(refusal.reason)
-        case RefusalKind.NOT_YET:
-            return UnavailableError(refusal.reason)
-        case RefusalKind.STALE:
-            return StaleError(refusal.reason)

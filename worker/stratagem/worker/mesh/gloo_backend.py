@@ -9,13 +9,15 @@ import os
 import select
 import struct
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from stratagem.common.tensors.traffic import RECEIVED, SENT, over
+from stratagem.common.tensors.traffic import RECEIVED, SENT, Flow, over
 from stratagem.worker.mesh import gloo_sockets
 from stratagem.worker.mesh.link import (
     LEAVE_BYTES_PER_S,
@@ -85,30 +87,15 @@ class GlooLink:
 
     def send(self, peer: int, tag: int, tensor: Tensor) -> "GlooWork":
         what = f"send to member {peer}"
-        try:
-            work = self._open().send([tensor], peer, tag)  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise ExchangeError(f"{what}: {_first_line(error)}") from None
-        _SENT.num_bytes += tensor.nbytes
-        return self._begun(work, what, tensor)
+        return self._begin(what, tensor, _SENT, lambda group: group.send([tensor], peer, tag))
 
     def recv(self, peer: int, tag: int, tensor: Tensor) -> "GlooWork":
         what = f"receive from member {peer}"
-        try:
-            work = self._open().recv([tensor], peer, tag)  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise ExchangeError(f"{what}: {_first_line(error)}") from None
-        _RECEIVED.num_bytes += tensor.nbytes
-        return self._begun(work, what, tensor)
+        return self._begin(what, tensor, _RECEIVED, lambda group: group.recv([tensor], peer, tag))
 
     def all_reduce(self, tensor: Tensor) -> "GlooWork":
         what = "all-reduce among all members"
-        try:
-            work = self._open().allreduce([tensor])  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise ExchangeError(f"{what}: {_first_line(error)}") from None
-        _SENT.num_bytes += tensor.nbytes
-        return self._begun(work, what, tensor)
+        return self._begin(what, tensor, _SENT, lambda group: group.allreduce([tensor]))
 
     def cut(self) -> None:
         with self._changed:  # not after close: the numbers may be in use again
@@ -132,7 +119,14 @@ class GlooLink:
             if self._num_open_bytes == 0:
                 self._changed.notify_all()
 
-    def _begun(self, work: dist.Work, what: str, tensor: Tensor) -> "GlooWork":
+    def _begin(
+        self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
+    ) -> "GlooWork":
+        try:
+            work = start(self._open())
+        except RuntimeError as error:
+            raise ExchangeError(f"{what}: {_first_line(error)}") from None
+        flow.num_bytes += tensor.nbytes
         with self._changed:
             self._num_open_bytes += tensor.nbytes
         return GlooWork(self, work, what, tensor.nbytes)

@@ -24,12 +24,8 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Jou
         (each for each in state.workers.values() if not each.is_alive),
         key=lambda each: (each.lost_s, each.member.worker_id),
     )
-    num_too_many = max(0, len(lost) - command.num_kept)
-    old = [
-        each
-        for number, each in enumerate(lost)
-        if number < num_too_many or each.lost_s < command.lost_before_s
-    ]
+    num_old = sum(each.lost_s < command.lost_before_s for each in lost)
+    old = lost[: max(num_old, len(lost) - command.num_kept)]
     if not old:
         return ()
     active = [run for run in state.runs.values() if run.ended is None]
@@ -66,12 +62,8 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
     """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
     and so does one that another run has begun from."""
     ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
-    num_too_many = max(0, len(ended) - command.num_kept)
-    old = [
-        run
-        for number, run in enumerate(ended)
-        if number < num_too_many or run.ended_s < command.ended_before_s
-    ]
+    num_old = sum(run.ended_s < command.ended_before_s for run in ended)
+    old = ended[: max(num_old, len(ended) - command.num_kept)]
     if not old:
         return ()
     named = {run.initial for run in state.ended.values()} | set(

@@ -4,12 +4,9 @@ Of the committed state the tensors of the global state are copied into the spool
 of any client; the state of the client's optimizer is left out.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import BinaryIO
 
-from stratagem.common.base.errors import IntegrityError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_of
@@ -19,10 +16,9 @@ from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.client_failures import defect, reject
 from stratagem.coordinator.effects.federated.late_counts import report_update
+from stratagem.coordinator.store.blobs.shared_blobs import read_pieces
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
-
-WINDOW_BYTES = 4 << 20
 
 
 async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
@@ -66,7 +62,8 @@ def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
             for spec, found in _pairs(manifest, given):
                 begin = data_start + found.offset
                 skipped = max(0, writer.offset - spec.offset)
-                for piece in _pieces(file, begin + skipped, found.size_bytes - skipped):
+                file.seek(begin + skipped)
+                for piece in read_pieces(file, found.size_bytes - skipped):
                     writer.write(piece)
             return writer.commit(expected, effect.num_samples)
 
@@ -83,13 +80,3 @@ def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSp
             )
         pairs.append((spec, found))
     return pairs
-
-
-def _pieces(file: BinaryIO, begin: int, num_bytes: int) -> Iterator[bytes]:
-    file.seek(begin)
-    while num_bytes > 0:
-        piece = file.read(min(num_bytes, WINDOW_BYTES))
-        if not piece:
-            raise IntegrityError("a stored state ends early")
-        num_bytes -= len(piece)
-        yield piece

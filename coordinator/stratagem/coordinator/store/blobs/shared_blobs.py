@@ -205,7 +205,8 @@ class SharedBlobs:
     def _rewrite(self, digest: Digest) -> bool:
         try:
             with self.open(digest) as file:
-                self._put(digest, read_pieces(file), os.fstat(file.fileno()).st_size)
+                num_bytes = os.fstat(file.fileno()).st_size
+                self._put(digest, read_pieces(file, num_bytes), num_bytes)
         except (IntegrityError, NotFoundError):
             return False
         return True
@@ -245,10 +246,13 @@ def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
         offset += len(piece)
 
 
-def read_pieces(file: BlobFile) -> Iterator[bytes]:
-    """Yield a blob from its position on, checked, in pieces of which each has memory of its own."""
-    while piece := file.read(PIECE_BYTES):
+def read_pieces(file: BlobFile, num_bytes: int) -> Iterator[bytes]:
+    """Yield num_bytes of a blob from its position on, checked, in pieces of which each has memory
+    of its own; fewer if it ends.
+    """
+    while piece := file.read(min(PIECE_BYTES, num_bytes)):
         yield piece
+        num_bytes -= len(piece)
 
 
 def _check(digest: Digest) -> Digest:
