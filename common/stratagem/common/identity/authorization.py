@@ -29,9 +29,9 @@ class Names(StrEnum):
     """The kind of thing that a request names, and to whom that must belong; the value is for
     people."""
 
-    NOTHING = "nothing of anybody's"
-    SHARED_RUN = "a run: whoever may read sees all runs and may have their states"
-    OWN_RUN = "a run of one's own; of anybody with `admin`"
+    NOTHING = "nothing that has an owner"
+    SHARED_RUN = "a run: with `read` all runs are visible, and their states"
+    OWN_RUN = "a run of one's own; any run with `admin`"
     OWN_DATA = "data and states that one has uploaded, or that are a run's states"
     BROUGHT_DATA = "data: they are the caller's once all their bytes have come"
     COORDINATOR = "a worker: the coordinator alone, not other workers"
