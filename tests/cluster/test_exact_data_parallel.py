@@ -97,6 +97,9 @@ def test_both_engines_have_the_bits_of_the_sharded_loop(
     assert 0 < metrics[0]["train.grad_norm"] <= metrics[0]["train.max_grad_norm"]
     assert metrics[0] == metrics[1]
     assert metrics[0].get("train.skipped_steps") == (0 if case == "micro-batches" else None)
+    committed = [event.payload["metrics"] for event in runs["AllReduce"].of("SegmentCommitted")]
+    assert [each["train.loss"] for each in committed] == losses[0]
+    assert runs["AllReduce"].status.commits[-1].metrics == committed[-1]
 
 
 @pytest.mark.parametrize("case", ["momentum", "dropout", "batch norm"])

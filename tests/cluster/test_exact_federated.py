@@ -94,6 +94,7 @@ def test_bits_of_the_federated_loop(client: Client, case: str) -> None:
     norms = [each["metrics"]["train.max_grad_norm"] for each in updates]
     assert metrics["train.max_grad_norm"] == max(norms) > 0
     assert ("train.skipped_steps" in outcome.status.metrics) == (case == "micro-batches")
+    assert outcome.status.commits[-1].metrics["train.loss"] == metrics["train.loss"]
     assert len(outcome.digests) == spec.strategy.rounds
     assert outcome.status.reproducible
 

@@ -194,6 +194,33 @@ def test_the_steps_that_were_skipped_up_to_the_commit_count_on() -> None:
     assert after[2][SKIPPED_STEPS] == 2.0
 
 
+@pytest.mark.parametrize("segment", [1, 2])
+def test_the_steps_that_clients_skipped_up_to_the_commit_count_on(segment: int) -> None:
+    """Each client skips one step, in every round but the second."""
+    simulation = start(job({**FEDERATED, "rounds": 4}, retention=8, evaluation=EVALUATED), "a")
+
+    def go_on(num_commits: int) -> dict[int, float]:
+        while simulation.queue and len(simulation.state.runs[RUN].commits) < num_commits:
+            command = simulation.queue.popleft()
+            fact = command.fact
+            if isinstance(fact, UpdateReceived) and fact.round_num != 2:
+                fact = fact.model_copy(update={"metrics": {SKIPPED_STEPS: 1.0}})
+            simulation.tell(replace(command, fact=fact))
+        commits = simulation.state.runs[RUN].commits[1:]
+        return {commit.segment: commit.metrics[SKIPPED_STEPS] for commit in commits}
+
+    assert go_on(4) == {1: 4.0, 2: 4.0, 3: 8.0}
+    simulation.tell(CancelRun(RUN))
+    simulation.queue.clear()
+    simulation.seen.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN, from_segment=segment))
+    simulation.crash()
+    assert go_on(99) == {1: 4.0, 2: 4.0, 3: 8.0, 4: 12.0}
+    assert simulation.state.runs[RUN].metrics[SKIPPED_STEPS] == 12.0
+
+
 @pytest.mark.parametrize("segment", [3, 99])
 def test_a_commit_that_is_not_kept_is_refused_with_those_that_are(segment: int) -> None:
     simulation = stopped(LOCAL)

@@ -25,8 +25,10 @@ from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     MembersFormed,
     ProcessDied,
+    RoundClosed,
     RunCompleted,
     SegmentCommitted,
+    SegmentFinished,
     WorkerLeft,
 )
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
@@ -456,6 +458,41 @@ def test_a_long_run_remembers_the_best_commit_and_the_newest_ones(mode: str) -> 
     assert MIN_COMMITS <= len(run.commits) <= 2 * MIN_COMMITS + 1
     best = {"min": 1, "max": 200}[mode]  # accuracy grows with the steps
     assert [c.segment for c in retained(run)] == sorted({best, 199, 200})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
+def test_a_commit_has_the_loss_of_its_training(strategy: dict[str, object]) -> None:
+    simulation = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+    simulation.run()
+    commits = simulation.state.runs[RUN].commits[1:]
+    trained = {fact.segment: fact.loss for fact in simulation.facts(SegmentFinished)}
+    trained |= {
+        fact.round_num: fact.metrics["train.loss"] for fact in simulation.facts(RoundClosed)
+    }
+    assert {commit.segment: commit.metrics["train.loss"] for commit in commits} == trained
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP], ids=str)
+def test_the_loss_of_training_is_not_taken_for_an_evaluated_one(
+    strategy: dict[str, object],
+) -> None:
+    """The evaluation is of the training rows, after every other commit: its loss is the larger."""
+    evaluation = {"split": "train", "every": "10 steps", "best": "loss", "mode": "min"}
+    text = job(strategy, evaluation=evaluation, checkpoint={"every": "5 steps"}, retention=1)
+    simulation = start(text, "a", "b", "c")
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    losses = {commit.segment: commit.metrics.get("train.loss") for commit in run.commits[1:]}
+    assert losses == {1: None, 2: 4.5, 3: None, 4: 2.25}
+    assert best_commit(run) == run.commits[4]
+
+
+def test_the_loss_of_a_round_is_not_taken_for_an_evaluated_one() -> None:
+    evaluation = {"split": "train", "every": "2 rounds", "best": "loss", "mode": "min"}
+    simulation = start(job(FEDERATED, evaluation=evaluation), "a", "b")
+    simulation.run()
+    metrics = [commit.metrics for commit in simulation.state.runs[RUN].commits[1:]]
+    assert all("train.loss" not in each and "train.loss_max" in each for each in metrics)
 
 
 def test_completed_reason_is_a_sentence() -> None:

@@ -128,6 +128,8 @@ class AggregateRound:
     base: Base
     accepted: tuple[Accepted, ...]
     server_state: tuple[Digest, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """Metrics of the round's training, by name. They are no part of the fold."""
 
 
 @dataclass(frozen=True, slots=True)

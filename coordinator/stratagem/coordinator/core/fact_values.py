@@ -52,6 +52,8 @@ class Setting(Value):
     values: PlainValues
 
 
+TRAIN_LOSS = "train.loss"
+"""Metric: the mean training loss of a segment or a round."""
 SKIPPED_STEPS = "train.skipped_steps"
 """Metric: steps that were not finite and changed nothing. Of a finished or committed segment: since
 the run began, each step of its history once, however often it was trained."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from stratagem.common.base.ids import Digest, Party, WorkerId
 from stratagem.coordinator.core.fact_values import SKIPPED_STEPS as SKIPPED_STEPS
+from stratagem.coordinator.core.fact_values import TRAIN_LOSS as TRAIN_LOSS
 from stratagem.coordinator.core.fact_values import Capability as Capability
 from stratagem.coordinator.core.fact_values import ErrorRecord as ErrorRecord
 from stratagem.coordinator.core.fact_values import Member as Member

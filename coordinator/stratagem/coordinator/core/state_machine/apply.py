@@ -11,6 +11,7 @@ from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
+    TRAIN_LOSS,
     DataUploaded,
     Evaluated,
     Fact,
@@ -213,11 +214,11 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
-            trained = {"train.loss": fact.loss} if fact.step else {}
+            trained = {TRAIN_LOSS: fact.loss} if fact.step else {}
             record = _with_metrics(record, {**trained, **fact.metrics, **_traffic(fact)})
             return _with_engine(record, fact)
         case UpdateReceived(num_steps=0):  # of a version that took the newest update for all
-            metrics = {"train.loss": fact.loss, **fact.metrics, **_traffic(fact)}
+            metrics = {TRAIN_LOSS: fact.loss, **fact.metrics, **_traffic(fact)}
             if SKIPPED_STEPS in fact.metrics:  # of this client's round alone
                 metrics[SKIPPED_STEPS] += record.metrics.get(SKIPPED_STEPS, 0)
             return _with_metrics(record, metrics)

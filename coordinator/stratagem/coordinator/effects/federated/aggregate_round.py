@@ -34,7 +34,7 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         step=effect.round_num,
         digest=digest,
         size_bytes=header[0].total_bytes,
-        metrics={},
+        metrics=dict(effect.metrics),
         server_state=slots,
         max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
     )

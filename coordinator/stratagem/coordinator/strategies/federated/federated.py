@@ -27,6 +27,7 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
+    TRAIN_LOSS,
     BuildFailed,
     ClientEvaluated,
     ClientsSelected,
@@ -82,7 +83,12 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
     new_helper,
     open_round,
 )
+from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
+from stratagem.coordinator.strategies.scheduling.commit_metrics import (
+    commit_metrics,
+    evaluated_names,
+)
 from stratagem.coordinator.strategies.scheduling.placement import eligible
 
 
@@ -186,7 +192,7 @@ def pending(
             effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
         return frozenset(effects)
     if value.accepted:
-        effects.add(_fold(run_id, value, value.committed))
+        effects.add(_fold(run_id, job, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects |= _training(run_id, job, value, value.committed)
     if horizon is None or value.round_num <= horizon:
@@ -214,9 +220,11 @@ def _evaluating(
             yield EvaluateState(run_id, value.party, 0, base, splits, member, client)
 
 
-def _fold(run_id: RunId, value: FederatedRun, base: Base) -> AggregateRound:
+def _fold(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> AggregateRound:
+    trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
+    metrics = commit_metrics(job, trained)
     return AggregateRound(
-        run_id, value.party, value.round_num, base, value.accepted, value.server_state
+        run_id, value.party, value.round_num, base, value.accepted, value.server_state, metrics
     )
 
 
@@ -235,7 +243,7 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
 
 def progress(value: FederatedRun) -> NestedProgress:
     """Return the progress of the party, up to the committed round."""
-    metrics, loss = {**value.trained, **value.metrics}, value.trained.get("train.loss", 0.0)
+    metrics, loss = {**value.trained, **value.metrics}, value.trained.get(TRAIN_LOSS, 0.0)
     return NestedProgress(
         value.committed,
         metrics,
@@ -266,8 +274,14 @@ def rebase(
 def returned(
     job: JobSpec, value: FederatedRun, base: Base, metrics: Mapping[str, float]
 ) -> FederatedRun:
-    """Rebase to an earlier commit, keeping the evaluations that are still owed."""
-    fresh = replace(rebase(job, value, base, value.num_rows), metrics=metrics)
+    """Rebase to an earlier commit with its metrics, such as the steps skipped up to it, keeping the
+    evaluations that are still owed."""
+    own = evaluated_names(job)
+    fresh = replace(
+        rebase(job, value, base, value.num_rows),
+        trained={name: n for name, n in metrics.items() if name not in own},
+        metrics={name: n for name, n in metrics.items() if name in own},
+    )
     return with_owed(fresh, value, base.segment)
 
 

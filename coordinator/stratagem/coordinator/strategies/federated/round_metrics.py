@@ -7,9 +7,11 @@ came nor on what a coordinator that was killed had seen of them.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from stratagem.coordinator.core.facts import SKIPPED_STEPS, UpdateReceived
+from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS, UpdateReceived
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 
+TRAFFIC = frozenset({f"{TRAIN_SPLIT}.sent_bytes", f"{TRAIN_SPLIT}.uncompressed_bytes"})
+"""Metrics that depend on who was there, and so belong to no commit."""
 _LARGEST = f"{TRAIN_SPLIT}.max_"
 
 
@@ -40,12 +42,11 @@ def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
         return {}
     mean = _sum(w * loss for w, loss in zip(weights, losses, strict=True)) / total
     variance = _sum(w * (loss - mean) ** 2 for w, loss in zip(weights, losses, strict=True)) / total
-    name = f"{TRAIN_SPLIT}.loss"
     return {
-        name: mean,
-        f"{name}_min": min(losses),
-        f"{name}_max": max(losses),
-        f"{name}_std": math.sqrt(variance),
+        TRAIN_LOSS: mean,
+        f"{TRAIN_LOSS}_min": min(losses),
+        f"{TRAIN_LOSS}_max": max(losses),
+        f"{TRAIN_LOSS}_std": math.sqrt(variance),
     }
 
 

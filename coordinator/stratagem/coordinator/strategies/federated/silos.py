@@ -25,6 +25,7 @@ from stratagem.common.strategy import (
 )
 from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
 from stratagem.coordinator.core.facts import (
+    TRAIN_LOSS,
     ClientsSelected,
     Fact,
     ModelBuilt,
@@ -252,11 +253,16 @@ def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
                 num_steps=done.step,
                 loss=progress.loss,
                 base=rounds.committed,
-                metrics=tuple(sorted(progress.metrics.items())),
+                metrics=tuple(sorted(_of_steps(progress.metrics).items())),
                 traffic=tuple(sorted(progress.traffic.items())),
             )
         )
     return effects
+
+
+def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a silo's steps without its loss, which an update has in a field."""
+    return {name: value for name, value in metrics.items() if name != TRAIN_LOSS}
 
 
 def _unanswered(value: SiloRun) -> list[int]:

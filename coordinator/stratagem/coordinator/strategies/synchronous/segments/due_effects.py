@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
-from stratagem.coordinator.core.facts import SKIPPED_STEPS
+from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS
+from stratagem.coordinator.strategies.scheduling.commit_metrics import commit_metrics
 from stratagem.coordinator.strategies.scheduling.segment_schedule import (
     SegmentSchedule,
     schedule_of,
@@ -34,7 +35,8 @@ def pending(
             tuple(member for member in part if member in run.members)
             for part in shape.parts_of(done.sources, run.ranks)
         )
-        metrics = tuple(sorted(done.metrics.items()))
+        trained = {TRAIN_LOSS: done.loss} if done.step else {}  # one that trains nothing has none
+        metrics = commit_metrics(job, trained, done.metrics)
         effects.add(
             CommitSegment(
                 run_id, run.party, done.segment, done.step, run.membership, parts, metrics

@@ -27,6 +27,8 @@ class Finished:
     step: int
     metrics: Mapping[str, float]
     sources: tuple[Member, ...]
+    loss: float
+    """Mean training loss of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def transition(run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float) -> 
                 deaths=Deaths(),
             )
         case SegmentFinished():
-            done = Finished(fact.segment, fact.step, fact.metrics, run.members)
+            done = Finished(fact.segment, fact.step, fact.metrics, run.members, fact.loss)
             return replace(
                 run,
                 finished=(*run.finished, done),
