@@ -16,6 +16,7 @@ from stratagem.coordinator.core.commands import (
     Tick,
 )
 from stratagem.coordinator.core.effects import EvaluateState
+from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
     ROOT,
     ClientBinding,
@@ -263,6 +264,61 @@ def test_a_state_that_waits_for_an_evaluation_is_kept_while_nobody_does_it() -> 
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
     assert committed[0].digest not in live_blobs(simulation.state)
+
+
+def test_states_that_wait_for_clients_that_are_gone_are_kept_within_bounds() -> None:
+    """Clients go one after the other, each before it has evaluated the newest state, and rounds go
+    on without them."""
+    data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
+    options = {"quorum": 1, "round_deadline_s": 60.0}
+    strategy = {**FEDERATED, "num_clients": 5, "rounds": 8, "options": options}
+    simulation = start(job(strategy, data=data, evaluation=evaluation, retention=2))
+    for name in "abcde":
+        simulation.tell(register(name, local_data=("ward",)))
+
+    def after(num_commits: int, without: str) -> list[SegmentCommitted]:
+        """Go on to so many commits, while these clients say nothing."""
+        while len(committed := simulation.facts(SegmentCommitted)) < num_commits:
+            for report in simulation.queue.copy():
+                client = getattr(report.fact, "client", None)
+                if client is not None and "abcde"[client] in without:
+                    simulation.queue.remove(report)
+            if simulation.queue:
+                simulation.tell(simulation.queue.popleft())
+            else:
+                simulation.now_s += 61.0
+                simulation.tell(Tick())
+        return committed
+
+    def waiting() -> list[int]:
+        return [base.segment for base in simulation.state.runs[RUN].value.to_evaluate]
+
+    for number, name in enumerate("bcde", start=1):
+        after(number, without="bcde"[: number - 1])
+        simulation.tell(LoseWorker(member(name), "killed"))
+    assert waiting() == [1, 2, 3, 4]
+    after(5, without="bcde")
+    assert waiting() == [2, 3, 4, 5], "a client had a part in round 4, which is no long time ago"
+    committed = after(8, without="bcde")
+    simulation.run()
+    assert waiting() == [3, 4]
+    given_up = [fact for fact in simulation.facts(Evaluated) if fact.without]
+    assert [(fact.segment, fact.without) for fact in given_up] == [(1, (1,)), (2, (2,))]
+    live = live_blobs(simulation.state)
+    assert {f.segment for f in committed if f.digest in live} == {3, 4, 7, 8}
+    run = simulation.state.runs[RUN]
+    assert not run.is_reproducible
+    assert sentence(given_up[0]) == (
+        "segment 1 evaluated without client 1, away too long: test.loss 2"
+    )
+    assert "round 3 waits to be evaluated by client 3 (d), not here" in reason(simulation)
+    before = simulation.state.runs
+    simulation.crash()
+    assert simulation.state.runs == before
+    simulation.tell(register("d", start=1, local_data=("ward",)))
+    simulation.tell(register("e", start=1, local_data=("ward",)))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
 
 
 def test_few_clients_of_a_worker_are_due_at_once() -> None:

@@ -52,6 +52,13 @@ def _finished(fact: f.SegmentFinished) -> str:
     return f"{text}{', ' + more if more else ''}{redone}"
 
 
+def _evaluated(fact: f.Evaluated) -> str:
+    text = f"segment {fact.segment} evaluated"
+    if fact.without:
+        text += f" without {_few([f'client {client}' for client in fact.without])}, away too long"
+    return f"{text}: {metrics_text(fact.metrics)}"
+
+
 def _assigned(fact: f.ClientsAssigned) -> str:
     by_worker: dict[str, list[str]] = {}
     for assignment in fact.assignments:
@@ -126,7 +133,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "SegmentCommitted": lambda e: (
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
     ),
-    "Evaluated": lambda e: f"segment {e.segment} evaluated: {metrics_text(e.metrics)}",
+    "Evaluated": _evaluated,
     "ClientEvaluated": lambda e: (
         f"segment {e.segment}: client {e.client} could not evaluate it: {e.reason}"
         if e.reason

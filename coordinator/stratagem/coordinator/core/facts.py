@@ -234,6 +234,8 @@ class Evaluated(Value):
     metrics: Metrics
     predictions: Digest = Digest("")
     """Blob of the model's outputs, where they were requested."""
+    without: tuple[int, ...] = ()
+    """Clients of a federation that are away, and that it was not waited for any longer."""
 
 
 # ---- federated rounds ----

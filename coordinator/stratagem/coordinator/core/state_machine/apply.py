@@ -196,6 +196,8 @@ def _needs_its_journal(fact: Fact) -> bool:
     match fact:
         case RoundClosed() | Noted() | GenerationClosed():
             return fact.by_policy
+        case Evaluated():
+            return bool(fact.without)
         case UpdateRejected():
             return not fact.cause.is_of_the_job
         case _:
@@ -231,7 +233,8 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             )
             predictions = fact.predictions or record.predictions
             record = replace(record, commits=commits, predictions=predictions)
-            return _with_metrics(record, fact.metrics)
+            # What was given up for some is of a state that newer ones have superseded long since.
+            return record if fact.without else _with_metrics(record, fact.metrics)
         case Noted():
             if fact.digest:
                 commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.crash_loops import why
-from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, RunFailed
+from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, Metrics, RunFailed
 from stratagem.coordinator.strategies.federated.client_crashes import task_of_evaluator
 from stratagem.coordinator.strategies.federated.client_metrics import combine
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
@@ -35,7 +35,7 @@ def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
         to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
         evaluators={n: each for n, each in value.evaluators.items() if n != segment},
         evaluations={n: each for n, each in value.evaluations.items() if n != segment},
-        metrics=fact.metrics,
+        metrics=value.metrics if fact.without else fact.metrics,
     )
 
 
@@ -51,6 +51,7 @@ def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> Federa
         to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
         evaluators=staying(before.evaluators),
         evaluations=staying(before.evaluations),
+        took_part={client: min(number, segment) for client, number in before.took_part.items()},
     )
 
 
@@ -61,7 +62,7 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
         return None
     for segment, clients in value.evaluators.items():
         known = value.evaluations.get(segment, {})
-        sums = {client: fact.sums for client, fact in known.items() if not fact.reason}
+        sums = _sums(value, segment)
         failed = {client: fact.reason for client, fact in known.items() if fact.reason}
         is_done = known.keys() == set(clients)
         must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
@@ -72,6 +73,38 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
             metrics = combine(sums, job.evaluation.metrics)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
+
+
+def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
+    """Enter the oldest of too many evaluations that wait for nobody but clients that are gone, from
+    what the others have said.
+
+    Each such evaluation keeps its state in the store. Gone is who is away and has had no part in
+    the newest `retention` rounds; so many evaluations wait for them on.
+    """
+    if job.evaluation is None or value.committed is None or len(value.evaluators) <= job.retention:
+        return None
+    here = {member.worker_id for member in value.helper}
+    last_but_those = value.committed.segment - job.retention
+
+    def is_gone(client: int) -> bool:
+        took_part = value.took_part.get(client, 0)
+        return took_part <= last_but_those and value.roster[client].worker_id not in here
+
+    left = {segment: evaluators_left(value, segment) for segment in value.evaluators}
+    waiting = [segment for segment in left if left[segment] and all(map(is_gone, left[segment]))]
+    if len(waiting) <= job.retention:
+        return None
+    segment = min(waiting)
+    metrics = combine(_sums(value, segment), job.evaluation.metrics)
+    without = tuple(left[segment])
+    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
+
+
+def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
+    """Return the sums of the clients that have evaluated a round."""
+    known = value.evaluations.get(segment, {})
+    return {client: fact.sums for client, fact in known.items() if not fact.reason}
 
 
 def _said(failed: dict[int, str]) -> str:

@@ -55,6 +55,7 @@ from stratagem.coordinator.strategies.federated.client_crashes import (
 )
 from stratagem.coordinator.strategies.federated.client_evaluation import (
     evaluated,
+    evaluated_without,
     evaluation_crashed,
     evaluators_left,
     with_evaluation,
@@ -117,7 +118,8 @@ def decide_round(
         return helper
     if value.committed is None:
         return None
-    if spoken := evaluation_crashed(value) or evaluated(job, value):
+    spoken = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
+    if spoken:
         return spoken
     if not value.roster:
         return form_roster(job, value, workers)

@@ -94,6 +94,8 @@ class FederatedRun:
     """Round -> the clients that evaluate it on their own rows; without any, the helper does."""
     evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
     """Round -> client -> its answer."""
+    took_part: Mapping[int, int] = field(default_factory=dict)
+    """Client -> the newest round that has its update, where clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)
     """The workers that cannot build the model, where each has rows of its own."""
     left: Mapping[Member, tuple[str, ...]] = field(default_factory=dict)
@@ -267,11 +269,15 @@ def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fed
     due = evaluation is not None and (
         fact.segment % evaluation.every.count == 0 or fact.segment == rounds
     )
-    evaluators = dict(value.evaluators)
-    if due and evaluates_at_clients(job):
-        evaluators[fact.segment] = tuple(accepted.client for accepted in value.accepted)
+    evaluators, took_part = dict(value.evaluators), value.took_part
+    if evaluates_at_clients(job):
+        clients = tuple(accepted.client for accepted in value.accepted)
+        took_part = {**took_part, **dict.fromkeys(clients, fact.segment)}
+        if due:
+            evaluators[fact.segment] = clients
     return replace(
         value,
+        took_part=took_part,
         committed=base,
         evaluators=evaluators,
         server_state=fact.server_state,
