@@ -115,9 +115,9 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
     model, gather = make_model(name), Gather(torch.float32, CPU)
     loss = make_loss(job.loss, EntryPoints([]))
     randomness = KeyedRandomness(model, CPU)
-    evaluator = Evaluator(model, randomness, gather, loss, {}, 256)
     data = {"train": as_dataset(make_data(name), "train")}
     execution = prepare(model, job, CPU, randomness)
+    evaluator = Evaluator(model, data, execution, randomness, gather, loss, {}, 256)
     setup = Setup(
         job, model, data, loss, gather, evaluator, randomness, execution, numerics=CURRENT
     )

@@ -133,7 +133,8 @@ def run(document: dict[str, Any], seed: int, num_steps: int, every: int) -> Iter
 
 
 def validation_loss(trainer: Trainer) -> float:
-    parts = trainer.evaluate("test", 0, 1)
+    evaluator = trainer.evaluator()
+    parts = [evaluator.part(*batch) for batch in evaluator.share(["test"], 0, 1)]
     return sum(part.sums["loss"] for part in parts) / sum(part.weight for part in parts)
 
 

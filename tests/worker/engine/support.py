@@ -12,7 +12,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.worker.engine import Trainer, build_trainer
+from stratagem.worker.engine import EvaluationPart, Trainer, build_trainer
 from stratagem.worker.engine.numerics.layer_support import ALL_NUMBERS, obstacle
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.reducer import GradientReducer, solo_exchange
@@ -56,6 +56,14 @@ def is_refused_here(spec: JobSpec) -> bool:
         trainer_of(spec)
     assert f"cannot compute {asked}: LSTM (lstm): {reason}" in str(caught.value)
     return True
+
+
+def evaluated(
+    trainer: Trainer, split: str = "test", *, rank: int = 0, size: int = 1
+) -> list[EvaluationPart]:
+    """The share of one of `size` members in an evaluation of the present state."""
+    evaluator = trainer.evaluator()
+    return [evaluator.part(*batch) for batch in evaluator.share([split], rank, size)]
 
 
 def solo(trainer: Trainer, num_shards: int) -> GradientReducer | SingleMemberReducer:

@@ -20,6 +20,7 @@ from tests.reference.evaluation_loop import evaluation_loop
 from tests.worker.engine.support import (
     ALLOWED,
     CPU,
+    evaluated,
     evaluating,
     job,
     model_of,
@@ -37,8 +38,8 @@ def metrics_of(spec: Any, *members: Inference, num_shards: int) -> dict[str, flo
     """Each member takes every so many-th batch, the last one first."""
     parts: list[worker_pb2.EvaluationPart] = []
     for rank, member in reversed(list(enumerate(members))):
-        mine = range(rank, member.num_batches("test"), num_shards)
-        parts += parts_to_proto([member.part("test", batch) for batch in reversed(mine)])
+        mine = member.evaluator.share(["test"], rank, num_shards)
+        parts += parts_to_proto([member.part(*batch) for batch in reversed(mine)])
     return fold_parts(parts, spec.evaluation.metrics)
 
 
@@ -78,9 +79,9 @@ def test_it_measures_what_training_measures() -> None:
     spec = evaluating()
     inference = inference_of(spec)
     inference.load_state(trainer.state()[0])
-    parts = [inference.part("test", batch) for batch in range(inference.num_batches("test"))]
+    parts = [inference.part(*batch) for batch in inference.evaluator.share(["test"], 0, 1)]
     own = {(part.batch, part.sums["accuracy"], part.sums["loss"]) for part in parts}
-    theirs = trainer.evaluate("test", 0, 1)
+    theirs = evaluated(trainer)
     assert own == {(part.batch, part.sums["accuracy"], part.sums["loss"]) for part in theirs}
 
 

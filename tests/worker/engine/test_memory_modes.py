@@ -17,6 +17,7 @@ from tests.worker.engine.support import (
     ALLOWED,
     CPU,
     assert_same_bits,
+    evaluated,
     in_buckets,
     job,
     model_of,
@@ -42,13 +43,13 @@ def test_no_bit_is_changed(memory: str, steps: int | None) -> None:
     assert losses == expected.losses
     assert_same_bits(model_of(trainer), dict(expected.state))
     plain = job("everything", data=ROWS, accumulation=section)
-    assert trainer.evaluate("test", 0, 1) == _evaluated(plain, 7)
+    assert evaluated(trainer) == _evaluated(plain, 7)
 
 
 def _evaluated(spec: Any, num_steps: int) -> Any:
     trainer = trainer_of(spec)
     train(trainer, 3, num_steps)
-    return trainer.evaluate("test", 0, 1)
+    return evaluated(trainer)
 
 
 @pytest.mark.parametrize("memory", MEMORY)

@@ -16,6 +16,7 @@ from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
     ALLOWED,
     assert_same_bits,
+    evaluated,
     is_refused_here,
     job,
     model_of,
@@ -167,4 +168,4 @@ def test_nodes_that_gossip_and_federated_clients(execution: dict[str, Any]) -> N
 
 def test_evaluation_is_as_precise_as_training() -> None:
     spec = job("mlp", execution={"precision": "Half"})
-    assert trainer_of(spec).evaluate("test", 0, 1) != trainer_of(job("mlp")).evaluate("test", 0, 1)
+    assert evaluated(trainer_of(spec)) != evaluated(trainer_of(job("mlp")))

@@ -18,7 +18,7 @@ from stratagem.worker.engine.optim.learning_rate import schedule_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
 from stratagem.worker.plans.supported_settings import check_supported
-from tests.worker.engine.support import ALLOWED, CPU, job, solo, train, trainer_of
+from tests.worker.engine.support import ALLOWED, CPU, evaluated, job, solo, train, trainer_of
 from tests.worker.engine.userland import classes
 
 
@@ -243,8 +243,8 @@ def test_evaluation_does_not_depend_on_who_evaluates_what() -> None:
     trainer = trainer_of(job("batch_norm_mlp", evaluation=evaluation, batch_size=25))
     train(trainer, 2, 2)
     before = trainer.fingerprint()
-    alone = trainer.evaluate("test", 0, 1)
-    shared = [part for rank in range(3) for part in trainer.evaluate("test", rank, 3)]
+    alone = evaluated(trainer)
+    shared = [part for rank in range(3) for part in evaluated(trainer, rank=rank, size=3)]
     assert sorted(shared, key=lambda part: part.batch) == alone
     assert [part.weight for part in alone] == [4, 4, 4, 4, 4, 3]
     assert trainer.fingerprint() == before
@@ -256,7 +256,7 @@ def test_evaluation_does_not_depend_on_who_evaluates_what() -> None:
     mean = sum(part.sums["loss"] for part in alone) / 23
     assert mean == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
     with pytest.raises(InvalidInputError, match="there is train, test"):
-        trainer.evaluate("validation", 0, 1)
+        evaluated(trainer, "validation")
 
 
 def test_processors_of_two_kinds_have_two_names() -> None:
@@ -290,7 +290,7 @@ def test_digits_example_learns() -> None:
     trainer = trainer_of(spec)
     assert trainer.setup.num_rows == {"train": 1437, "test": 360}
     train(trainer, 2, trainer.num_steps)
-    parts = trainer.evaluate("test", 0, 1)
+    parts = evaluated(trainer)
     assert sum(part.sums["accuracy"] for part in parts) / 360 > 0.85
     cnn = trainer_of(job({"entrypoint": "examples.digits:build_cnn"}, data=spec.data.model_dump()))
     cnn.train_step(solo(cnn, 2), range(2), 2)

@@ -14,7 +14,15 @@ from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
-from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, train, trainer_of
+from tests.worker.engine.support import (
+    ALLOWED,
+    assert_same_bits,
+    evaluated,
+    job,
+    model_of,
+    train,
+    trainer_of,
+)
 
 ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
 NUM_STEPS = 7  # batches of 16, 16 and 10 rows
@@ -91,7 +99,7 @@ def test_only_full_batches_are_compiled() -> None:
     train(trainer, 2, 1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     train(trainer, 2, NUM_STEPS)
-    trainer.evaluate("test", 0, 1)
+    evaluated(trainer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 

@@ -16,7 +16,7 @@ from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
-from tests.worker.engine.support import assert_same_bits
+from tests.worker.engine.support import assert_same_bits, evaluated
 from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:
     assert [name for name, _ in tied.runners[1].params] == ["0.weight"]
 
 
-def test_evaluation_and_prediction_are_those_of_a_single_process() -> None:
+def test_an_evaluation_is_that_of_a_single_process() -> None:
     evaluation = {"split": "train", "batch_size": 2, "metrics": ["accuracy"], "every": "1 epoch"}
     for ranks in ((0, 1, 2), (0, 1, 0)):
         spec = job(evaluation=evaluation)
@@ -76,13 +76,11 @@ def test_evaluation_and_prediction_are_those_of_a_single_process() -> None:
         party.train(2)
         alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
         alone.load_state(*party.state())
-        expected = alone.evaluate("train", 0, 1)
+        expected = evaluated(alone, "train")
         found = party.each(lambda runner: [runner.evaluate("train") for _ in range(2)])
         last = ranks[2]
         assert found[last] == [expected, expected]
         assert all(not any(each) for rank, each in enumerate(found) if rank != last)
-        outputs = party.each(lambda runner: runner.predict("test"))[last]
-        assert [len(each) for each in outputs] == [2, 2, 2, 2, 1]
         assert party.train(1) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=3).losses[2:]
         with pytest.raises(InvalidInputError, match='no split "tset"'):
             party.each(lambda runner: runner.evaluate("tset"))

@@ -3,7 +3,7 @@
 `build_trainer` and `run_client_round` are what the rest of the worker uses.
 """
 
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.build_trainer import (
     build_gossip_trainer,
@@ -20,6 +20,7 @@ from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 
 __all__ = [
+    "Batch",
     "ClientRound",
     "ClientRunner",
     "ConsensusSummary",

@@ -15,9 +15,7 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
-from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.objectives.evaluator import make_evaluator
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_nodes import (
@@ -35,7 +33,6 @@ from stratagem.worker.pipeline.stage import StagePart
 from stratagem.worker.pipeline.stage_transport import StageTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-_EVALUATION_BATCH_SIZE = 256
 _CPU = torch.device("cpu")
 
 
@@ -104,16 +101,7 @@ def build_stage_runner(
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign)
     gather = make_gather(job, device)
-    loss = make_loss(job.loss, entrypoints)
-    evaluation = job.evaluation
-    evaluator = Evaluator(
-        model=model,
-        randomness=randomness,
-        gather=gather,
-        loss=loss,
-        metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
-        batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
-    )
+    evaluator = make_evaluator(job, entrypoints, model, data, execution, randomness, gather)
     interval = job.execution.checkpoint_interval
     parts = {
         stage: StagePart(plan, stage, node_modules(model, program), device, interval)

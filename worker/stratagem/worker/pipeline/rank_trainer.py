@@ -26,7 +26,7 @@ from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, updat
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import StepReport
-from stratagem.worker.pipeline.forward_only import Begins, evaluate, predict
+from stratagem.worker.pipeline.forward_only import Begins, evaluate
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.schedule_choice import Schedules
@@ -163,10 +163,6 @@ class StageRunner:
     def evaluate(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Returns the sums per batch on the rank of the last stage; nothing on the others."""
         return evaluate(self._setup, self._next_pass(), split, begins)
-
-    def predict(self, split: str) -> list[Any]:
-        """Returns the model's output per batch of the evaluation on the rank of the last stage."""
-        return predict(self._setup, self._next_pass(), split)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole

@@ -1,4 +1,4 @@
-"""EvaluatePlan of a job that trains nothing: this member's share of the batches.
+"""EvaluatePlan: this member's share of the batches of an evaluation of a stored state.
 
 A member knows no other one. When the party changes the same plan is asked for again with another
 share, and what was evaluated already is answered at once. Runs in the torch thread.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import Inference
+from stratagem.worker.engine import Batch, Inference
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, PlanStopped
@@ -21,7 +21,7 @@ from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.session_states import freeze
 
 
-def evaluate_share(
+def evaluate_state(
     work: ExecutionContext, plan: pb.EvaluatePlan, segment: Segment
 ) -> tuple[pb.ExecuteResult, int]:
     """Return the sums of the batches asked for, and the membership that they were asked for under.
@@ -31,43 +31,38 @@ def evaluate_share(
     membership = work.control.view.membership
     work.be("evaluating")
     inference = _inference(work, plan.base.digest)
-    owned = [
-        (split, batch)
-        for split in plan.splits
-        for batch in range(inference.num_batches(split))
-        if (batch - plan.rank) % max(plan.size, 1) < max(plan.count, 1)
-    ]
-    left = [key for key in owned if key not in segment.evaluated]
+    evaluator = inference.evaluator
+    share = evaluator.share(plan.splits, plan.rank, max(plan.size, 1), max(plan.count, 1))
+    left = [batch for batch in share if batch not in segment.evaluated]
     spec = work.job.evaluation
     is_kept = spec is not None and spec.predictions
-    show = _Progress(work, len(owned), len(owned) - len(left))
+    show = _Progress(work, len(share), len(share) - len(left))
     with StepRecorder(work, EVALUATING) as recorder:
-        for number, (split, batch) in enumerate(left):
+        for number, batch in enumerate(left):
             work.control.check()
             if work.control.view.membership != membership:
                 break
             if work.control.is_draining:
                 raise PlanStopped(DRAINED)
-            recorder.begin(batch, len(left) - number)
-            outputs = segment.outputs.setdefault((split, batch), {}) if is_kept else None
-            segment.evaluated[split, batch] = inference.part(split, batch, outputs)
+            recorder.begin(batch[1], len(left) - number)
+            outputs = segment.outputs.setdefault(batch, {}) if is_kept else None
+            segment.evaluated[batch] = inference.part(*batch, outputs)
             failpoint("worker.batch.evaluated")
-            show.done(inference.rows_in(split, batch))
+            show.done(evaluator.rows_in(*batch))
     if is_kept:
-        work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, owned), {}))
-    parts = [segment.evaluated[key] for key in owned if key in segment.evaluated]
-    return pb.ExecuteResult(
-        evaluate=pb.EvaluateResult(parts=list(parts_to_proto(parts)))
-    ), membership
+        work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, share), {}))
+    parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
+    result = pb.EvaluateResult(parts=list(parts_to_proto(parts)))
+    return pb.ExecuteResult(evaluate=result), membership
 
 
 def _named(
-    outputs: Mapping[tuple[str, int], Mapping[str, Tensor]], owned: Sequence[tuple[str, int]]
+    outputs: Mapping[Batch, Mapping[str, Tensor]], share: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """Return the outputs as "<split>.<output>/<batch>": sorted by name, batches are in order."""
     return {
         f"{split}.{name}/{batch:012d}": tensor
-        for split, batch in owned
+        for split, batch in share
         for name, tensor in outputs.get((split, batch), {}).items()
     }
 
@@ -75,11 +70,13 @@ def _named(
 def _inference(work: ExecutionContext, digest: str) -> Inference:
     """Return the model with the weights of that state."""
     held = work.holding.inference
-    if held is not None and held[0] == digest and held[1].job == work.job:
+    if held is not None and held[1].job != work.job:
+        held = work.holding.inference = None
+    if held is not None and held[0] == digest:
         return held[1]
-    work.holding.inference = None
     tensors, _ = work.blob(digest)
-    inference = work.new_inference(fresh=False)
+    work.holding.inference = None  # one that fails to load is not kept
+    inference = work.new_inference(fresh=False) if held is None else held[1]
     inference.load_state(tensors)
     work.holding.inference = (digest, inference)
     return inference

@@ -30,8 +30,8 @@ from stratagem.common.observe.logs import about
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
-from stratagem.worker.plans.evaluate_plan import evaluate_share
-from stratagem.worker.plans.single_worker_plans import build, client_round, evaluate_state
+from stratagem.worker.plans.evaluate_plan import evaluate_state
+from stratagem.worker.plans.single_worker_plans import build, client_round
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_pipeline_plan import train_stages
 from stratagem.worker.plans.train_plan import Segment, train
@@ -202,7 +202,7 @@ class PlanExecution:
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
             return True
-        is_shared = kind == "train" or (kind == "evaluate" and self._work.job.only_evaluates)
+        is_shared = kind in ("train", "evaluate")
         return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
@@ -326,11 +326,8 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
         case "client_round":
             done = client_round(work, request.client_round)
             return pb.ExecuteResult(client_round=done), membership
-        case "evaluate" if work.job.only_evaluates:
-            return evaluate_share(work, request.evaluate, segment)
         case "evaluate":
-            parts = evaluate_state(work, request.evaluate)
-            return pb.ExecuteResult(evaluate=parts), membership
+            return evaluate_state(work, request.evaluate, segment)
         case _:
             raise InvalidInputError.at("plan", "is missing")
 

@@ -1,4 +1,4 @@
-"""The plans that need no party: build, one client's round, evaluate a committed state.
+"""The plans that need no party: build, and one client's round.
 
 Each is a function from a plan to its result, run in the torch thread.
 """
@@ -28,7 +28,6 @@ from stratagem.worker.engine.trainers.federated_client import ClientRound
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.structural_fields import structural
-from stratagem.worker.plans.train_plan import evaluate, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.session_states import Frozen, freeze
@@ -145,16 +144,6 @@ def _runner(work: ExecutionContext) -> ClientRunner:
         work.tell(runners[text].notes)
     runners.move_to_end(text)
     return runners[text]
-
-
-def evaluate_state(work: ExecutionContext, plan: pb.EvaluatePlan) -> pb.EvaluateResult:
-    """Evaluate a committed state, which replaces the one that the session holds."""
-    work.be("evaluating")
-    work.load(*work.base_state(plan.base))
-    trainer = work.holding.trainer
-    assert trainer is not None
-    parts = evaluate(work, trainer, list(plan.splits), plan.rank, max(plan.size, 1))
-    return pb.EvaluateResult(parts=list(parts_to_proto(parts)))
 
 
 def averaged(model: nn.Module) -> dict[str, str]:

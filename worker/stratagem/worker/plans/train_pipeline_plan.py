@@ -12,6 +12,7 @@ import time
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine import EvaluationPart
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party.connect_members import noting_failures
 from stratagem.worker.party.join_pipeline import join_stages
@@ -82,21 +83,20 @@ def _conclude(
     runner, tally = held.runner, work.holding.tally
     work.post(work.states.keep, work.segment, freeze(*runner.copy_state()))
     failpoint("worker.stages.kept")
-    segment.parts = []
+    parts: list[EvaluationPart] = []
     if held.replica == 0 and plan.evaluate_splits:
         work.be("evaluating")
         with StepRecorder(work, EVALUATING) as recorder:
-            begins = recorder.begin if work.job.only_evaluates else None
             for split in plan.evaluate_splits:
                 work.control.check()
-                segment.parts += runner.evaluate(split, begins)
+                parts += runner.evaluate(split, recorder.begin)
     return pb.TrainResult(
         step=runner.step,
         loss=tally.loss_sum / tally.weight if tally.weight else 0.0,
         num_rows=tally.num_rows,
         state_fingerprint=runner.fingerprint(),
         seconds=time.monotonic() - segment.started_s,
-        parts=list(parts_to_proto(segment.parts)),
+        parts=list(parts_to_proto(parts)),
         engine=segment.engine,
         metrics={} if work.job.only_evaluates else tally.metrics(may_skip=work.job.window.may_skip),
     )

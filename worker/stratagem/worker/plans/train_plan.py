@@ -18,6 +18,7 @@ from stratagem.common.base.errors import StratagemError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import (
+    Batch,
     ConsensusSummary,
     EvaluationPart,
     GossipTrainer,
@@ -33,7 +34,6 @@ from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.session_states import freeze
 
 PROGRESS_INTERVAL_S: Final = 0.1
-NUM_EVALUATION_SLICES: Final = 16
 
 
 @dataclass(slots=True)
@@ -47,15 +47,12 @@ class Segment:
     num_rows: int = 0
     reported_s: float = 0.0
     engine: str = ""
-    parts: list[EvaluationPart] = field(default_factory=list)
-    parts_of: tuple[int, int] | None = None
-    """(rank, size) that the parts were computed for."""
     snapshot_taken: bool = False
     summary: ConsensusSummary | None = None
     """Summary of the segment over nodes that gossip."""
-    evaluated: dict[tuple[str, int], EvaluationPart] = field(default_factory=dict)
-    """Parts by split and batch, where nothing is trained: the next view may ask for them again."""
-    outputs: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
+    evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
+    """The sums of each batch: the next view may ask for them again."""
+    outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
     """The model's outputs by split and batch, where predictions are wanted."""
 
 
@@ -200,11 +197,8 @@ def _conclude(
         work.post(work.states.keep, work.segment, freeze(*state))
         segment.snapshot_taken = True
         failpoint("worker.snapshot.taken")
-    if segment.parts_of != (view.rank, view.size):
-        work.be("evaluating")
-        splits = list(plan.evaluate_splits)
-        segment.parts = evaluate(work, trainer, splits, view.rank, view.size)
-        segment.parts_of = (view.rank, view.size)
+    work.be("evaluating")
+    parts = _evaluate(work, plan, view, segment, trainer) if plan.evaluate_splits else []
     tally, summary = work.holding.tally, segment.summary
     may_skip = work.job.window.may_skip
     own_loss = tally.loss_sum / tally.weight if tally.weight else 0.0
@@ -220,7 +214,7 @@ def _conclude(
         num_rows=tally.num_rows,
         state_fingerprint=trainer.fingerprint(),
         seconds=time.monotonic() - segment.started_s,
-        parts=list(parts_to_proto(segment.parts)),
+        parts=list(parts_to_proto(parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
         metrics=metrics,
@@ -240,21 +234,21 @@ def _meet_at_the_end(work: ExecutionContext, trainer: GossipTrainer) -> Consensu
     return trainer.end_segment(exchange)
 
 
-def evaluate(
+def _evaluate(
     work: ExecutionContext,
+    plan: pb.TrainPlan,
+    view: MemberView,
+    segment: Segment,
     trainer: Trainer | GossipTrainer,
-    splits: list[str],
-    rank: int,
-    size: int,
 ) -> list[EvaluationPart]:
-    """Evaluate this member's parts, in order of batch; the plan can be ended between slices."""
-    parts: list[EvaluationPart] = []
-    for split in splits:
-        for index in range(NUM_EVALUATION_SLICES):
-            work.control.check()
-            first, stride = rank + index * size, size * NUM_EVALUATION_SLICES
-            parts += trainer.evaluate(split, first, stride)
-    return sorted(parts, key=lambda part: (part.split, part.batch))
+    """Return the sums of this member's share of the batches; the plan can be ended between them."""
+    evaluator = trainer.evaluator()
+    share = evaluator.share(plan.evaluate_splits, view.rank, view.size)
+    for batch in share:
+        work.control.check()
+        if batch not in segment.evaluated:
+            segment.evaluated[batch] = evaluator.part(*batch)
+    return [segment.evaluated[batch] for batch in share]
 
 
 def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:

@@ -134,7 +134,7 @@ class SessionState:
     stages: HeldStages | None = None
     """The stages under model parallelism, instead of trainer and exchange."""
     inference: tuple[str, Inference] | None = None
-    """(digest of its state, model), instead of trainer and exchange, where nothing is trained."""
+    """(digest of its state, model), instead of trainer and exchange, where states are evaluated."""
     membership: int = -1
     """The membership of the exchange."""
     lineage: int = 0
@@ -277,7 +277,7 @@ class ExecutionContext:
         return trainer
 
     def new_inference(self, *, fresh: bool) -> Inference:
-        """Build the inference of a job that only evaluates, initialised (fresh) or to be loaded."""
+        """Build a model of the job that is only run, initialised (fresh) or to be loaded."""
         inference = build_inference(
             self.job,
             self.host.entrypoints,

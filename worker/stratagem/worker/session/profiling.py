@@ -35,8 +35,11 @@ class StepRecorder:
     """Records steps: a context manager around those of a segment, with `begin` before each."""
 
     def __init__(self, work: ExecutionContext, name: str = TRAINING) -> None:
-        """name: what a step is called in the recording, one of those above."""
+        """name: what a step is called in the recording, one of those above. Evaluations are
+        recorded where nothing else is."""
         self._work, self._name = work, name
+        job = work.job
+        self._records = job.execution.profiling and (name == TRAINING or job.only_evaluates)
         self._profiler: profile | None = None
         self._span = ExitStack()
         self._num_begun = 0
@@ -46,7 +49,7 @@ class StepRecorder:
 
     def begin(self, step: int, num_to_come: int) -> None:
         """Begin step number `step`, the first of so many, and end the one before it."""
-        if not self._work.job.execution.profiling or self._num_begun > NUM_STEPS + 1:
+        if not self._records or self._num_begun > NUM_STEPS + 1:
             return
         if self._profiler is None:
             self._profiler = self._start(0 if num_to_come < 2 else 1)

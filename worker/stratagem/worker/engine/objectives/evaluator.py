@@ -1,4 +1,4 @@
-"""Evaluates a model on a split: fixed batches in order, dealt to the members by number.
+"""Evaluates a model on its splits: fixed batches in order, dealt to the members by number.
 
 Returns sums per batch, not means, so that their sum in order of batch does not depend on which
 member evaluated which batch. Must not know the exchange.
@@ -6,18 +6,26 @@ member evaluated which batch. Must not know the exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.objectives.evaluation_metrics import Metric
-from stratagem.worker.engine.objectives.losses import LossFunction
-from stratagem.worker.user_code.entrypoints import user_code
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution
+from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
+from stratagem.worker.engine.objectives.losses import LossFunction, make_loss
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+Batch = tuple[str, int]
+"""A batch of an evaluation: its split, and its number."""
+
+_BATCH_SIZE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +47,47 @@ class Evaluator:
     """Evaluates batches of a model; holds what stays the same from one evaluation to the next."""
 
     model: nn.Module
+    data: Mapping[str, Dataset]
+    execution: ModelExecution
     randomness: KeyedRandomness
     gather: Gather
     loss: LossFunction
     metrics: Mapping[str, Metric]
     batch_size: int
 
-    @torch.no_grad()
-    def parts(self, split: str, dataset: Dataset, rank: int, size: int) -> list[EvaluationPart]:
-        """Evaluates the batches whose number is congruent to rank modulo size."""
-        self.model.eval()
-        num_batches = -(-len(dataset) // self.batch_size)
-        return [self.part(split, dataset, batch) for batch in range(rank, num_batches, size)]
+    def dataset(self, split: str) -> Dataset:
+        """A split's rows; raises InvalidInputError naming evaluation.split."""
+        if split not in self.data:
+            known = ", ".join(self.data)
+            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+        return self.data[split]
 
+    def num_batches(self, split: str) -> int:
+        """Returns the number of batches of a whole split; the last one may be short."""
+        return -(-len(self.dataset(split)) // self.batch_size)
+
+    def rows_in(self, split: str, batch: int) -> int:
+        """Returns the number of rows in one batch of a split."""
+        return min(self.batch_size, len(self.dataset(split)) - batch * self.batch_size)
+
+    def share(self, splits: Sequence[str], first: int, size: int, count: int = 1) -> list[Batch]:
+        """Returns the batches whose number is, modulo size, one of `count` from `first` on."""
+        return [
+            (split, batch)
+            for split in splits
+            for batch in range(self.num_batches(split))
+            if (batch - first) % size < count
+        ]
+
+    @torch.no_grad()
     def part(
-        self,
-        split: str,
-        dataset: Dataset,
-        batch: int,
-        keep: Callable[[Any, int], None] | None = None,
+        self, split: str, batch: int, keep: Callable[[Any, int], None] | None = None
     ) -> EvaluationPart:
         """Evaluates one batch, with the model in its present mode (train or eval).
 
         keep: gets the output and the number of rows.
         """
-        x, y, num_rows = self.begin_batch(split, dataset, batch)
+        x, y, num_rows = self.load(split, batch)
         with user_code(f"evaluating {split}"):
             output = self.model(x)
         part = self.measure(split, batch, output, y, num_rows)
@@ -72,12 +96,17 @@ class Evaluator:
         self.randomness.end()
         return part
 
-    def begin_batch(self, split: str, dataset: Dataset, batch: int) -> tuple[Any, Any, int]:
-        """(x, y, number of rows) of a batch; what is drawn from now on is drawn for it."""
-        start = batch * self.batch_size
-        indices = torch.arange(start, min(start + self.batch_size, len(dataset)))
+    def begin(self, split: str, batch: int) -> Tensor:
+        """Begins a batch: what is drawn from now on is drawn for it. Returns its rows."""
+        start, num_rows = batch * self.batch_size, self.rows_in(split, batch)
+        self.execution.begin_batch(num_rows)
         self.randomness.begin("evaluate", split, batch)
-        return *self.gather(dataset, indices, f"evaluating {split}"), len(indices)
+        return torch.arange(start, start + num_rows)
+
+    def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
+        """Begins a batch; returns (x, y, number of rows) of it."""
+        rows = self.begin(split, batch)
+        return *self.gather(self.dataset(split), rows, f"evaluating {split}"), len(rows)
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
         """Computes loss and metrics of a batch from the model's output."""
@@ -92,3 +121,19 @@ class Evaluator:
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
         return EvaluationPart(split, batch, loss.weight, sums)
+
+
+def make_evaluator(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    model: nn.Module,
+    data: Mapping[str, Dataset],
+    execution: ModelExecution,
+    randomness: KeyedRandomness,
+    gather: Gather,
+) -> Evaluator:
+    """Makes the evaluator of a job's model, with the loss, metrics and batches of the job."""
+    spec, loss = job.evaluation, make_loss(job.loss, entrypoints)
+    metrics = make_metrics(spec.metrics if spec else [], entrypoints)
+    batch_size = spec.batch_size if spec else _BATCH_SIZE
+    return Evaluator(model, data, execution, randomness, gather, loss, metrics, batch_size)

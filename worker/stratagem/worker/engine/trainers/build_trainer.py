@@ -17,17 +17,13 @@ from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.objectives.evaluator import make_evaluator
 from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
-
-_EVALUATION_BATCH_SIZE = 256
 
 
 def build_trainer(
@@ -54,7 +50,7 @@ def build_inference(
     fresh: bool,
     sources: DataSources | None = None,
 ) -> Inference:
-    """Builds the inference of a job that only evaluates.
+    """Builds a model of the job that is only run.
 
     fresh: the model is initialised from the seed; otherwise load_state must come first.
     """
@@ -102,16 +98,9 @@ def make_setup(
     numerics: int = CURRENT,
 ) -> Setup:
     """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
-    loss = make_loss(job.loss, entrypoints)
     randomness = KeyedRandomness(model, gather.device)
     execution = prepare(model, job, gather.device, randomness)
-    evaluation = job.evaluation
-    evaluator = Evaluator(
-        model=model,
-        randomness=randomness,
-        gather=gather,
-        loss=loss,
-        metrics=make_metrics(evaluation.metrics if evaluation else [], entrypoints),
-        batch_size=evaluation.batch_size if evaluation else _EVALUATION_BATCH_SIZE,
+    evaluator = make_evaluator(job, entrypoints, model, data, execution, randomness, gather)
+    return Setup(
+        job, model, data, evaluator.loss, gather, evaluator, randomness, execution, numerics
     )
-    return Setup(job, model, data, loss, gather, evaluator, randomness, execution, numerics)

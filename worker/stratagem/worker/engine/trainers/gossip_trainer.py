@@ -23,7 +23,7 @@ from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
@@ -271,13 +271,10 @@ class GossipTrainer:
         for tensor, total in zip(target, totals, strict=True):
             tensor.copy_(total.view(tensor.shape))
 
-    def evaluate(self, split: str, rank: int, size: int) -> list[EvaluationPart]:
-        """This member's parts of an evaluation of the mean, as of the last end of a segment."""
-        data = self._setup.data
-        if split not in data:
-            known = ", ".join(data)
-            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
-        return self._setup.evaluator.parts(split, data[split], rank, size)
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator of the mean, as of the last end of a segment."""
+        self.model.eval()
+        return self._setup.evaluator
 
     def copy_state(self, *, with_mean: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the mean."""

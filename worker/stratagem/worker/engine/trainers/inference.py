@@ -1,7 +1,8 @@
-"""A model that is only run: what a job without gradients holds on a worker.
+"""A model that is only run: a stored state that is evaluated, in a job that trains or in one that
+does not.
 
 No graph is recorded and no optimizer is there, so the memory is that of the weights and of one
-batch. Full batches are compiled where the job says so: nothing else runs. Knows no coordinator.
+batch. Where nothing is trained, full batches are compiled if the job says so. Knows no coordinator.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -24,30 +24,11 @@ class Inference:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.job, self.model = setup, setup.job, setup.model
-        self._data, self._evaluator = setup.data, setup.evaluator
-        self._execution = setup.execution
-        spec = self.job.evaluation
-        assert spec is not None  # the job was checked
-        self._batch_size = spec.batch_size
+        self.evaluator = setup.evaluator
         self.model.eval()
-        self.dataset(spec.split)
+        if self.job.evaluation is not None:
+            self.evaluator.dataset(self.job.evaluation.split)
 
-    def dataset(self, split: str) -> Dataset:
-        """A split's rows; raises InvalidInputError naming evaluation.split."""
-        if split not in self._data:
-            known = ", ".join(self._data)
-            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
-        return self._data[split]
-
-    def num_batches(self, split: str) -> int:
-        """Returns the number of batches of a whole split; the last one may be short."""
-        return -(-len(self.dataset(split)) // self._batch_size)
-
-    def rows_in(self, split: str, batch: int) -> int:
-        """Returns the number of rows in one batch of a split."""
-        return min(self._batch_size, len(self.dataset(split)) - batch * self._batch_size)
-
-    @torch.inference_mode()
     def part(
         self, split: str, batch: int, outputs: dict[str, Tensor] | None = None
     ) -> EvaluationPart:
@@ -61,8 +42,9 @@ class Inference:
             if outputs is not None:
                 outputs.update(_copies("output", output, num_rows))
 
-        self._execution.begin_batch(self.rows_in(split, batch))
-        return self._evaluator.part(split, self.dataset(split), batch, keep)
+        # A model that is trained may compute gradients of its own inside its forward pass.
+        with torch.inference_mode(self.job.only_evaluates):
+            return self.evaluator.part(split, batch, keep)
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(the model's tensors by name, metadata), copied to the CPU; step 0."""

@@ -19,7 +19,7 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.losses import counts_rows
 from stratagem.worker.engine.optim.finite_gradients import GradientCheck, inspect, not_finite
 from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
@@ -49,7 +49,7 @@ class Trainer:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, job, self.model = setup, setup.job, setup.model
-        self.job, self._data, self._evaluator = job, setup.data, setup.evaluator
+        self.job, self._data = job, setup.data
         self._execution = execution = setup.execution
         self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness, execution)
         if "train" not in setup.data:
@@ -151,13 +151,11 @@ class Trainer:
         self._timer.end_exact_step(self.phases, report.phase)
         return report
 
-    def evaluate(self, split: str, rank: int, size: int) -> list[EvaluationPart]:
-        """This member's parts of an evaluation of the present state."""
-        if split not in self._data:
-            known = ", ".join(self._data)
-            raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator of the present state, to be used before the next step."""
         self._is_training = False
-        return self._evaluator.parts(split, self._data[split], rank, size)
+        self.model.eval()
+        return self.setup.evaluator
 
     def state(self) -> State:
         """(live tensors by name, metadata). Valid until the next step."""
