@@ -21,7 +21,6 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
-    EvaluateTogether,
     Release,
     RunSegment,
     TrainClient,
@@ -249,13 +248,7 @@ def do(effect: Effect) -> list[Fact]:
                 )
             ]
         case EvaluateState():
-            return [
-                Evaluated(
-                    party=effect.party, segment=effect.base.segment, metrics={"test.loss": 0.1}
-                )
-            ]
-        case EvaluateTogether():
-            metrics = {"test.loss": 0.1, "test.accuracy": 0.9}
+            metrics = {"test.loss": 0.1}
             return [Evaluated(party=effect.party, segment=effect.base.segment, metrics=metrics)]
         case Release():
             return [RunReleased()]

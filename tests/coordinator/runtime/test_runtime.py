@@ -269,7 +269,7 @@ def test_effects_that_need_no_compute_have_no_slots() -> None:
     from stratagem.coordinator.core.effects import slots
 
     assert slots(CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))) == frozenset()
-    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, Digest("d")), ("test",), member("a"))
+    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, Digest("d")), ("test",), (member("a"),))
     assert slots(evaluate) == {member("a")}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stratagem.coordinator.core.commands import CancelRun, LoseWorker, ResumeRun
-from stratagem.coordinator.core.effects import EvaluateTogether
+from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunCompleted, SegmentFinished
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
@@ -24,7 +24,7 @@ from tests.coordinator.core.simulation import (
 
 pytestmark = pytest.mark.core
 
-METRICS = {"test.loss": 0.1, "test.accuracy": 0.9}
+METRICS = {"test.loss": 0.1}
 
 
 def evaluating(num_replicas: int = 3, **changes: object) -> str:
@@ -45,11 +45,11 @@ def status(simulation: Simulation) -> Status:
     return run.strategy.status(run.job, run.value, world_of(simulation.state))
 
 
-def effects(simulation: Simulation) -> list[EvaluateTogether]:
-    return [each for each in pending(simulation.state) if isinstance(each, EvaluateTogether)]
+def effects(simulation: Simulation) -> list[EvaluateState]:
+    return [each for each in pending(simulation.state) if isinstance(each, EvaluateState)]
 
 
-def to_evaluation(simulation: Simulation) -> EvaluateTogether:
+def to_evaluation(simulation: Simulation) -> EvaluateState:
     """Until the model is built."""
     simulation.tell(simulation.queue.popleft())
     (effect,) = effects(simulation)

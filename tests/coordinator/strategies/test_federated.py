@@ -230,7 +230,7 @@ def test_evaluation_waits_for_a_client_that_is_away() -> None:
     simulation.tell(register(other, start=1, local_data=("ward",)))
     (effect,) = pending(simulation.state)
     assert isinstance(effect, EvaluateState)
-    assert (effect.client, effect.member) == (1 - first.client, member(other, 1))
+    assert (effect.client, effect.members) == (1 - first.client, (member(other, 1),))
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
 

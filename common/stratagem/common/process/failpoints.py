@@ -29,7 +29,6 @@ FAILPOINTS: Final = (
     "coordinator.round.pulled",
     "coordinator.silo.collected",
     "coordinator.round.folded",
-    "coordinator.evaluation.folded",
     "coordinator.evaluation.gathered",
     "coordinator.run.released",
     "coordinator.journal.before_commit",

@@ -134,21 +134,7 @@ class AggregateRound:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateState:
-    """Evaluate a committed state on one worker."""
-
-    run_id: RunId
-    party: Party
-    membership: int
-    base: Base
-    splits: tuple[str, ...]
-    member: Member
-    client: int | None = None
-    """Set where the member does so on a client's own rows, for all clients' metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateTogether:
-    """Evaluate a committed state with all members of a party, each on the batches of its shards."""
+    """Evaluate a stored state with some members of a party, each on the batches of its shards."""
 
     run_id: RunId
     party: Party
@@ -156,7 +142,14 @@ class EvaluateTogether:
     base: Base
     splits: tuple[str, ...]
     members: tuple[Member, ...]
-    num_shards: int
+    num_shards: int = 1
+    client: int | None = None
+    """Set where one member does so on a client's own rows, for all clients' metrics."""
+
+    @property
+    def member(self) -> Member | None:
+        """The member that evaluates alone; None where several do."""
+        return self.members[0] if len(self.members) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +168,6 @@ Effect = (
     | CollectUpdate
     | AggregateRound
     | EvaluateState
-    | EvaluateTogether
     | Release
 )
 
@@ -183,9 +175,9 @@ Effect = (
 def slots(effect: Effect) -> frozenset[Member]:
     """Return the workers whose compute slot the effect needs, all at once."""
     match effect:
-        case RunSegment() | EvaluateTogether():
+        case RunSegment() | EvaluateState():
             return frozenset(effect.members)
-        case Build() | TrainClient() | EvaluateState():
+        case Build() | TrainClient():
             return frozenset({effect.member})
         case CommitSegment() | CollectUpdate() | AggregateRound() | Release():
             return frozenset()

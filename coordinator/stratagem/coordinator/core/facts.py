@@ -243,7 +243,7 @@ class Evaluated(Value):
 
 class ClientEvaluated(Value):
     """A client has evaluated a state on its own rows, or cannot; see
-    strategies.federated.client_metrics."""
+    strategies.evaluation.metric_sums."""
 
     party: Party
     segment: int

@@ -12,7 +12,6 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
-    EvaluateTogether,
     Release,
     RunSegment,
     TrainClient,
@@ -20,14 +19,13 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
+from stratagem.coordinator.effects.evaluate_state import evaluate_state
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
-from stratagem.coordinator.effects.federated.evaluate_state import evaluate_state
 from stratagem.coordinator.effects.federated.train_client import train_client
 from stratagem.coordinator.effects.synchronous.build_model import build
 from stratagem.coordinator.effects.synchronous.commit_segment import commit_segment
-from stratagem.coordinator.effects.synchronous.evaluate_together import evaluate_together
 from stratagem.coordinator.effects.synchronous.release_run import release
 from stratagem.coordinator.effects.synchronous.run_segment import run_segment
 from stratagem.coordinator.observe.log_ids import ids_of
@@ -86,8 +84,6 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await aggregate_round(env, effect)
         case EvaluateState():
             await evaluate_state(env, effect)
-        case EvaluateTogether():
-            await evaluate_together(env, effect)
         case Release():
             await release(env, effect)
         case _:

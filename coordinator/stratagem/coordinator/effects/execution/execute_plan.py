@@ -6,7 +6,7 @@ lines) are passed on.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.rpc.status_codes import shown
-from stratagem.coordinator.core.effects import EvaluateTogether, RunSegment
+from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.report_intake import let_in
@@ -38,6 +38,7 @@ MAX_PROFILES: Final = 4
 """Recordings taken of one plan; our workers record its steps once, and its evaluation."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
+Failed = Callable[[types_pb2.UserError], Awaitable[None]]
 
 
 async def attend(
@@ -79,20 +80,23 @@ async def attend(
 
 async def finish(
     env: EffectContext,
-    effect: RunSegment | EvaluateTogether,
+    effect: RunSegment | EvaluateState,
     member: Member,
     request: worker_pb2.ExecuteRequest,
     on_progress: OnProgress,
     *,
     base: Digest | None = None,
+    failed: Failed | None = None,
 ) -> worker_pb2.ExecuteResult | None:
     """Return a member's result where it is of the plan's own kind; see `attend`.
 
     None when it ended otherwise: that is reported at once, because the other members wait for this
-    one inside their exchange.
+    one inside their exchange. failed: reports an error, which otherwise fails the party.
     """
     result = await attend(env, member, request, on_progress, base=base)
     match result.WhichOneof("outcome"):
+        case "error" if failed is not None:
+            await failed(result.error)
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
         case outcome if outcome == request.WhichOneof("plan"):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from stratagem.common.job import JobSpec
+from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, Metrics, RunFailed
+from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
 from stratagem.coordinator.strategies.federated.client_crashes import task_of_evaluator
-from stratagem.coordinator.strategies.federated.client_metrics import combine
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
 
@@ -70,7 +70,7 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
             reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
             return RunFailed(reason=reason)
         if is_done:
-            metrics = combine(sums, job.evaluation.metrics)
+            metrics = _metrics(job.evaluation, sums)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
 
@@ -96,7 +96,7 @@ def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
     if len(waiting) <= job.retention:
         return None
     segment = min(waiting)
-    metrics = combine(_sums(value, segment), job.evaluation.metrics)
+    metrics = _metrics(job.evaluation, _sums(value, segment))
     without = tuple(left[segment])
     return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
 
@@ -105,6 +105,11 @@ def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
     """Return the sums of the clients that have evaluated a round."""
     known = value.evaluations.get(segment, {})
     return {client: fact.sums for client, fact in known.items() if not fact.reason}
+
+
+def _metrics(spec: EvaluationSpec, sums: Mapping[int, Metrics]) -> dict[str, float]:
+    """Return the means over all clients, whose sums are added in order of client."""
+    return means(added(sums[client] for client in sorted(sums)), spec.metrics)
 
 
 def _said(failed: dict[int, str]) -> str:

@@ -46,6 +46,10 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
+from stratagem.coordinator.strategies.evaluation.commit_metrics import (
+    commit_metrics,
+    evaluated_names,
+)
 from stratagem.coordinator.strategies.federated import late_updates
 from stratagem.coordinator.strategies.federated.client_crashes import (
     crashed,
@@ -86,10 +90,6 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
 )
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
-from stratagem.coordinator.strategies.scheduling.commit_metrics import (
-    commit_metrics,
-    evaluated_names,
-)
 from stratagem.coordinator.strategies.scheduling.placement import eligible
 
 
@@ -213,13 +213,13 @@ def _evaluating(
         return
     splits = (job.evaluation.split,)
     if base.segment not in value.evaluators:
-        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[0])
+        yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
         return
     here = {member.worker_id: member for member in value.helper}
     for client in evaluators_left(value, base.segment):
         member = here.get(value.roster[client].worker_id)
         if member is not None:
-            yield EvaluateState(run_id, value.party, 0, base, splits, member, client)
+            yield EvaluateState(run_id, value.party, 0, base, splits, (member,), client=client)
 
 
 def _fold(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> AggregateRound:

@@ -30,6 +30,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
+from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +265,7 @@ def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]
 
 def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
     base = Base(fact.segment, fact.step, fact.digest)
-    evaluation = job.evaluation
-    rounds = spec_of(job).rounds
-    due = evaluation is not None and (
-        fact.segment % evaluation.every.count == 0 or fact.segment == rounds
-    )
+    due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
     evaluators, took_part = dict(value.evaluators), value.took_part
     if evaluates_at_clients(job):
         clients = tuple(accepted.client for accepted in value.accepted)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import ceil
 
 from stratagem.common.job import Every, JobSpec
+from stratagem.common.strategy import Federated
 
 TRAIN_SPLIT = "train"
 
@@ -35,9 +36,13 @@ class SegmentSchedule:
 
 def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
     """Return the schedule of a job whose splits have this many rows. One that trains nothing has a
-    single segment, without steps, after which it evaluates."""
+    single segment, without steps, after which it evaluates; a federated one has a segment per
+    round, which counts as a step."""
     if job.only_evaluates:
         return SegmentSchedule(num_steps=0, evaluate_every=1, checkpoint_every=1)
+    if isinstance(job.strategy, Federated):
+        every = job.evaluation.every.count if job.evaluation else None
+        return SegmentSchedule(job.strategy.rounds, evaluate_every=every, checkpoint_every=1)
     num_train_rows = num_rows[TRAIN_SPLIT]
     steps_per_epoch = max(1, ceil(num_train_rows / job.batch_size))
 

@@ -13,7 +13,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.common.strategy import DataParallel
 from stratagem.coordinator.core.crash_loops import why
-from stratagem.coordinator.core.effects import Build, Effect, EvaluateTogether
+from stratagem.coordinator.core.effects import Build, Effect, EvaluateState
 from stratagem.coordinator.core.facts import (
     Evaluated,
     Fact,
@@ -66,7 +66,7 @@ def _pending(
         return frozenset()
     if value.committed is None:
         return frozenset({Build(run_id, value.party, value.membership, value.members[0])})
-    effect = EvaluateTogether(
+    effect = EvaluateState(
         run_id=run_id,
         party=value.party,
         membership=value.membership,

@@ -6,7 +6,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS
-from stratagem.coordinator.strategies.scheduling.commit_metrics import commit_metrics
+from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics
 from stratagem.coordinator.strategies.scheduling.segment_schedule import (
     SegmentSchedule,
     schedule_of,

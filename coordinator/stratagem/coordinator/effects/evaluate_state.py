@@ -1,4 +1,5 @@
-"""EvaluateTogether: all members of a party evaluate one state, each on the batches of its shards.
+"""EvaluateState: members evaluate one stored state, each on the batches of its shards; one alone
+may do so on a client's own rows.
 
 Members do not meet, so one that is lost delays no other: the next membership gives its shards to
 the others, which answer at once for what they have evaluated already.
@@ -7,26 +8,29 @@ the others, which answer at once for what they have evaluated already.
 from functools import partial
 
 from stratagem.common.base.ids import Digest, child_party
+from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
-from stratagem.coordinator.core.effects import EvaluateTogether
-from stratagem.coordinator.core.facts import ROOT, Evaluated, Member, PartyFailed
+from stratagem.coordinator.core.effects import EvaluateState
+from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish, record_of
+from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
-from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
+from stratagem.coordinator.strategies.federated.update_rejections import reason_of
 from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
-from stratagem.v1 import worker_pb2
+from stratagem.v1 import types_pb2, worker_pb2
 
 
-async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> None:
-    """Evaluate and report Evaluated, or why the run fails."""
-    job = env.job_of(effect.run_id, effect.party)
-    shown = _Shown(env, effect)
+async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
+    """Evaluate and report Evaluated, or ClientEvaluated, or why the run fails."""
+    job, party, segment = env.job_of(effect.run_id, effect.party), effect.party, effect.base.segment
+    shown = _Shown(env, effect, job)
     async with task_group() as group:
         attending = [
             group.create_task(_evaluate(env, effect, rank, shown.by(rank)))
@@ -37,29 +41,27 @@ async def evaluate_together(env: EffectContext, effect: EvaluateTogether) -> Non
     if len(finished) < len(results):
         return  # what ended early has been reported
     failpoint("coordinator.evaluation.gathered")
-    parts = (part for result in finished for part in result.parts)
-    metrics = fold_parts(parts, env.metrics_of(effect.run_id, effect.party))
-    predictions = Digest("")
+    parts = [part for result in finished for part in result.parts]
+    if effect.client is not None:
+        said = ClientEvaluated(
+            party=party, segment=segment, client=effect.client, sums=sums_of(parts)
+        )
+        await env.report(effect.run_id, said)
+        return
+    metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
     if job.evaluation is not None and job.evaluation.predictions:
         pairs = zip(effect.members, finished, strict=True)
         try:
             predictions = await _predictions(env, effect, [m for m, each in pairs if each.parts])
         except ContradictionError as error:
             reason = f"the outputs of the batches cannot be joined: {error}"
-            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+            await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
             return
-    fact = Evaluated(
-        party=effect.party,
-        segment=effect.base.segment,
-        metrics=metrics,
-        predictions=predictions,
-    )
+    fact = Evaluated(party=party, segment=segment, metrics=metrics, predictions=predictions)
     await env.report(effect.run_id, fact)
 
 
-async def _predictions(
-    env: EffectContext, effect: EvaluateTogether, members: list[Member]
-) -> Digest:
+async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
     """Return the outputs that the members have kept of their batches, as one blob with the rows in
     order; "" for a split without rows.
     """
@@ -74,13 +76,13 @@ async def _predictions(
     return digest
 
 
-def _session(effect: EvaluateTogether, member: Member) -> WorkerSession:
+def _session(effect: EvaluateState, member: Member) -> WorkerSession:
     party = child_party(effect.party, "evaluate")
     return WorkerSession(member, effect.run_id, party, effect.membership)
 
 
 async def _evaluate(
-    env: EffectContext, effect: EvaluateTogether, rank: int, on_progress: OnProgress
+    env: EffectContext, effect: EvaluateState, rank: int, on_progress: OnProgress
 ) -> worker_pb2.EvaluateResult | None:
     member = effect.members[rank]
     owned = assign_shards(effect.num_shards, len(effect.members))[rank]
@@ -93,16 +95,37 @@ async def _evaluate(
     )
     at = _session(effect, member)
     request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
-    base = effect.base.digest
-    result = await finish(env, effect, member, request, on_progress, base=base)
+    client = effect.client
+    failed = None if client is None else partial(_fail_client, env, effect, client)
+    result = await finish(
+        env, effect, member, request, on_progress, base=effect.base.digest, failed=failed
+    )
     return None if result is None else result.evaluate
+
+
+async def _fail_client(
+    env: EffectContext, effect: EvaluateState, client: int, raised: types_pb2.UserError
+) -> None:
+    """Report that a client cannot evaluate its rows, which leaves it out of this evaluation."""
+    error = record_of(raised)
+    log_error(env, effect.run_id, client, error)
+    fact = ClientEvaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        client=client,
+        sums={},
+        reason=reason_of(error) or error.type,
+    )
+    await env.report(effect.run_id, fact)
 
 
 class _Shown:
     """The batches and rows per second of all members together, for watchers."""
 
-    def __init__(self, env: EffectContext, effect: EvaluateTogether) -> None:
+    def __init__(self, env: EffectContext, effect: EvaluateState, job: JobSpec) -> None:
         self._env, self._effect = env, effect
+        # Where something is trained, the progress of a run is that of its training.
+        self._is_shown = effect.party == ROOT and job.only_evaluates
         self._latest: dict[int, worker_pb2.Progress] = {}
 
     def by(self, rank: int) -> OnProgress:
@@ -110,7 +133,7 @@ class _Shown:
 
         def show(progress: worker_pb2.Progress) -> None:
             self._latest[rank] = progress
-            if self._effect.party == ROOT:
+            if self._is_shown:
                 self._env.feed.set_progress(self._effect.run_id, self._sum())
 
         return show

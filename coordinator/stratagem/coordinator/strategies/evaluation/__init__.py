@@ -1,0 +1,1 @@
+"""Evaluations, whoever makes them: their sums, and the metrics that a commit has of them."""
