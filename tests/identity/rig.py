@@ -13,17 +13,19 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.identity import authorities
 from stratagem.common.identity.authentication import Authorizer, current_caller
 from stratagem.common.identity.bearer_tokens import TokenBook
-from stratagem.common.identity.certificates import Authority
-from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.identity.certificates import Authority, make_authority
+from stratagem.common.identity.tls_files import Role, TlsFiles
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 
 class Listing(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -89,6 +91,37 @@ async def refused(address: str, proof: Proof) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await who_am_i(address, proof)
     return caught.value.code(), caught.value.details() or ""
+
+
+WORKERS = ("worker-0", "worker-1")
+
+
+def authority_of_cluster(folder: Path) -> Authority:
+    """An authority that has signed for a coordinator, two workers and a client."""
+    made = make_authority(folder)
+    made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
+    for name in WORKERS:
+        made.issue(Role.WORKER, name)
+    made.issue(Role.CLIENT, "alice")
+    return made
+
+
+def cluster_of(authority: Authority, data_dir: Path) -> LocalCluster:
+    """A cluster of two workers, in which all have certificates of `authority_of_cluster`."""
+    coordinator = authority.files("coordinator")
+    return LocalCluster(
+        workers=len(WORKERS),
+        threads=1,
+        data_dir=data_dir,
+        import_path=[ROOT],
+        allow=["tests.cluster.userland:*"],
+        environment={
+            "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
+            "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
+            "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
+        },
+        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
+    )
 
 
 def flags(files: TlsFiles) -> list[str]:

@@ -31,44 +31,24 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.crash.rig import until
-from tests.identity.rig import flags
+from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, flags
 from tests.reference.loops import federated_loop, sharded_loop
-from tests.repository import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 
-WORKERS = ("worker-0", "worker-1")
 HOSTS = ("127.0.0.1",)
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    made = make_authority(tmp_path_factory.mktemp("authority") / "certs")
-    made.issue(Role.COORDINATOR, "coordinator", HOSTS)
-    for name in WORKERS:
-        made.issue(Role.WORKER, name)
-    made.issue(Role.CLIENT, "alice")
-    return made
+    return authority_of_cluster(tmp_path_factory.mktemp("authority") / "certs")
 
 
 @pytest.fixture(scope="module")
 def cluster(
     authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    coordinator = authority.files("coordinator")
-    with LocalCluster(
-        workers=2,
-        threads=1,
-        data_dir=tmp_path_factory.mktemp("tls"),
-        import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
-        environment={
-            "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
-            "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
-            "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
-        },
-        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
-    ) as cluster:
+    with cluster_of(authority, tmp_path_factory.mktemp("tls")) as cluster:
         yield cluster
 
 

@@ -15,12 +15,10 @@ from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.certificates import (
     Authority,
     issue,
-    make_authority,
     renew_authority,
     retire_authority,
     show,
 )
-from stratagem.common.identity.tls_files import Role
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -33,41 +31,20 @@ from tests.cluster.jobs import (
     user,
 )
 from tests.crash.rig import until
-from tests.identity.rig import expire, flags
+from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, expire
 from tests.reference.loops import sharded_loop
-from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
-
-WORKERS = ("worker-0", "worker-1")
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    made = make_authority(tmp_path / "certs")
-    made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
-    for name in WORKERS:
-        made.issue(Role.WORKER, name)
-    made.issue(Role.CLIENT, "alice")
-    return made
+    return authority_of_cluster(tmp_path / "certs")
 
 
 @pytest.fixture
 def cluster(authority: Authority, tmp_path: Path) -> Iterator[LocalCluster]:
-    coordinator = authority.files("coordinator")
-    with LocalCluster(
-        workers=2,
-        threads=1,
-        data_dir=tmp_path / "cluster",
-        import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
-        environment={
-            "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
-            "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
-            "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
-        },
-        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
-    ) as cluster:
+    with cluster_of(authority, tmp_path / "cluster") as cluster:
         yield cluster
 
 

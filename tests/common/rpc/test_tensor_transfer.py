@@ -198,7 +198,7 @@ async def test_download_checks_limits_and_purpose_before_it_accepts() -> None:
             await pull(open_call, target.accept, limits=Limits(max_total_bytes=1000))
         with pytest.raises(InvalidInputError, match="UPDATE"):
             await pull(open_call, target.accept, purpose=Purpose.UPDATE)
-        with pytest.raises(OutOfRangeError, match="behind the end"):
+        with pytest.raises(OutOfRangeError, match="beyond the end"):
             await pull(open_call, target.accept, offset=2**40)
     assert target.accepted == 0
 

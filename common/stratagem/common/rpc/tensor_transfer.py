@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
+from stratagem.common.base.retry_backoff import Backoff
 from stratagem.common.observe.request_ids import bind_ids
 from stratagem.common.rpc.channel import write_message
 from stratagem.common.rpc.stall_timeout import StallTimeout
@@ -350,16 +351,19 @@ async def _persist(
 ) -> None:
     """Attempt until it succeeds, fails for good, or makes no progress for too long."""
     failures, reached = 0, progress()
+    backoff = Backoff(retry.first_pause_s, retry.max_pause_s)
     while True:
         try:
             await attempt()
             return
         except (grpc.aio.AioRpcError, TimeoutError) as error:
-            failures = 0 if progress() > reached else failures + 1
-            reached = progress()
+            failures += 1
+            if progress() > reached:
+                failures, reached = 0, progress()
+                backoff.reset()
             if not _is_cut(error) or failures >= retry.max_attempts:
                 raise _translated(error) from error
-        await asyncio.sleep(min(retry.first_pause_s * 2**failures, retry.max_pause_s))
+        await backoff.pause()
 
 
 def _is_cut(error: grpc.aio.AioRpcError | TimeoutError) -> bool:

@@ -28,18 +28,19 @@ def _signs(seed: int, indices: Tensor) -> Tensor:
 
 def _words(seed: int, indices: Tensor) -> Tensor:
     """hash32 as int32 of the same bits."""
-    return _lowbias32(_lowbias32(indices.to(torch.int32)).bitwise_xor_(_signed(seed)))
+    return _lowbias32(_lowbias32(indices.to(torch.int32)).bitwise_xor_(signed(seed)))
 
 
 def _lowbias32(x: Tensor) -> Tensor:
     x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
     x.mul_(0x7FEB352D)
     x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x)
-    x.mul_(_signed(0x846CA68B))
+    x.mul_(signed(0x846CA68B))
     return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """Return the same 32 bits as a signed number, which torch and triton keep in 32 bits."""
     return word - (1 << 32) if word >> 31 else word
 
 

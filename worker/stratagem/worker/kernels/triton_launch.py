@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.worker.kernels import triton_programs
+from stratagem.worker.kernels.torch_kernels import signed
 
 BLOCK: Final = 1024
 NUM_LEVELS: Final = 5
@@ -20,7 +21,7 @@ NUM_LEVELS: Final = 5
 
 def signs(seed: int, numel: int, device: torch.device) -> Tensor:
     out = torch.empty(numel, dtype=torch.float32, device=device)
-    _launch(triton_programs.sign_program, numel, out, _signed(seed))
+    _launch(triton_programs.sign_program, numel, out, signed(seed))
     return out
 
 
@@ -66,7 +67,7 @@ def _quantise(
         x if rest is None else rest,
         threshold,
         scale,
-        _signed(seed),
+        signed(seed),
         IS_STOCHASTIC=is_stochastic,
         HAS_REST=rest is not None,
     )
@@ -86,7 +87,7 @@ def unpack_add(target: Tensor, codes: Tensor, scale: float) -> None:
 def sketch(x: Tensor, size: int, seed: int) -> Tensor:
     out = torch.empty(size, dtype=torch.float32, device=x.device)
     num_blocks = -(-x.numel() // size)
-    args = (x, out, _signed(seed), x.numel(), size, num_blocks)
+    args = (x, out, signed(seed), x.numel(), size, num_blocks)
     _launch_over(triton_programs.sketch_program, size, *args)
     return out
 
@@ -94,7 +95,7 @@ def sketch(x: Tensor, size: int, seed: int) -> Tensor:
 def unsketch(sketch: Tensor, numel: int, seed: int, scale: float) -> Tensor:
     size = sketch.numel()
     out = torch.empty(numel, dtype=torch.float32, device=sketch.device)
-    args = (sketch, out, _signed(seed), scale, numel, size)
+    args = (sketch, out, signed(seed), scale, numel, size)
     _launch_over(triton_programs.unsketch_program, -(-numel // size) * size, *args)
     return out
 
@@ -108,11 +109,6 @@ def _rest_of_tree(sums: Tensor) -> Tensor:
 
 def _sums(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.empty(-(-x.numel() // (1 << NUM_LEVELS)), dtype=dtype, device=x.device)
-
-
-def _signed(seed: int) -> int:
-    """Returns the same 32 bits as a signed number, which triton always passes in 32 bits."""
-    return seed - (1 << 32) if seed >> 31 else seed
 
 
 def _launch(program: Any, numel: int, *args: Any, **constants: Any) -> None:

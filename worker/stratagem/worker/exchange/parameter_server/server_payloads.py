@@ -188,10 +188,3 @@ class CodedFreight:
 def _entry(bucket: int, node: Node | None, tensor: Tensor) -> StreamVector:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return StreamVector(bucket, node, dtype, tensor.numel(), tensor.nbytes)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a flat tensor on the CPU."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview(tensor.numpy().data).cast("B")

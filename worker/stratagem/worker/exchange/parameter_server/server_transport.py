@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stratagem.common.compression import TensorLayout
+from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.parameter_server.server_payloads import (
@@ -23,7 +24,6 @@ from stratagem.worker.exchange.parameter_server.server_payloads import (
     Freight,
     StreamVector,
     SumFreight,
-    bytes_of,
 )
 from stratagem.worker.mesh.device_staging import HostCopy, SideStream, to_host
 from stratagem.worker.mesh.link import ExchangeError
