@@ -248,9 +248,9 @@ def _too_large(target: Target) -> Iterator[Attack]:
     yield _one("endpoint", "Rendezvous", endpoint, Code.RESOURCE_EXHAUSTED, reason="endpoint")
     for offset in (10**9, 2**64 - 1):
         down = cpb.DownloadStateRequest(run_id=target.kept_run, which="final", offset=offset)
-        yield _one("offset", "DownloadState", down, Code.OUT_OF_RANGE, reason="behind the end")
+        yield _one("offset", "DownloadState", down, Code.OUT_OF_RANGE, reason="beyond the end")
         state = _changed(valid["GetState"][0], lambda r, o=offset: setattr(r, "offset", o))
-        yield _one("offset", "GetState", state, Code.OUT_OF_RANGE, reason="behind the end")
+        yield _one("offset", "GetState", state, Code.OUT_OF_RANGE, reason="beyond the end")
     watch = cpb.WatchRunRequest(run_id=target.kept_run, from_index=2**64 - 1)
     yield _one("index", "WatchRun", watch, Code.OUT_OF_RANGE, reason="from_index")
 

@@ -184,7 +184,7 @@ def test_short_stream_is_refused_at_its_end() -> None:
 
 
 def test_writer_does_not_start_behind_the_end() -> None:
-    with pytest.raises(OutOfRangeError, match="behind the end"):
+    with pytest.raises(OutOfRangeError, match="beyond the end"):
         ChunkWriter(10, memoryview(bytearray(10)), offset=11)
 
 
