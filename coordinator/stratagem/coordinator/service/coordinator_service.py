@@ -39,7 +39,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.observe.event_feed import FeedEvent
 from stratagem.coordinator.observe.run_logs import RunLogLine
@@ -199,7 +199,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         check_capability(request.capability)
         self._check_room(member)
         await meet(self._app, member, request.address)
-        capability = protobuf_views.capability(request.capability)
+        capability = Capability.model_validate(request.capability, from_attributes=True)
         ending = ending_of(request)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
         self._app.leases.grant([member])

@@ -8,7 +8,6 @@ from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
-    Capability,
     ErrorRecord,
     Member,
     Setting,
@@ -119,21 +118,6 @@ def _worker_info(
         capability=types_pb2.Capability(**worker.capability.model_dump()),
         run_ids=runs,
         reason=worker.reason,
-    )
-
-
-def capability(proto: types_pb2.Capability) -> Capability:
-    """Return the capability that a worker reports, as a value."""
-    return Capability(
-        device=proto.device,
-        device_name=proto.device_name,
-        memory_bytes=proto.memory_bytes,
-        num_threads=proto.num_threads,
-        numerics_fingerprint=proto.numerics_fingerprint,
-        numerics_description=proto.numerics_description,
-        local_data=tuple(proto.local_data),
-        tags=tuple(proto.tags),
-        data_plane=proto.data_plane,
     )
 
 

@@ -249,13 +249,7 @@ async def fail_party(
 
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
     """Return the error that a worker reports, as a value."""
-    return ErrorRecord(
-        type=error.type,
-        message=error.message,
-        traceback=error.traceback,
-        worker_id=error.worker_id,
-        activity=error.activity,
-    )
+    return ErrorRecord.model_validate(error, from_attributes=True)
 
 
 def _line(line: worker_pb2.LogLine) -> RunLogLine:

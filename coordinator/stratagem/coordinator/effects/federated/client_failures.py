@@ -14,11 +14,9 @@ from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, ErrorRecord, UpdateRejected
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import record_of
 from stratagem.coordinator.effects.federated.late_counts import report_update
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
-from stratagem.v1 import types_pb2
 
 MAX_JOURNALED_CHARS: Final = 1000
 MAX_JOURNALED_TRACE: Final = 4000
@@ -43,13 +41,10 @@ async def reject(
     await report_update(env, effect, fact)
 
 
-async def reject_for_error(
-    env: EffectContext, effect: TrainClient, raised: types_pb2.UserError
-) -> None:
+async def reject_for_error(env: EffectContext, effect: TrainClient, error: ErrorRecord) -> None:
     """Reject the update of a client whose data or code has raised, or whose worker does not do what
     the job says.
     """
-    error = record_of(raised)
     log_error(env, effect.run_id, effect.client, error)
     kept = None
     if env.told.is_news(effect, error):

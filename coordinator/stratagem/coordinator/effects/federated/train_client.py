@@ -22,7 +22,7 @@ from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import attend
+from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
 from stratagem.coordinator.effects.federated.aggregate_round import fold
 from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
 from stratagem.coordinator.effects.federated.coded_client_update import CodedUpload
@@ -59,7 +59,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
     match result.WhichOneof("outcome"):
         case "error":
             _close(env, effect)
-            await reject_for_error(env, effect, result.error)
+            await reject_for_error(env, effect, record_of(result.error))
         case "client_round":
             env.yield_slots(effect)
             done = result.client_round
