@@ -3,11 +3,10 @@
 Owns how a field's type, default and allowed values are said in words. Knows no page.
 """
 
-import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, ForwardRef, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,17 +18,15 @@ from stratagem.common.job import (
     ExecutionSpec,
     InitialSpec,
     JobSpec,
-    execution_section,
     phases_section,
     sections,
 )
 from stratagem.common.job.interval import Every
-from stratagem.common.job.spec import _MAX_SEED
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
-from stratagem.common.schema.document import MAX_COUNT
-from stratagem.common.schema.field_rules import FieldRule
+from stratagem.common.schema.document import DocumentValue
+from stratagem.common.schema.field_types import OneKey
+from stratagem.common.schema.validation_errors import TECHNICAL
 from stratagem.common.strategy import Strategy, choices, kinds
-from stratagem.common.strategy.json_form import REFUSE
 from stratagem.common.strategy.search_space import SearchSpace
 from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.state import CoordinatorState
@@ -66,7 +63,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.PartitionSpec,
     )
 }
-STRATEGY_OBJECTS: Mapping[str, tuple[type, ...]] = {
+STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {
     kind.__name__: (kind, *parts)
     for kind, *parts in (
         (kinds.Local,),
@@ -95,11 +92,12 @@ CHECKED_BY = {
     "_check_which": ("text", "`final`, `best`, the number of a segment"),
     "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
     "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
+    "_check_topology": ("text", choices.KNOWN_TOPOLOGIES),
+    "_check_quorum": ("number or whole number", "a count ≥ 1 or a share in (0, 1]"),
+    "_read_late_updates": ("text or mapping", "`refuse`, or `{discount: d}` with d in (0, 1]"),
 }
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-BIG = {MAX_COUNT, _MAX_SEED}
-"""Bounds that nobody meets; left out."""
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -128,26 +126,25 @@ def _said(info: FieldInfo) -> tuple[str, str]:
 def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
     if isinstance(annotation, ForwardRef):
         annotation = SECTIONS[annotation.__forward_arg__]
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        inner = [part for part in annotation.__metadata__ if not isinstance(part, FieldInfo)]
+        infos = [part for part in annotation.__metadata__ if isinstance(part, FieldInfo)]
+        bounds = [bound for info in infos for bound in info.metadata]
+        return _words(get_args(annotation)[0], [*inner, *bounds])
+    for part in metadata:
+        checker = getattr(getattr(part, "func", None), "__name__", "")
+        if checker in CHECKED_BY:
+            return CHECKED_BY[checker]
+        if isinstance(part, OneKey):
+            forms = ", ".join(f"`{form}`" for form in part.forms())
+            return "text or mapping" if part.words else "mapping", forms
     if set(get_args(annotation)) == set(get_args(Strategy)):
         return "strategy", "see [Strategy](#strategy)"
     if get_origin(annotation) in (Union, types.UnionType):
-        kind, allowed = _words(
-            next(each for each in get_args(annotation) if each is not type(None))
-        )
-        variants = [
-            each for each in get_args(annotation) if each in get_args(execution_section.Variant)
-        ]
-        return kind, ", ".join([allowed, *(f"`{{{each.__name__}: n}}`" for each in variants)])
-    if hasattr(annotation, "__metadata__"):  # Annotated
-        inner = [each for each in annotation.__metadata__ if not isinstance(each, FieldInfo)]
-        bounds = [
-            m for e in annotation.__metadata__ if isinstance(e, FieldInfo) for m in e.metadata
-        ]
-        return _words(get_args(annotation)[0], [*inner, *bounds])
-    for each in metadata:
-        checker = getattr(getattr(each, "func", None), "__name__", "")
-        if checker in CHECKED_BY:
-            return CHECKED_BY[checker]
+        kinds_of_it = [part for part in get_args(annotation) if part is not type(None)]
+        if all(isinstance(kind, type) and issubclass(kind, DocumentValue) for kind in kinds_of_it):
+            return "mapping", _choices(kinds_of_it)
+        return _words(kinds_of_it[0])
     return _plain(annotation, metadata)
 
 
@@ -160,20 +157,27 @@ def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
         return "how often", "`1 epoch`, `100 steps`, `2 rounds`"
     if get_origin(annotation) is tuple:
         kind, allowed = _words(get_args(annotation)[0])
-        return f"list of {kind}", allowed
+        is_empty_allowed = not any(getattr(part, "min_length", 0) for part in metadata)
+        return f"list of {kind}", allowed if is_empty_allowed else "at least one"
     if get_origin(annotation) is Mapping:
         return "mapping", "keyword arguments"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping", f"see [{annotation.__name__}](#{annotation.__name__.lower()})"
+    if isinstance(annotation, type) and issubclass(annotation, DocumentValue):
+        return "mapping", ""
+    if annotation is Any:
+        return "any JSON", ""
     return PLAIN_TYPES[annotation], " and ".join(_bounds(metadata))
 
 
 def _bounds(metadata: Any) -> Iterator[str]:
-    for each in metadata:
+    for part in metadata:
         for key, sign in SIGNS.items():
-            bound = getattr(each, key, None)
-            if bound is not None and bound not in BIG:
+            bound = getattr(part, key, None)
+            if bound is not None and bound < TECHNICAL:
                 yield f"{sign} {bound}"
+        if getattr(part, "min_length", 0):
+            yield "not empty"
 
 
 def default_text(info: FieldInfo) -> str:
@@ -188,7 +192,7 @@ def default_text(info: FieldInfo) -> str:
 def value_text(value: object) -> str:
     if value is None:
         return "none"
-    if dataclasses.is_dataclass(value) and not isinstance(value, Every):
+    if isinstance(value, DocumentValue):
         return f"`{{type: {type(value).__name__}}}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -206,52 +210,28 @@ def strategy_section(name: str) -> str:
     return table(head, (row for kind in STRATEGY_OBJECTS[name] for row in _object_rows(kind)))
 
 
-def _object_rows(kind: Any, prefix: str = "", owner: str = "") -> Iterator[tuple[str, ...]]:
-    fields = dataclasses.fields(kind)
-    if not fields and not prefix:
-        yield (f"`{kind.__name__}`", "no keys", "", "", "")
-    hints = get_type_hints(kind)
-    for field in fields:
-        if field.name == "options":
-            yield from _object_rows(hints["options"], "options.", kind.__name__)
-            continue
-        allowed = field.metadata.get("rule")
-        sort, names = _sort(hints[field.name])
-        default = (
-            "**required**" if field.default is dataclasses.MISSING else value_text(field.default)
-        )
-        if field.name == "late_updates":
-            default = value_text(REFUSE)
-        text = allowed.text if isinstance(allowed, FieldRule) else names
-        yield (f"`{owner or kind.__name__}`", f"`{prefix}{field.name}`", sort, default, text)
+def _object_rows(
+    kind: type[DocumentValue], prefix: str = "", owner: str = ""
+) -> Iterator[tuple[str, ...]]:
+    owner = owner or kind.__name__
+    own = {name: info for name, info in kind.__pydantic_fields__.items() if not info.kw_only}
+    options = own.pop("options", None)
+    if not own and not prefix:
+        yield (f"`{owner}`", "no keys", "", "", "")
+    for name, info in own.items():
+        sort, allowed = _said(info)
+        allowed = "any that can be nested" if sort == "strategy" else allowed
+        yield (f"`{owner}`", f"`{prefix}{name}`", sort, default_text(info), allowed)
+    if options is not None:
+        yield from _object_rows(options.annotation, "options.", owner)  # type: ignore[arg-type]
 
 
-def _sort(hint: Any) -> tuple[str, str]:
-    """(type, the names of the choices if it is one)."""
-    if set(get_args(Strategy)) <= set(get_args(hint)):
-        return "strategy", "any that can be nested"
-    arms = [each for each in get_args(hint) or (hint,) if each not in (type(None), Ellipsis)]
-    if arms == [choices.Discount]:
-        return "text or mapping", f"`{REFUSE}`, or `{{discount: d}}` with d in (0, 1]"
-    if arms == [choices.Partition]:
-        return "list of mappings", "at least one; keys below"
-    if all(dataclasses.is_dataclass(each) for each in arms):
-        return "mapping", _choices(arms)
-    if any(get_origin(each) is dict for each in arms):
-        return "any JSON", ""
-    words = " or ".join(PLAIN_TYPES[each] for each in arms)
-    return (f"list of {words}" if get_origin(hint) is tuple else words), ""
-
-
-def _choices(arms: list[Any]) -> str:
-    names = [each.__name__ for each in arms]
-    if set(arms) == set(get_args(choices.RemoteTarget)):
-        return "one key: `Tag` (text) or `WorkerId` (text)"
-    if set(arms) == set(get_args(choices.ServerOptimizer)):
-        key, names = "name", [name.lower() for name in names]
-    else:
-        key = "protocol" if choices.Pipeline in arms else "method"
-    return f"`{key}`: " + ", ".join(f"`{name}`" for name in names)
+def _choices(kinds_of_it: list[type[DocumentValue]]) -> str:
+    ((tag, _),) = [
+        (name, info) for name, info in kinds_of_it[0].__pydantic_fields__.items() if info.kw_only
+    ]
+    names = [kind.__pydantic_fields__[tag].default for kind in kinds_of_it]
+    return f"`{tag}`: " + ", ".join(f"`{name}`" for name in names)
 
 
 SAMPLES: tuple[dict[str, Any], ...] = (

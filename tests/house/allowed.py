@@ -15,16 +15,8 @@ LOOSE_MODULES: frozenset[str] = frozenset({})
 IMPURE_IMPORTS: frozenset[tuple[str, str]] = frozenset()
 """A module that the core reaches, and what it imports."""
 
-UNUSED_NAMES: frozenset[str] = frozenset(
-    {
-        "common.strategy.wire_values.dump_distribution",
-        "common.strategy.wire_values.dump_value",
-        "common.strategy.wire_values.parse_distribution",
-        "common.strategy.wire_values.parse_value",
-    }
-)
-"""Public names that nobody uses but a test: the JSON forms of values and places that stand beside
-the shared form of strategies. They are promised, and nothing else reads or writes them."""
+UNUSED_NAMES: frozenset[str] = frozenset()
+"""Public names that nobody uses but a test."""
 
 CLASS_NAMES: dict[str, int] = {"DataParallel": 2, "ModelParallel": 2}
 """Names of several classes, and of how many at most: these stand in the text of jobs, under

@@ -229,7 +229,7 @@ def _late(
     changed: Mapping[str, tuple[Tensor, Tensor, Tensor]],
 ) -> Update:
     """What a late client has changed on its base, made to the present state; it weighs less."""
-    assert strategy.options.late_updates is not None
+    assert strategy.options.late_updates != "refuse"
     rebased = {
         name: value.double() - base.double() + world.double()
         for name, (value, base, world) in changed.items()

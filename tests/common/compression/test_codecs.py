@@ -404,7 +404,10 @@ def test_a_bundle_of_vectors_of_other_lengths_is_refused() -> None:
     [
         ({"codec": "int4"}, "codec: 'int4' is not one of"),
         ({"codec": "int8", "rank": 2}, "rank: belongs to codec low_rank only"),
-        ({"codec": "top_k", "k_fraction": 0.0}, "k_fraction: 0.0 is not allowed; must be > 0"),
+        (
+            {"codec": "top_k", "k_fraction": 0.0},
+            "k_fraction: 0.0 is not allowed; must be in",
+        ),
         ({"codec": "ternary", "stochastic": True, "error_feedback": True}, "unbiased"),
         ({"codec": "none", "error_feedback": True}, "no meaning with codec none"),
         ({"codec": "fp16", "rate": 1}, "rate: unknown key"),

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, entry_points, with_fields
-from stratagem.common.schema.document import Kwargs
+from stratagem.common.schema.field_types import Kwargs
 from stratagem.common.schema.frozen import FrozenDict, FrozenList, frozen, thawed
 from stratagem.common.strategy import Custom, Strategy, describe
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to

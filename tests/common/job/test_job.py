@@ -25,7 +25,7 @@ from stratagem.common.job import (
     ScheduleSpec,
     with_fields,
 )
-from stratagem.common.job.search_section import read_search_space
+from stratagem.common.job.search_section import read_short_form
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,
@@ -134,7 +134,7 @@ def test_the_canonical_text_is_pinned() -> None:
     )
 
 
-SPACE = SearchSpace((Float("optimizer.lr", 0.01, 1.0, Scale.LOG),))
+SPACE = SearchSpace((Float("optimizer.lr", 0.01, 1.0, Scale.LOG),), {})
 POPULATION: dict[str, Any] = {
     "search_space": SPACE,
     "steps_per_generation": 3,
@@ -155,7 +155,7 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
         "model.kwargs.width": {"choices": [32, 64], "ordered": True},
         "optimizer.momentum": {"low": 0, "high": 0.9, "when": {"optimizer.name": "sgd"}},
     }
-    assert read_search_space(short) == SearchSpace(
+    assert read_short_form(short) == SearchSpace(
         (
             Float("optimizer.lr", 0.01, 1.0, Scale.LOG),
             Int("model.kwargs.depth", 1, 4, Scale.LINEAR),
@@ -167,7 +167,8 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
                 ("sgd",),
                 Float("optimizer.momentum", 0.0, 0.9, Scale.LINEAR),
             ),
-        )
+        ),
+        {},
     )
 
 
@@ -175,19 +176,19 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
     ("given_range", "expected"),
     [
         ({"low": 1}, "x.high: missing; or give choices"),
-        ({"low": 1, "hihg": 2}, "x.hihg: unknown key; did you mean high?"),
+        ({"low": 1, "hihg": 2}, "x.high: missing; is it hihg?; x.hihg: unknown key"),
         ({"low": 1, "high": 2, "scale": "Log"}, "x.scale: 'Log' is not one of linear, log"),
         ({"low": 3, "high": 2}, "x.low: 3 is not below high, 2"),
-        ({"choices": []}, "x.choices: () is not allowed; must not be empty"),
+        ({"choices": []}, "x.choices: [] is not allowed; must not be empty"),
         ({"low": 3, "high": 2, "when": {"y": [1]}}, "x.low: 3 is not below high, 2"),
         ({"choices": [1], "ordered": 1}, "x.ordered: 1 is not true or false"),
         ({"low": 1, "high": 2, "when": {}}, "x.when: names 0 fields; must name one"),
-        (3, "x: 3 is not an object"),
+        (3, "x: 3 is not a mapping of low, high, scale"),
     ],
 )
 def test_ranges_that_are_refused(given_range: object, expected: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        read_search_space({"x": given_range})
+        read_short_form({"x": given_range})
     assert str(caught.value).startswith(expected)
 
 

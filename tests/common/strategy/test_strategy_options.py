@@ -23,13 +23,17 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
             "strategy.options.min_replica: unknown key; did you mean min_replicas?",
         ),
         ({"type": "Local"}, {"a": 1}, "strategy.options.a: unknown key; known: none"),
-        (DATA_PARALLEL, None, "strategy.options: None is not an object"),
+        (
+            DATA_PARALLEL,
+            None,
+            "strategy.options: None is not a mapping of min_replicas, all_reduce",
+        ),
         (DATA_PARALLEL, {"min_replicas": 0}, "strategy.options.min_replicas: 0 is not allowed"),
         (DATA_PARALLEL, {"min_replicas": 3}, "strategy.options.min_replicas: 3 is more than num_"),
         (
             DATA_PARALLEL,
             {"all_reduce": "tree"},
-            "strategy.options.all_reduce: 'tree' is not allowed; must be direct, ring or native",
+            "strategy.options.all_reduce: 'tree' is not one of direct, ring, native",
         ),
         (
             DATA_PARALLEL | {"aggregation": {"method": "ParameterServer"}},
@@ -67,7 +71,7 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
         (
             RANDOM,
             {"late_updates": {"discount": 0}},
-            "strategy.options.late_updates.discount: 0.0 is not allowed; must be in (0, 1]",
+            "strategy.options.late_updates.discount: 0 is not allowed; must be in (0, 1]",
         ),
         (
             RANDOM,

@@ -135,7 +135,8 @@ def test_a_condition_that_becomes_true_draws_its_dimension() -> None:
         (
             Ordinal("mode", ("off", "on")),
             Conditional("c", "mode", ("on",), Float("x", 1.0, 2.0, Scale.LINEAR)),
-        )
+        ),
+        {},
     )
     after = explored(Perturbation(0.2), space, {"mode": "off"}, stream(0, 0, 0))
     assert after["mode"] == "on"
@@ -144,7 +145,7 @@ def test_a_condition_that_becomes_true_draws_its_dimension() -> None:
 
 
 def test_log_scales_are_even_in_the_logarithm() -> None:
-    space = SearchSpace((Float("lr", 1e-4, 1.0, Scale.LOG),))
+    space = SearchSpace((Float("lr", 1e-4, 1.0, Scale.LOG),), {})
     drawn = [draw(space, stream(0, member, 0))["lr"] for member in range(2000)]
     below = sum(value < 1e-2 for value in drawn) / 2000  # type: ignore[operator]
     assert abs(below - 0.5) < 0.05
@@ -155,7 +156,9 @@ def toy(evolve: bool, seed: int) -> float:
 
     Two members that each see one coordinate only; the best Q that a member reaches.
     """
-    space = SearchSpace((Float("h0", 0.0, 1.0, Scale.LINEAR), Float("h1", 0.0, 1.0, Scale.LINEAR)))
+    space = SearchSpace(
+        (Float("h0", 0.0, 1.0, Scale.LINEAR), Float("h1", 0.0, 1.0, Scale.LINEAR)), {}
+    )
     params: list[dict[str, JSON]] = [{"h0": 1.0, "h1": 0.0}, {"h0": 0.0, "h1": 1.0}]
     thetas = [[0.9, 0.9], [0.9, 0.9]]
     scores: list[float | None] = [None, None]

@@ -409,7 +409,7 @@ def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
         ("warmup_steps", {"low": 1, "high": 9}, "cannot be varied: only the first cycle"),
         ("tust", {"low": 0.5, "high": 2.0}, "cannot be varied: it has no meaning by itself"),
         ("trust", {"low": -1.0, "high": 2.0}, "-1.0 is not allowed; must be > 0"),
-        ("min_correlation", {"choices": [0.5, 7.0]}, "7.0 is not allowed; must be <= 1"),
+        ("min_correlation", {"choices": [0.5, 7.0]}, "7.0 is not allowed; must be in [-1, 1]"),
         ("predictor.momentum", {"low": 0.1, "high": 0.9}, "belongs to kind momentum only"),
     ],
 )

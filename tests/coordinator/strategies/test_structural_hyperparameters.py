@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.job.search_section import read_search_space
+from stratagem.common.job.search_section import read_short_form
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
 from stratagem.coordinator.core.commands import SubmitRun
@@ -62,9 +62,9 @@ def document(search_space: dict[str, Any], **options: Any) -> str:
 
 
 def test_the_optimizer_is_structural_by_definition_and_others_by_declaration() -> None:
-    assert known_structure(read_search_space(SPACE)) == {"optimizer.name"}
+    assert known_structure(read_short_form(SPACE)) == {"optimizer.name"}
     declared = {**SPACE["model.kwargs.width"], "structural": True}
-    found = known_structure(read_search_space({**SPACE, "model.kwargs.width": declared}))
+    found = known_structure(read_short_form({**SPACE, "model.kwargs.width": declared}))
     assert found == {"optimizer.name", "model.kwargs.width"}
     told = {**SPACE["optimizer.name"], "structural": False}
     expected = r"search_space.optimizer.name.structural: must not be false"
@@ -91,7 +91,7 @@ def test_a_declaration_stands_in_the_jobs_text() -> None:
 
 
 def test_what_decides_whether_a_structural_one_is_there_is_structural() -> None:
-    found = with_parents(read_search_space(SPACE), frozenset({"model.kwargs.gate"}))
+    found = with_parents(read_short_form(SPACE), frozenset({"model.kwargs.gate"}))
     assert found == {"model.kwargs.gate", "model.kwargs.kind"}
 
 
@@ -103,7 +103,7 @@ def test_what_decides_whether_a_structural_one_is_there_is_structural() -> None:
 def test_exploring_leaves_the_kept_alone_and_draws_the_others_as_ever(
     seed: int, explore: ExploreStrategy, names: set[str]
 ) -> None:
-    dimensions = read_search_space(SPACE)
+    dimensions = read_short_form(SPACE)
     kept = with_parents(dimensions, frozenset(names))
     before = draw(dimensions, stream(seed, 0, 0))
     after = explored(explore, dimensions, before, stream(seed, 0, 1), kept)

@@ -497,8 +497,8 @@ def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"on_client_error": "ignore"}, "must be reject or fail"),
-        ({"on_missing_quorum": "reject"}, "must be fail or wait"),
+        ({"on_client_error": "ignore"}, "is not one of reject, fail"),
+        ({"on_missing_quorum": "reject"}, "is not one of fail, wait"),
     ],
 )
 def test_other_words_are_refused(options: dict[str, Any], text: str) -> None:

@@ -59,7 +59,7 @@ def test_the_canonical_text_gives_the_job_back(phases: dict[str, Any]) -> None:
         ({"correct_every": 0}, "phases.correct_every: 0 is not allowed; must be >= 1"),
         ({"ful_steps": 3}, "phases.ful_steps: unknown key; did you mean full_steps?"),
         ({"trust": 0}, "phases.trust: 0 is not allowed; must be > 0"),
-        ({"min_correlation": 2}, "phases.min_correlation: 2 is not allowed; must be <= 1"),
+        ({"min_correlation": 2}, "phases.min_correlation: 2 is not allowed; must be in [-1, 1]"),
         ({"predictor": {"kind": "lsq"}}, "phases.predictor.kind: 'lsq' is not one of wls, mom"),
         ({"predictor": {"history": 1}}, "phases.predictor.history: 1 is not allowed"),
         ({"predictor": {"momentum": 0.5}}, "phases.predictor.momentum: belongs to kind momentum"),

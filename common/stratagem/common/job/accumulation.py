@@ -14,7 +14,8 @@ from pydantic import model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.schema.document import Count, Section
+from stratagem.common.schema.document import Section
+from stratagem.common.schema.field_types import Count
 from stratagem.common.strategy import ModelParallel, Pipeline
 
 if TYPE_CHECKING:

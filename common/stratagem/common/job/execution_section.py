@@ -8,54 +8,47 @@ sections which mean the same are equal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import GetPydanticSchema, model_validator
-from pydantic_core import core_schema
+from pydantic import model_validator
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.schema.document import MAX_COUNT, Section
-from stratagem.common.schema.json_text import JSON, not_one_of
+from stratagem.common.schema.document import DocumentValue, Section
+from stratagem.common.schema.field_types import Count, OneKey
 
 MAX_LOCAL_WORKERS: Final = 8
 """What `Automatic` counts as, at most, before it has been resolved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpointed:
+class Checkpointed(DocumentValue):
     """Keep the activations of every `interval`-th block only; compute the others again."""
 
-    interval: int
+    interval: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulated:
+class Accumulated(DocumentValue):
     """Cut each shard into `steps` micro-batches and add their gradients before the update."""
 
-    steps: int
+    steps: Count
 
 
-@dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(DocumentValue):
     """Each batch is cut over `num_workers` workers."""
 
-    num_workers: int
+    num_workers: Count
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParallel:
+class ModelParallel(DocumentValue):
     """The model is cut over `num_devices` workers."""
 
-    num_devices: int
+    num_devices: Count
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineParallel:
+class PipelineParallel(DocumentValue):
     """The model is cut into `num_stages` stages, fed with micro-batches."""
 
-    num_stages: int
+    num_stages: Count
 
 
 Variant: TypeAlias = Checkpointed | Accumulated | DataParallel | ModelParallel | PipelineParallel
@@ -79,48 +72,20 @@ def number_of(variant: Variant) -> int:
             return number
 
 
-def variant_to_plain(variant: Variant) -> dict[str, JSON]:
-    """Return a variant as it is written in the job: {"Checkpointed": 5}."""
-    return {type(variant).__name__: number_of(variant)}
-
-
-def _reader(words: tuple[str, ...], kinds: tuple[type[Variant], ...]) -> Callable[[object], Any]:
-    """Reads a bare word, or one of `kinds` as a mapping of its name to its number."""
-    by_name = {kind.__name__: kind for kind in kinds}
-    forms = (*words, *(f"{{{name}: n}}" for name in by_name))
-
-    def read(value: object) -> Any:
-        if value in words and isinstance(value, str):
-            return value
-        if isinstance(value, kinds):
-            value = variant_to_plain(value)
-        if not isinstance(value, Mapping) or len(value) != 1:
-            raise InvalidInputError(not_one_of(value, forms))
-        ((name, number),) = value.items()
-        if name not in by_name:
-            raise InvalidInputError(not_one_of(name, tuple(by_name)))
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise InvalidInputError.at(name, f"{number!r} is not a whole number")
-        if not 1 <= number <= MAX_COUNT:
-            raise InvalidInputError.at(name, f"{number} is not allowed; must be >= 1")
-        return by_name[name](number)
-
-    return read
-
-
-def _field(words: tuple[str, ...], kinds: tuple[type[Variant], ...]) -> GetPydanticSchema:
-    read = _reader(words, kinds)
-    return GetPydanticSchema(
-        lambda _source, _handler: core_schema.no_info_plain_validator_function(read)
-    )
-
-
 GradientField: TypeAlias = Annotated[
-    Gradient, _field(("None", "Full"), (Checkpointed, Accumulated))
+    Gradient,
+    OneKey({"Checkpointed": Checkpointed, "Accumulated": Accumulated}, words=("None", "Full")),
 ]
 ParallelismField: TypeAlias = Annotated[
     Parallelism,
-    _field(("None", "Automatic"), (DataParallel, ModelParallel, PipelineParallel)),
+    OneKey(
+        {
+            "DataParallel": DataParallel,
+            "ModelParallel": ModelParallel,
+            "PipelineParallel": PipelineParallel,
+        },
+        words=("None", "Automatic"),
+    ),
 ]
 
 PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
@@ -258,5 +223,5 @@ class ExecutionSpec(Section):
 def _text(value: Gradient | Parallelism) -> str:
     if isinstance(value, str):
         return value
-    field = next(iter(value.__dataclass_fields__))
+    field = next(iter(value.__pydantic_fields__))
     return f"{type(value).__name__} {{ {field}: {number_of(value)} }}"

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeAlias, cast
 
-from pydantic import GetPydanticSchema
-from pydantic_core import core_schema
+from pydantic import PlainSerializer, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError
 
@@ -40,9 +39,6 @@ class Every:
 
 EveryField: TypeAlias = Annotated[
     Every,
-    GetPydanticSchema(
-        lambda _source, _handler: core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, Every) else Every.parse(value)
-        )
-    ),
+    PlainValidator(lambda value: value if isinstance(value, Every) else Every.parse(value)),
+    PlainSerializer(str),
 ]

@@ -11,7 +11,8 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Count, Section, Whole, refuse
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.field_types import Count, Whole
 from stratagem.common.strategy import (
     AllReduce,
     Custom,

@@ -15,107 +15,121 @@ one. Knows no strategy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import GetPydanticSchema
-from pydantic_core import core_schema
+from pydantic import BeforeValidator, WrapSerializer
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.json_forms import collecting, read_object
-from stratagem.common.schema.json_text import JSON, check_json, join, not_one_of, unknown_key
-from stratagem.common.strategy.search_space import SearchSpace, parse_search_space
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.json_text import under
+from stratagem.common.strategy.search_space import (
+    Categorical,
+    Conditional,
+    Declared,
+    Dimension,
+    DimensionOptions,
+    Float,
+    Int,
+    Ordinal,
+    Scale,
+    SearchSpace,
+)
 
-_SCALES: Final = {"linear": "Linear", "log": "Log", "reverse_log": "ReverseLog"}
-_RANGE_KEYS: Final = ("low", "high", "scale", "structural", "when")
-_CHOICE_KEYS: Final = ("choices", "ordered", "structural", "when")
-_CANONICAL: Final = re.compile(r"dimensions\[(\d+)\](?:\.dimension)?(?:\.(.+))?")
+_SCALES: Final = {
+    "linear": Scale.LINEAR,
+    "log": Scale.LOG,
+    "reverse_log": Scale.REVERSE_LOG,
+}
 
 
-def read_search_space(value: object) -> SearchSpace:
-    """A search space in either form."""
-    if isinstance(value, SearchSpace):
-        return value
-    entries = read_object(value, "")
-    if "dimensions" in entries:
-        return parse_search_space(dict(entries), "")
+class _Range(Section):
+    """A number between two; whole bounds: a whole number."""
+
+    low: Any
+    high: Any
+    scale: Literal["linear", "log", "reverse_log"] = "linear"
+    structural: Declared = None
+    when: Any = None
+
+    def dimension(self, name: str) -> Dimension:
+        kind = Int if type(self.low) is int and type(self.high) is int else Float
+        options = _options(self.structural)
+        return kind(name, self.low, self.high, _SCALES[self.scale], options=options)
+
+
+class _Choices(Section):
+    """One of several values; ordered ones have neighbours."""
+
+    choices: Any
+    ordered: bool = False
+    structural: Declared = None
+    when: Any = None
+
+    def dimension(self, name: str) -> Dimension:
+        kind = Ordinal if self.ordered else Categorical
+        return kind(name, self.choices, _options(self.structural))
+
+
+def _options(structural: bool | None) -> DimensionOptions:
+    return DimensionOptions() if structural is None else DimensionOptions(structural)
+
+
+def read_short_form(entries: Mapping[str, object]) -> SearchSpace:
+    """The search space of a mapping from a field's path to its range."""
     violations: list[Violation] = []
-    dimensions = []
-    for name, given in entries.items():
-        with collecting(violations):
-            dimensions.append(_dimension(str(name), read_object(given, str(name))))
-    if violations:
-        raise InvalidInputError(violations=violations)
+    dimensions: list[Dimension] = []
+    for name, written in entries.items():
+        try:
+            dimensions.append(_dimension(str(name), written))
+        except InvalidInputError as error:
+            violations += under(str(name), error.violations)
+    refuse(violations)
     try:
-        return parse_search_space({"dimensions": dimensions, "frozen": {}}, "").in_order()
+        return SearchSpace(tuple(dimensions), {}).in_order()
     except InvalidInputError as error:
-        names = [str(dimension["name"]) for dimension in dimensions]
-        found = [
-            Violation(_as_written(each.field, names), each.message) for each in error.violations
-        ]
-        raise InvalidInputError(violations=found) from None
+        raise InvalidInputError(
+            violations=[
+                Violation(_as_written(violation.field, dimensions), violation.message)
+                for violation in error.violations
+            ]
+        ) from None
 
 
-def _as_written(field: str, names: Sequence[str]) -> str:
-    """The place in this form of what is wrong at a place of the canonical one."""
-    place = _CANONICAL.fullmatch(field)
-    if place is None:
-        return field
-    return join(names[int(place[1])], (place[2] or "").removeprefix("options."))
+def _as_written(field: str, dimensions: list[Dimension]) -> str:
+    """The place in the short form of what is wrong at a place of the canonical one."""
+    return re.sub(r"dimensions\[(\d+)\]", lambda place: dimensions[int(place[1])].name, field)
+
+
+def _dimension(name: str, written: object) -> Dimension:
+    if isinstance(written, Mapping) and "choices" not in written:
+        for key in ("low", "high"):
+            if key not in written and not written.keys() - _Range.model_fields:
+                raise InvalidInputError.at(key, "missing; or give choices")
+    has_choices = isinstance(written, Mapping) and "choices" in written
+    given = (_Choices if has_choices else _Range).parse(written)
+    dimension = given.dimension(name)
+    if "when" not in given.model_fields_set:
+        return dimension
+    if not isinstance(given.when, Mapping):
+        raise InvalidInputError.at("when", f"{given.when!r} is not a mapping")
+    if len(given.when) != 1:
+        text = f"names {len(given.when)} fields; must name one, with the values it needs"
+        raise InvalidInputError.at("when", text)
+    ((parent, values),) = given.when.items()
+    return Conditional(
+        name, str(parent), tuple(values) if isinstance(values, list) else (values,), dimension
+    )
 
 
 SearchSpaceField: TypeAlias = Annotated[
     SearchSpace,
-    GetPydanticSchema(
-        lambda _source, _handler: core_schema.no_info_plain_validator_function(read_search_space)
+    BeforeValidator(
+        lambda value: (
+            read_short_form(value)
+            if isinstance(value, Mapping) and "dimensions" not in value
+            else value
+        )
     ),
+    WrapSerializer(lambda space, write: write(space.in_order())),
 ]
-
-
-def _dimension(name: str, given: Mapping[str, Any]) -> dict[str, JSON]:
-    known = _CHOICE_KEYS if "choices" in given else _RANGE_KEYS
-    for key in given:
-        if key not in known:
-            raise InvalidInputError.at(join(name, str(key)), unknown_key(str(key), known))
-    inner = _choice(name, given) if "choices" in given else _range(name, given)
-    if "structural" in given:
-        inner["options"] = {"structural": given["structural"]}
-    if "when" not in given:
-        return inner
-    condition = read_object(given["when"], join(name, "when"))
-    if len(condition) != 1:
-        message = f"names {len(condition)} fields; must name one, with the values it needs"
-        raise InvalidInputError.at(join(name, "when"), message)
-    ((parent, values),) = condition.items()
-    return {
-        "dim_type": "Conditional",
-        "name": name,
-        "parent": str(parent),
-        "parent_values": check_json(values if isinstance(values, list) else [values]),
-        "dimension": inner,
-    }
-
-
-def _choice(name: str, given: Mapping[str, Any]) -> dict[str, JSON]:
-    ordered = given.get("ordered", False)
-    if not isinstance(ordered, bool):
-        raise InvalidInputError.at(join(name, "ordered"), f"{ordered!r} is not true or false")
-    kind = "Ordinal" if ordered else "Categorical"
-    return {"dim_type": kind, "name": name, "choices": given["choices"]}
-
-
-def _range(name: str, given: Mapping[str, Any]) -> dict[str, JSON]:
-    for key in ("low", "high"):
-        if key not in given:
-            raise InvalidInputError.at(join(name, key), "missing; or give choices")
-    scale = given.get("scale", "linear")
-    if scale not in _SCALES:
-        raise InvalidInputError.at(join(name, "scale"), not_one_of(scale, _SCALES))
-    is_whole = type(given["low"]) is int and type(given["high"]) is int
-    return {
-        "dim_type": "Int" if is_whole else "Float",
-        "name": name,
-        "low": given["low"],
-        "high": given["high"],
-        "scale": _SCALES[scale],
-    }

@@ -17,18 +17,15 @@ from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.model.graph import GraphSpec
-from stratagem.common.schema.document import (
+from stratagem.common.schema.document import Section, one_of, only_with, refuse
+from stratagem.common.schema.field_types import (
     Count,
     EntrypointName,
     Items,
     Kwargs,
     MetricName,
     Name,
-    Section,
     Whole,
-    one_of,
-    only_with,
-    refuse,
 )
 from stratagem.common.schema.frozen import FrozenDict
 

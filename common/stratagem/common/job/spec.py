@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, WrapSerializer, model_validator
 
 from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
 from stratagem.common.job.evaluation_only import check_evaluating
-from stratagem.common.job.execution_section import ExecutionSpec, Variant, variant_to_plain
+from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
@@ -32,21 +32,18 @@ from stratagem.common.job.sections import (
     OptimizerSpec,
     PartitionSpec,
 )
-from stratagem.common.schema.document import MAX_COUNT, Count, Name, Section, refuse
-from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import JSON, dump_json, load_json
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.field_types import MAX_COUNT, Count, Name
+from stratagem.common.schema.json_text import dump_json, load_json
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
     Custom,
     Federated,
     Local,
     PopulationBased,
-    Strategy,
     all_reduce_of,
-    dump_strategy,
 )
-from stratagem.common.strategy.document_field import StrategyField
-from stratagem.common.strategy.search_space import SearchSpace, dump_search_space
+from stratagem.common.strategy.kinds import StrategyField
 
 # One epoch reseeds with seed + epoch, which must stay in torch's range.
 _MAX_SEED = MAX_COUNT // 2
@@ -54,6 +51,7 @@ _MAX_SEED = MAX_COUNT // 2
 
 _AT_ONCE = AccumulationSpec()
 _ABSENT: Any = None
+_IF_THERE = WrapSerializer(lambda section, write: None if section is None else write(section))
 
 _UNITS: Mapping[type, Unit] = {Federated: "round", PopulationBased: "generation"}
 """What a strategy counts its evaluations in, unless the job says otherwise; else epochs."""
@@ -74,7 +72,7 @@ class JobSpec(Section):
     data: DataSpec
     loss: LossSpec
     # Only a job that trains nothing has none; code that trains need not ask.
-    optimizer: OptimizerSpec = _ABSENT
+    optimizer: Annotated[OptimizerSpec, _IF_THERE] = _ABSENT
     initial: InitialSpec | None = None
     evaluation: EvaluationSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -139,12 +137,6 @@ class JobSpec(Section):
         without it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.model_copy(update={"steps": steps})
-
-    def document(self) -> dict[str, JSON]:
-        """The job as plain values: declared order, kwargs in key order, without what is absent."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
 
     def canonical_json(self) -> str:
         """The document as compact JSON."""
@@ -294,24 +286,3 @@ def _graph_strategy(job: JobSpec) -> list[Violation]:
     if own is None or job.model.graph is None or effective(own, job.model.graph) == job.strategy:
         return []
     return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]
-
-
-def _plain(value: object) -> JSON:
-    """The value as JSON without what is absent; kwargs (plain already) keep their nulls."""
-    if isinstance(value, BaseModel):
-        items = {name: getattr(value, name) for name in type(value).model_fields}
-        return {name: _plain(each) for name, each in items.items() if each is not None}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, Every):
-        return str(value)
-    if isinstance(value, get_args(Variant)):
-        variant: Variant = value
-        return variant_to_plain(variant)
-    if isinstance(value, SearchSpace):
-        return dump_search_space(value.in_order())
-    if isinstance(value, get_args(Strategy)):
-        strategy: Strategy = value
-        return dump_strategy(strategy)
-    plain: JSON = thawed(value)  # type: ignore[assignment]  # scalars and kwargs
-    return plain

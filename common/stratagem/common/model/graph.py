@@ -16,11 +16,12 @@ from typing import Annotated, Final, Self, TypeAlias
 from pydantic import AfterValidator, model_validator
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
-from stratagem.common.schema.document import Items, Kwargs, Section, Whole, refuse
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.field_types import Items, Kwargs, Whole
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import suggest
 from stratagem.common.strategy import Local, Strategy
-from stratagem.common.strategy.document_field import StrategyField
+from stratagem.common.strategy.kinds import StrategyField
 
 MAX_COMPARED: Final = 10_000
 

@@ -1,1 +1,1 @@
-"""Strict reading of JSON documents: forms, field rules, sections, errors that name a field."""
+"""Strict reading of JSON documents: classes and types of fields, errors that name a field."""

@@ -1,38 +1,35 @@
-"""Holds what all sections of our documents (job, graph) share: strict reading and usable errors.
+"""Holds what all classes of our documents (job, graph, strategy) share: strict reading, usable
+errors, one canonical way to write.
 
-Pydantic does the reading; what it finds wrong becomes one `InvalidInputError` with one violation
-per wrong field, in our words. Its own messages never leave this module. Knows no document.
+A field is declared once, with its type, its constraints and its default; pydantic reads and writes
+by that, and so does the reference. What is wrong becomes one `InvalidInputError` with one violation
+per wrong field, in our words. Knows no document.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias, TypeVar, get_args
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, dataclass_transform
 
+import structlog
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Field,
-    GetPydanticSchema,
+    GetCoreSchemaHandler,
     ValidationError,
+    model_serializer,
+    model_validator,
 )
-from pydantic_core import ErrorDetails, core_schema
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, SchemaSerializer, core_schema
 
-from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, Violation
-from stratagem.common.schema.frozen import FrozenDict, frozen
-from stratagem.common.schema.json_text import (
-    check_json,
-    join,
-    not_one_of,
-    sort_keys,
-    under,
-    unknown_key,
-)
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.json_text import JSON, check_json, suggest
+from stratagem.common.schema.validation_errors import to_invalid_input
 
-MAX_COUNT: Final = 2**63 - 1  # what the journal's integer columns and torch's seeds can hold
+_log = structlog.get_logger(__name__)
 
 
 class Section(BaseModel):
@@ -62,55 +59,104 @@ class Section(BaseModel):
         except ValidationError as error:
             raise to_invalid_input(error, cls) from None
 
+    def document(self) -> dict[str, JSON]:
+        """The section as plain values: declared order, kwargs in key order, without what is
+        absent."""
+        return self.model_dump(mode="json")
 
-def _read_mapping(value: object) -> FrozenDict:
-    read = sort_keys(check_json(value))
-    if not isinstance(read, dict):
-        raise InvalidInputError(f"{value!r} is not a mapping")
-    return FrozenDict(frozen(read))
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_wrong(cls, value: object, read: Callable[[object], Self]) -> Self:
+        try:
+            return read(value)
+        except ValidationError as error:
+            raise to_invalid_input(error, cls) from None
 
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-# Keyword arguments of the user's own code: any JSON. In key order: equal jobs have equal text.
-Kwargs: TypeAlias = Annotated[
-    Mapping[str, Any],
-    GetPydanticSchema(
-        lambda _source, _handler: core_schema.no_info_plain_validator_function(_read_mapping)
-    ),
-]
-_Item = TypeVar("_Item")
-# A list of the document.
-Items: TypeAlias = Annotated[tuple[_Item, ...], BeforeValidator(_as_tuple)]
-Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Whole: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+    @model_serializer(mode="wrap")
+    def _without_what_is_absent(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        return {name: plain for name, plain in write(self).items() if plain is not None}
 
 
-_MODULE_PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+class _MadeInCode(type):
+    """Says in our words what is wrong with a value that code makes."""
+
+    if not TYPE_CHECKING:  # type checkers see the constructor that is derived from the fields
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValidationError as error:
+                raise to_invalid_input(error, cls) from None
 
 
-def _check_entrypoint(value: str) -> str:
-    if len(value) > 256 or not _MODULE_PATH.fullmatch(value):
-        raise InvalidInputError(f"{value!r} is not of the form package.module:name")
-    return value
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+class DocumentValue(metaclass=_MadeInCode):
+    """A frozen value of the document that code makes by position and takes apart with `match`.
 
+    Its mapping holds the name of the class (or `name`) under the key `tag`, where it has one, then
+    the fields as declared. Unknown keys are ignored and logged, as the other readers of the shared
+    form of strategies do. Extras are ours alone: there they are refused, and what equals its
+    default is not written, nor are the extras themselves where nothing is left.
+    """
 
-def _check_name(value: str) -> str:
-    if not _NAME.fullmatch(value):
-        raise InvalidInputError(
-            f"{value!r} is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-', a letter or digit first"
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
+    __pydantic_serializer__: ClassVar[SchemaSerializer]
+
+    def __init_subclass__(cls, *, tag: str = "", name: str = "", is_extras: bool = False) -> None:
+        if tag:
+            name = name or cls.__name__
+            cls.__annotations__ = {tag: Literal[name], **cls.__annotations__}
+            setattr(cls, tag, dataclasses.field(default=name, kw_only=True, repr=False))
+        config = ConfigDict(
+            strict=True, allow_inf_nan=False, extra="forbid" if is_extras else "ignore"
         )
-    return value
+        pydantic_dataclass(frozen=True, config=config)(cls)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[Self], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = dict(handler(source))
+        if schema["type"] != "dataclass":
+            return schema  # made before, for another class that holds this one
+        schema["strict"] = False  # a mapping may stand for the instance; its fields stay strict
+        return core_schema.no_info_wrap_validator_function(
+            cls._read,
+            schema,
+            ref=schema.pop("ref"),  # a strategy in a strategy is read in the same way
+            serialization=core_schema.wrap_serializer_function_ser_schema(
+                cls._write, schema=schema
+            ),
+        )
+
+    @classmethod
+    def _read(cls, value: object, read: Callable[[object], Self]) -> Self:
+        try:
+            made = read(value)
+        except ValidationError as error:
+            raise to_invalid_input(error, cls) from None
+        for key in value if isinstance(value, Mapping) else ():
+            if key not in cls.__pydantic_fields__:
+                hint = suggest(str(key), cls.__pydantic_fields__)
+                _log.warning(f"unknown key is ignored{hint}", key=f"{cls.__name__}.{key}")
+        return made
+
+    @classmethod
+    def _write(cls, made: Self, write: Callable[[Self], dict[str, JSON]]) -> dict[str, JSON]:
+        is_extras = cls.__pydantic_config__["extra"] == "forbid"  # type: ignore[attr-defined]
+        written = {}
+        for name, plain in write(made).items():
+            info, value = cls.__pydantic_fields__[name], getattr(made, name)
+            is_default = value == info.get_default(call_default_factory=True)
+            has_nothing_left = isinstance(value, DocumentValue) and not plain
+            if not (has_nothing_left or (is_extras and is_default and not info.kw_only)):
+                written[name] = plain
+        return written
 
 
-EntrypointName: TypeAlias = Annotated[str, AfterValidator(_check_entrypoint)]
-Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
-MetricName: TypeAlias = Annotated[
-    str, AfterValidator(lambda value: (_check_entrypoint if ":" in value else _check_name)(value))
-]
+class NoOptions(DocumentValue, is_extras=True):
+    """The options of what has none."""
 
 
 def one_of(section: BaseModel, names: Sequence[str]) -> None:
@@ -132,89 +178,3 @@ def refuse(violations: Sequence[Violation]) -> None:
     """Raise what was found, if anything was."""
     if violations:
         raise InvalidInputError(violations=violations)
-
-
-def to_invalid_input(error: ValidationError, root: type[BaseModel]) -> InvalidInputError:
-    """Pydantic's findings in our words, one violation per wrong field."""
-    found: list[Violation] = []
-    for details in error.errors(include_url=False)[:MAX_VIOLATIONS]:
-        found += _violations(details, root)
-    return InvalidInputError(violations=found)
-
-
-def _violations(details: ErrorDetails, root: type[BaseModel]) -> tuple[Violation, ...]:
-    path = ""
-    for part in details["loc"]:
-        path = join(path, f"[{part}]" if isinstance(part, int) else str(part))
-    cause = details.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidInputError):
-        return under(path, cause.violations or [Violation("", str(cause))])
-    if details["type"] == "extra_forbidden":
-        key = str(details["loc"][-1])
-        return (Violation(path, unknown_key(key, _known_keys(root, details["loc"][:-1]))),)
-    if details["type"] in _NOT_A_SECTION:
-        keys = ", ".join(_known_keys(root, details["loc"]))
-        said = f"{_short(details['input'])} is not a mapping{keys and ' of '}{keys}"
-        return (Violation(path, said),)
-    return (Violation(path, _sentence(details)),)
-
-
-_NOT_A_SECTION: Final = ("model_type", "model_attributes_type")
-
-
-_NOT_A: Final[Mapping[str, str]] = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-}
-_BOUNDS: Final[Mapping[str, tuple[str, str]]] = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": (">=", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("<=", "le"),
-}
-
-
-def _sentence(details: ErrorDetails) -> str:
-    kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    if kind == "missing":
-        return "missing"
-    if kind in _NOT_A:
-        return f"{_short(value)} is not {_NOT_A[kind]}"
-    if kind in _BOUNDS:
-        sign, key = _BOUNDS[kind]
-        return f"{value!r} is not allowed; must be {sign} {_bound(context[key])}"
-    if kind == "literal_error":
-        return not_one_of(value, re.findall(r"'([^']*)'", context["expected"]))
-    return f"{_short(value)} is not allowed: {details['msg'].lower()}"
-
-
-def _bound(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _known_keys(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """The keys of the section at the location; none where no section is there."""
-    model: type[BaseModel] | None = root
-    for part in location:
-        if isinstance(part, int) or model is None:
-            continue  # an item of a list: its section was found with the name of the list
-        known = model.model_fields.get(part)
-        model = _section_in(known.annotation) if known else None
-    return list(model.model_fields) if model else []
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)

@@ -7,53 +7,53 @@ a reader meets its members with `match` and `assert_never`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
+from pydantic import AfterValidator, Field
+
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import WorkerId
-from stratagem.common.schema.field_rules import (
-    AT_LEAST_1,
-    FRACTION,
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    ZERO_TO_BELOW_1,
-    ZERO_TO_ONE,
-    FieldRule,
-    check_fields,
-    must,
+from stratagem.common.schema.document import DocumentValue
+from stratagem.common.schema.field_types import (
+    Items,
+    NonEmptyItems,
+    NonEmptyText,
+    NotNegative,
+    OneKey,
+    Positive,
+    Share,
+    SharedCount,
+    ZeroToBelowOne,
+    ZeroToOne,
 )
 
 _TOPOLOGY: Final = re.compile(
     r"ring|complete|star|torus(:[1-9]\d{0,5}x[1-9]\d{0,5})?|hypercube|exponential|random:[1-9]\d{0,5}"
 )
 KNOWN_TOPOLOGIES: Final = "ring, complete, star, torus, torus:RxC, hypercube, exponential, random:K"
-_IS_TOPOLOGY: Final = FieldRule(
-    lambda value: isinstance(value, str) and _TOPOLOGY.fullmatch(value) is not None,
-    f"known topologies: {KNOWN_TOPOLOGIES}",
-)
+
+
+def _check_topology(value: str) -> str:
+    if not _TOPOLOGY.fullmatch(value):
+        raise InvalidInputError(f"{value!r} is not allowed; known topologies: {KNOWN_TOPOLOGIES}")
+    return value
+
 
 # How the gradients of replicas are combined.
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(DocumentValue, tag="method"):
     """The replicas sum their gradients among themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterServer:
+class ParameterServer(DocumentValue, tag="method"):
     """The coordinator sums the gradients; the replicas apply the sum."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decentralized:
+class Decentralized(DocumentValue, tag="method"):
     """Gossip: each replica averages its parameters with its neighbours in the topology."""
 
-    topology: str = field(metadata=must(_IS_TOPOLOGY))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    topology: Annotated[str, AfterValidator(_check_topology)]
 
 
 GradientAggregation: TypeAlias = AllReduce | ParameterServer | Decentralized
@@ -62,59 +62,42 @@ GradientAggregation: TypeAlias = AllReduce | ParameterServer | Decentralized
 # Where the parts of a model go, and how activations travel between them.
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
+class Tag(DocumentValue):
     """Any worker that carries this tag."""
 
-    tag: str = field(metadata=must(NOT_EMPTY))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    tag: NonEmptyText
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerIdTarget:
+class WorkerIdTarget(DocumentValue):
     """The target of the one worker that it names."""
 
-    worker_id: WorkerId = field(metadata=must(NOT_EMPTY))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    worker_id: Annotated[WorkerId, Field(min_length=1)]
 
 
 RemoteTarget: TypeAlias = Tag | WorkerIdTarget
+TARGET: Final = OneKey({"Tag": Tag, "WorkerId": WorkerIdTarget})
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(DocumentValue):
     """The nodes of the model that one worker owns."""
 
-    node_ids: tuple[str, ...] = field(metadata=must(NOT_EMPTY))
-    target: RemoteTarget
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    node_ids: NonEmptyItems[str]
+    target: Annotated[RemoteTarget, TARGET]
 
 
-@dataclass(frozen=True, slots=True)
-class DataStore:
+class DataStore(DocumentValue, tag="protocol"):
     """Activations travel through the shared object store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Direct:
+class Direct(DocumentValue, tag="protocol"):
     """Activations are streamed from worker to worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(DocumentValue, tag="protocol"):
     """Activations are streamed as with Direct, with several micro-batches of this many rows in
     flight."""
 
-    micro_batch_size: int = field(metadata=must(AT_LEAST_1))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    micro_batch_size: SharedCount
 
 
 CommunicationProtocol: TypeAlias = DataStore | Direct | Pipeline
@@ -123,31 +106,22 @@ CommunicationProtocol: TypeAlias = DataStore | Direct | Pipeline
 # How the updates of clients become the next global model, and which clients take part.
 
 
-@dataclass(frozen=True, slots=True)
-class FedAvg:
+class FedAvg(DocumentValue, tag="method"):
     """Mean of the clients' models weighted by samples (https://arxiv.org/abs/1602.05629)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FedProx:
+class FedProx(DocumentValue, tag="method"):
     """FedAvg with mu/2 · ‖w − w_global‖² in each client's loss (https://arxiv.org/abs/1812.06127)."""
 
-    mu: float = field(metadata=must(NOT_NEGATIVE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    mu: NotNegative
 
 
-@dataclass(frozen=True, slots=True)
-class FedYogi:
+class FedYogi(DocumentValue, tag="method"):
     """Adaptive server optimizer (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
 
-    beta1: float = field(metadata=must(ZERO_TO_BELOW_1))
-    beta2: float = field(metadata=must(ZERO_TO_BELOW_1))
-    tau: float = field(metadata=must(POSITIVE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    beta1: ZeroToBelowOne
+    beta2: ZeroToBelowOne
+    tau: Positive
 
 
 FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
@@ -156,78 +130,56 @@ FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
 # What becomes of an update that comes when its round is closed; in the options.
 
 
-@dataclass(frozen=True, slots=True)
-class Discount:
+class Discount(DocumentValue):
     """A late update enters a later round with weight n · discount^staleness (arXiv:1903.03934,
     2106.06639)."""
 
-    discount: float = field(metadata=must(FRACTION))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    discount: Share
 
 
 # Server optimizers that the shared form has no name for; they stand in the options.
 
 
-@dataclass(frozen=True, slots=True)
-class FedAdam:
+class FedAdam(DocumentValue, tag="name", name="fedadam", is_extras=True):
     """Adam on the server (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
 
-    learning_rate: float = field(default=0.1, metadata=must(POSITIVE))
-    beta1: float = field(default=0.9, metadata=must(ZERO_TO_BELOW_1))
-    beta2: float = field(default=0.99, metadata=must(ZERO_TO_BELOW_1))
-    tau: float = field(default=0.001, metadata=must(POSITIVE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    learning_rate: Positive = 0.1
+    beta1: ZeroToBelowOne = 0.9
+    beta2: ZeroToBelowOne = 0.99
+    tau: Positive = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class FedAdagrad:
+class FedAdagrad(DocumentValue, tag="name", name="fedadagrad", is_extras=True):
     """Adagrad on the server (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
 
-    learning_rate: float = field(default=0.1, metadata=must(POSITIVE))
-    tau: float = field(default=0.001, metadata=must(POSITIVE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    learning_rate: Positive = 0.1
+    tau: Positive = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class FedAvgM:
+class FedAvgM(DocumentValue, tag="name", name="fedavgm", is_extras=True):
     """Momentum on the server (https://arxiv.org/abs/1909.06335)."""
 
-    learning_rate: float = field(default=1.0, metadata=must(POSITIVE))
-    momentum: float = field(default=0.9, metadata=must(ZERO_TO_BELOW_1))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    learning_rate: Positive = 1.0
+    momentum: ZeroToBelowOne = 0.9
 
 
 ServerOptimizer: TypeAlias = FedAdam | FedAdagrad | FedAvgM
 
 
-@dataclass(frozen=True, slots=True)
-class All:
+class All(DocumentValue, tag="method"):
     """Every client takes part in every round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Random:
+class Random(DocumentValue, tag="method"):
     """A seeded random share of the clients takes part in a round."""
 
-    fraction: float = field(metadata=must(FRACTION))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    fraction: Share
 
 
-@dataclass(frozen=True, slots=True)
-class ByCapability:
+class ByCapability(DocumentValue, tag="method"):
     """The clients that carry all of these tags; no tags = all clients."""
 
-    required_tags: tuple[str, ...]
+    required_tags: Items[str]
 
 
 ClientSelection: TypeAlias = All | Random | ByCapability
@@ -236,41 +188,28 @@ ClientSelection: TypeAlias = All | Random | ByCapability
 # How a population evolves.
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
+class Truncation(DocumentValue, tag="method"):
     """The worst fraction copies members of the best fraction."""
 
-    fraction: float = field(metadata=must(FRACTION))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    fraction: Share
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
+class Binary(DocumentValue, tag="method"):
     """A member copies a random other one that is better by more than the threshold."""
 
-    threshold: float = field(metadata=must(NOT_NEGATIVE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    threshold: NotNegative
 
 
 ExploitStrategy: TypeAlias = Truncation | Binary
 
 
-@dataclass(frozen=True, slots=True)
-class Perturbation:
+class Perturbation(DocumentValue, tag="method"):
     """Each hyperparameter is multiplied by a random factor in [1 − factor, 1 + factor]."""
 
-    factor: float = field(metadata=must(ZERO_TO_ONE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    factor: ZeroToOne
 
 
-@dataclass(frozen=True, slots=True)
-class Resample:
+class Resample(DocumentValue, tag="method"):
     """Each hyperparameter is drawn again from the search space."""
 
 

@@ -1,28 +1,30 @@
 """The training strategies themselves, made of the choices in `choices`.
 
 Every class is frozen and checks its own ranges when it is made, so a strategy that exists is
-valid. Owns no JSON and does not know how any strategy is carried out.
+valid. The fields as declared are the JSON form that is shared with the Rust programs; what is ours
+alone stands under `options`. Does not know how any strategy is carried out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias, assert_never
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Final, Literal, TypeAlias, assert_never
+
+from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic.dataclasses import rebuild_dataclass
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.field_rules import (
-    AT_LEAST_1,
-    FRACTION,
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    FieldRule,
-    check_fields,
-    count_up_to,
-    must,
+from stratagem.common.schema.document import DocumentValue, NoOptions, refuse
+from stratagem.common.schema.field_types import (
+    MAX_UNSIGNED,
+    FrozenJSON,
+    NonEmptyItems,
+    NonEmptyText,
+    Positive,
+    SharedCount,
+    UpTo,
 )
-from stratagem.common.schema.frozen import frozen
-from stratagem.common.schema.json_text import JSON, check_json
 from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
@@ -39,23 +41,7 @@ from stratagem.common.strategy.choices import (
     Random,
     ServerOptimizer,
 )
-from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
-
-_IS_QUORUM: Final = FieldRule(
-    lambda value: value is None or (AT_LEAST_1 if type(value) is int else FRACTION).holds(value),
-    "must be a count >= 1 or a share in (0, 1]",
-)
-_COUNT_IF_SET: Final = FieldRule(lambda v: v is None or AT_LEAST_1.holds(v), AT_LEAST_1.text)
-_IS_SCHEDULE: Final = FieldRule(
-    lambda value: value in SCHEDULE_NAMES, f"must be one of {', '.join(SCHEDULE_NAMES)}"
-)
-CLIENT_ERROR_POLICIES: Final = ("reject", "fail")
-QUORUM_POLICIES: Final = ("fail", "wait")
-_IS_CLIENT_ERROR_POLICY: Final = FieldRule(
-    lambda value: value in CLIENT_ERROR_POLICIES, "must be reject or fail"
-)
-_IS_QUORUM_POLICY: Final = FieldRule(lambda value: value in QUORUM_POLICIES, "must be fail or wait")
-_POSITIVE_IF_SET: Final = FieldRule(lambda v: v is None or POSITIVE.holds(v), POSITIVE.text)
+from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
 
 MAX_REPLICAS: Final = 16_384
 MAX_CLIENTS: Final = 1_000_000
@@ -64,18 +50,44 @@ MAX_POPULATION: Final = 10_000
 DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
 DEFAULT_MAX_STALENESS: Final = 4
 DIRECT_ALL_REDUCE: Final = "direct"
-_IS_ALL_REDUCE: Final = FieldRule(
-    lambda value: value in (DIRECT_ALL_REDUCE, "ring", "native"), "must be direct, ring or native"
-)
+REFUSE: Final = "refuse"
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+def _check_quorum(value: object) -> int | float | None:
+    """A whole number is a count of clients, another number a share of them."""
+    if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidInputError(f"{value!r} is not a number")
+    if type(value) is float and 0 < value <= 1:
+        return value
+    raise InvalidInputError(f"{value!r} is not allowed; must be a count >= 1 or a share in (0, 1]")
+
+
+def _read_late_updates(value: object) -> Discount | Literal["refuse"]:
+    if isinstance(value, Discount):
+        return value
+    if value == REFUSE:
+        return REFUSE
+    if not isinstance(value, Mapping) or value.keys() != {"discount"}:
+        raise InvalidInputError(
+            f"must be {REFUSE!r} or {{discount: d}} with d in (0, 1]; is {value!r}"
+        )
+    return Discount(value["discount"])
+
+
+_LateUpdates: TypeAlias = Annotated[
+    Discount | Literal["refuse"], BeforeValidator(_read_late_updates)
+]
+
+
+class Local(DocumentValue, tag="type"):
     """One worker trains on all data."""
 
+    options: NoOptions = field(default=NoOptions(), repr=False)
 
-@dataclass(frozen=True, slots=True)
-class DataParallelOptions:
+
+class DataParallelOptions(DocumentValue, is_extras=True):
     """Options of how the replicas work together beyond the shared form.
 
     min_replicas: continue with as few workers as this while the others are away. all_reduce: of
@@ -85,25 +97,20 @@ class DataParallelOptions:
     their mean is measured; None: only at the end of a segment.
     """
 
-    min_replicas: int = field(default=1, metadata=must(AT_LEAST_1))
-    all_reduce: str = field(default=DIRECT_ALL_REDUCE, metadata=must(_IS_ALL_REDUCE))
-    inner: Strategy | None = None
-    consensus_every: int | None = field(default=None, metadata=must(_COUNT_IF_SET))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    min_replicas: SharedCount = 1
+    all_reduce: Literal["direct", "ring", "native"] = DIRECT_ALL_REDUCE
+    inner: StrategyField | None = None
+    consensus_every: SharedCount | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(DocumentValue, tag="type"):
     """The model is replicated, each batch is split, gradients are combined every step."""
 
-    num_replicas: int = field(metadata=must(count_up_to(MAX_REPLICAS)))
-    aggregation: GradientAggregation
-    options: DataParallelOptions = DataParallelOptions()
+    num_replicas: Annotated[SharedCount, UpTo(MAX_REPLICAS)]
+    aggregation: Annotated[GradientAggregation, Field(discriminator="method")]
+    options: DataParallelOptions = field(default_factory=DataParallelOptions)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.options.min_replicas > self.num_replicas:
             raise InvalidInputError.at(
                 "options.min_replicas",
@@ -120,34 +127,27 @@ class DataParallel:
             raise InvalidInputError.at("options.consensus_every", text)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParallelOptions:
+class ModelParallelOptions(DocumentValue, is_extras=True):
     """schedule: in which order the stages work on micro-batches; of Pipeline only."""
 
-    schedule: str = field(default=AUTO, metadata=must(_IS_SCHEDULE))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    schedule: ScheduleName = AUTO
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParallel:
+class ModelParallel(DocumentValue, tag="type"):
     """The nodes of the model are spread over workers."""
 
-    partitions: tuple[Partition, ...] = field(metadata=must(NOT_EMPTY))
-    communication: CommunicationProtocol
+    partitions: NonEmptyItems[Partition]
+    communication: Annotated[CommunicationProtocol, Field(discriminator="protocol")]
     options: ModelParallelOptions = ModelParallelOptions()
 
     def __post_init__(self) -> None:
-        check_fields(self)
         is_default = self.options == ModelParallelOptions()
         if not isinstance(self.communication, Pipeline) and not is_default:
             text = f"belongs to Pipeline only, not to {type(self.communication).__name__}"
             raise InvalidInputError.at("options.schedule", text)
 
 
-@dataclass(frozen=True, slots=True)
-class FederatedOptions:
+class FederatedOptions(DocumentValue, is_extras=True):
     """Options of what a round does beyond its shared form.
 
     quorum: how many of the selected clients make a round: a share (float) or a count (int);
@@ -157,51 +157,47 @@ class FederatedOptions:
     updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
     server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
     mean is it. over_select: how many clients more than needed are drawn; the round closes with the
-    first that suffice. late_updates: None refuses an update whose round has closed. max_staleness:
-    how many rounds late an update may be, where they are not refused. inner: how a client trains
-    when it is several workers, a silo; one worker unless given.
+    first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
+    max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
+    client trains when it is several workers, a silo; one worker unless given.
     """
 
-    local_epochs: int = field(default=1, metadata=must(AT_LEAST_1))
-    quorum: float | int | None = field(default=None, metadata=must(_IS_QUORUM))
-    round_deadline_s: float | None = field(default=None, metadata=must(_POSITIVE_IF_SET))
-    server_learning_rate: float = field(
-        default=DEFAULT_SERVER_LEARNING_RATE, metadata=must(POSITIVE)
-    )
-    server_optimizer: ServerOptimizer | None = None
-    over_select: int = field(default=0, metadata=must(NOT_NEGATIVE))
-    late_updates: Discount | None = None
-    max_staleness: int = field(default=DEFAULT_MAX_STALENESS, metadata=must(AT_LEAST_1))
-    inner: Strategy | None = None
-    on_client_error: str = field(default="reject", metadata=must(_IS_CLIENT_ERROR_POLICY))
-    on_missing_quorum: str = field(default="fail", metadata=must(_IS_QUORUM_POLICY))
+    local_epochs: SharedCount = 1
+    quorum: Annotated[float | int | None, PlainValidator(_check_quorum)] = None
+    round_deadline_s: Positive | None = None
+    server_learning_rate: Positive = DEFAULT_SERVER_LEARNING_RATE
+    server_optimizer: Annotated[ServerOptimizer, Field(discriminator="name")] | None = None
+    over_select: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
+    late_updates: _LateUpdates = REFUSE
+    max_staleness: SharedCount = DEFAULT_MAX_STALENESS
+    inner: StrategyField | None = None
+    on_client_error: Literal["reject", "fail"] = "reject"
+    on_missing_quorum: Literal["fail", "wait"] = "fail"
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.round_deadline_s is not None and self.quorum is None:
             raise InvalidInputError.at(
                 "quorum", "missing; round_deadline_s says when to settle for it"
             )
-        if self.late_updates is None and self.max_staleness != DEFAULT_MAX_STALENESS:
+        if self.late_updates == REFUSE and self.max_staleness != DEFAULT_MAX_STALENESS:
             text = 'late_updates is "refuse", so no update is stale; give it a discount'
             raise InvalidInputError.at("max_staleness", text)
-        if self.late_updates and self.round_deadline_s is None and not self.over_select:
+        has_late_ones = self.round_deadline_s is not None or self.over_select
+        if self.late_updates != REFUSE and not has_late_ones:
             text = "no client is ever late without round_deadline_s or over_select; set one"
             raise InvalidInputError.at("late_updates", text)
 
 
-@dataclass(frozen=True, slots=True)
-class Federated:
+class Federated(DocumentValue, tag="type"):
     """Clients train on data of their own; only models travel, and are combined every round."""
 
-    num_clients: int = field(metadata=must(count_up_to(MAX_CLIENTS)))
-    rounds: int = field(metadata=must(AT_LEAST_1))
-    aggregation: FederatedAggregation
-    client_selection: ClientSelection
-    options: FederatedOptions = FederatedOptions()
+    num_clients: Annotated[SharedCount, UpTo(MAX_CLIENTS)]
+    rounds: SharedCount
+    aggregation: Annotated[FederatedAggregation, Field(discriminator="method")]
+    client_selection: Annotated[ClientSelection, Field(discriminator="method")]
+    options: FederatedOptions = field(default_factory=FederatedOptions)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         options, violations = self.options, []
         if type(options.quorum) is int and options.quorum > self.num_clients:
             text = f"{options.quorum} is more than num_clients, {self.num_clients}"
@@ -219,53 +215,46 @@ class Federated:
             name = type(self.client_selection).__name__
             text = f"{name} leaves no clients to draw more from; Random does"
             violations.append(Violation("options.over_select", text))
-        if options.late_updates and not isinstance(self.client_selection, Random):
+        if options.late_updates != REFUSE and not isinstance(self.client_selection, Random):
             name = type(self.client_selection).__name__
             text = f"{name} selects the same clients in every round, so no late one is left over"
             violations.append(Violation("options.late_updates", f"{text}; Random does not"))
-        if violations:
-            raise InvalidInputError(violations=violations)
+        refuse(violations)
 
 
-@dataclass(frozen=True, slots=True)
-class PopulationOptions:
+class PopulationOptions(DocumentValue, is_extras=True):
     """Options of how the population trains beyond its shared form.
 
     inner: how each member trains; Local unless given. asynchronous: a member evolves as soon as it
     has trained, against the newest scores of the others, without waiting for them.
     """
 
-    inner: Strategy | None = None
+    inner: StrategyField | None = None
     asynchronous: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PopulationBased:
+class PopulationBased(DocumentValue, tag="type"):
     """A population trains side by side; the worse copy the better and explore from there."""
 
-    population_size: int = field(metadata=must(count_up_to(MAX_POPULATION)))
-    generations: int = field(metadata=must(AT_LEAST_1))
-    exploit: ExploitStrategy
-    explore: ExploreStrategy
-    options: PopulationOptions = PopulationOptions()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    population_size: Annotated[SharedCount, UpTo(MAX_POPULATION)]
+    generations: SharedCount
+    exploit: Annotated[ExploitStrategy, Field(discriminator="method")]
+    explore: Annotated[ExploreStrategy, Field(discriminator="method")]
+    options: PopulationOptions = field(default_factory=PopulationOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Custom:
+class Custom(DocumentValue, tag="type"):
     """A strategy registered by name; its config is handed over untouched."""
 
-    coordinator: str = field(metadata=must(NOT_EMPTY))
-    config: JSON
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        object.__setattr__(self, "config", frozen(check_json(self.config, "config")))
+    coordinator: NonEmptyText
+    config: FrozenJSON
+    options: NoOptions = field(default=NoOptions(), repr=False)
 
 
 Strategy: TypeAlias = Local | DataParallel | ModelParallel | Federated | PopulationBased | Custom
+StrategyField: TypeAlias = Annotated[Strategy, Field(discriminator="type")]
+for _holder in (DataParallelOptions, FederatedOptions, PopulationOptions):
+    rebuild_dataclass(_holder)  # type: ignore[arg-type]  # it names what stands after it
 
 
 def describe(strategy: Strategy) -> str:

@@ -3,8 +3,9 @@
 Interleaving is no name: it follows where a worker owns several stages.
 """
 
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 AUTO: Final = "auto"
 """1f1b, or eager where hops are slow; see `schedules.suited`."""
-SCHEDULE_NAMES: Final = (AUTO, "1f1b", "eager", "gpipe", "zero_bubble")
+ScheduleName: TypeAlias = Literal["auto", "1f1b", "eager", "gpipe", "zero_bubble"]
+SCHEDULE_NAMES: Final[tuple[str, ...]] = get_args(ScheduleName)

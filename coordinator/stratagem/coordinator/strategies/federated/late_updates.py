@@ -35,7 +35,7 @@ def max_staleness(job: JobSpec) -> int:
     """Return for how many rounds updates of a closed round may still be needed; 0: late ones are
     refused."""
     strategy = job.strategy
-    if not isinstance(strategy, Federated) or strategy.options.late_updates is None:
+    if not isinstance(strategy, Federated) or strategy.options.late_updates == "refuse":
         return 0
     return strategy.options.max_staleness
 
@@ -43,7 +43,7 @@ def max_staleness(job: JobSpec) -> int:
 def weight(job: JobSpec, accepted: Accepted) -> float:
     """Return the weight of an update in the mean of its round: rows, discounted by staleness."""
     policy = spec_of(job).options.late_updates
-    discount = 1.0 if policy is None else policy.discount
+    discount = 1.0 if policy == "refuse" else policy.discount
     return float(accepted.num_samples * discount**accepted.staleness)
 
 

@@ -73,7 +73,7 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     if job.data.worker_local is not None:
         text = "is on single workers, and a silo is several"
         violations.append(Violation("data.worker_local", text))
-    if spec.options.late_updates is not None:
+    if spec.options.late_updates != "refuse":
         text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
         violations.append(Violation("strategy.options.late_updates", text))
     if job.optimizer.schedule is not None:
