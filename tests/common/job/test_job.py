@@ -182,6 +182,9 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
         ({"choices": []}, "x.choices: [] is not allowed; must not be empty"),
         ({"low": 3, "high": 2, "when": {"y": [1]}}, "x.low: 3 is not below high, 2"),
         ({"choices": [1], "ordered": 1}, "x.ordered: 1 is not true or false"),
+        ({"choices": [1], "structural": None}, "x.structural: None is not true or false; leave"),
+        ({"low": 1, "high": 2, "scale": {}}, "x.scale: {} is not one of linear, log, reverse_log"),
+        ({"low": 1, "high": 2, "when": None}, "x.when: None is not a mapping"),
         ({"low": 1, "high": 2, "when": {}}, "x.when: names 0 fields; must name one"),
         (3, "x: 3 is not a mapping of low, high, scale"),
     ],
@@ -403,6 +406,12 @@ STAGES: dict[str, Any] = {
 )
 def test_accumulation_that_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
     assert wrong({**MINIMAL, **changes})[0].startswith(expected)
+
+
+def test_accumulation_without_a_batch_size_is_told_that_it_is_missing() -> None:
+    document = {**MINIMAL, "accumulation": {"steps": 2}}
+    del document["batch_size"]
+    assert wrong(document) == ["batch_size: missing"]
 
 
 def test_accumulation_may_repeat_what_the_pipeline_says() -> None:

@@ -64,9 +64,10 @@ class AccumulationSpec(Section):
 def check_accumulation(job: JobSpec) -> Iterator[Violation]:
     """Yield the contradictions between the section and the rest of the job."""
     spec = job.window
+    # A job that lacks its batch_size is told so beside this.
     for name in ("micro_batch_size", "steps"):
         value = getattr(spec, name)
-        if value is not None and value > job.batch_size:
+        if value is not None and job.batch_size is not None and value > job.batch_size:
             what = "micro-batches" if name == "steps" else "rows"
             text = f"{value} {what} is more than batch_size, {job.batch_size}"
             yield Violation(f"accumulation.{name}", text)
