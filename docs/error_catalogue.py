@@ -58,7 +58,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "OutOfRangeError": (
         ("… is beyond the newest event, …", "watch from an index that the run has reached"),
-        ("… is beyond the end at …", "a transfer was resumed behind the end of its data"),
+        ("… is beyond the end at …", "a transfer was resumed beyond the end of its data"),
     ),
     "LimitError": (
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),

@@ -209,7 +209,7 @@ def _lying_chunks(target: Target) -> Iterator[Attack]:
     lies = (
         ("gap", chunk(100, b"1234")),
         ("end of the world", chunk(2**64 - 1, b"1234")),
-        ("behind the end", chunk(2**40, b"1234")),
+        ("beyond the end", chunk(2**40, b"1234")),
         ("empty", chunk(0, b"")),
         ("checksum", chunk(0, b"1234", is_right=False)),
         ("more than announced", chunk(0, b"1" * 40_000)),

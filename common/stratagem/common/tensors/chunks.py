@@ -94,7 +94,7 @@ def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
 
 
 def check_offset(offset: int, total_bytes: int) -> None:
-    """Refuse to start reading behind the end."""
+    """Refuse to start reading beyond the end."""
     if not 0 <= offset <= total_bytes:
         raise OutOfRangeError.at("offset", f"{offset} is beyond the end at {total_bytes}")
 
