@@ -9,7 +9,6 @@ tasks between a caller and every message of a stream. Deadlines and retries are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Final, Self
@@ -25,17 +24,12 @@ from stratagem.common.identity.bearer_tokens import TokenFile
 from stratagem.common.identity.grpc_credentials import FreshFiles, channel_credentials
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, TlsFiles, worker_name
 from stratagem.common.observe import tracing
-from stratagem.common.rpc.grpc_options import (
-    CLIENT_OPTIONS,
-    SHALLOW_OPTIONS,
-)
+from stratagem.common.rpc.grpc_options import CLIENT_OPTIONS, SHALLOW_OPTIONS
 from stratagem.common.tensors.frames import reading_frames
 
 _PROTOCOL: Final = ((PROTOCOL_KEY, PROTOCOL_VERSION),)
 _LOOK_EVERY_S: Final = 1.0
 """How often at most the files of a channel are looked at; only when a call begins."""
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +101,42 @@ async def write_message(call: Any, message: Message | bytes) -> None:
         raise ConflictError("the other side ended the stream early") from None
 
 
-class _Channel(grpc.aio.Channel):
-    """Base of our channels: leaving the context closes them."""
+class DelegatingChannel(grpc.aio.Channel):
+    """Base of our channels: each call, and each question about the state, goes to another channel;
+    leaving the context closes it."""
+
+    def _present(self) -> grpc.aio.Channel:
+        """Return the channel that is used now."""
+        raise NotImplementedError
+
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what makes the calls of one method. kind: the method of a channel that makes it of
+        these arguments, such as "unary_unary"."""
+        raise NotImplementedError
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._calls("unary_unary", args, kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._calls("unary_stream", args, kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._calls("stream_unary", args, kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._calls("stream_stream", args, kwargs)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._present().close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._present().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._present().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._present().channel_ready()
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,50 +145,31 @@ class _Channel(grpc.aio.Channel):
         await self.close()
 
 
-class _ProtocolChannel(_Channel):
+class _ProtocolChannel(DelegatingChannel):
     """A channel whose calls carry protocol version and token with the caller's own metadata."""
 
     def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
-        self._inner = inner
-        self._with_protocol = _adding(
-            _PROTOCOL if token is None else lambda: (*_PROTOCOL, *token.metadata())
-        )
+        self._inner, self._token = inner, token
 
-    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._with_protocol(self._inner.unary_unary(method, *args, **kwargs))
+    def _present(self) -> grpc.aio.Channel:
+        return self._inner
 
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Any = None,
-        response_deserializer: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        read = response_deserializer and reading_frames(response_deserializer)
-        inner = self._inner.unary_stream(method, request_serializer, read, **kwargs)
-        return self._with_protocol(inner)
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        read = kwargs.get("response_deserializer")
+        if kind == "unary_stream" and read is not None:
+            kwargs = {**kwargs, "response_deserializer": reading_frames(read)}
+        inner = getattr(self._inner, kind)(*args, **kwargs)
 
-    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._with_protocol(self._inner.stream_unary(method, *args, **kwargs))
+        def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
+            token = () if self._token is None else self._token.metadata()
+            told = (*(metadata or ()), *_PROTOCOL, *token, *tracing.outgoing())
+            return inner(*args, metadata=told, **kwargs)
 
-    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._with_protocol(self._inner.stream_stream(method, *args, **kwargs))
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._inner.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
+        return call
 
 
-class _RenewedChannel(_Channel):
-    """Calls go over a channel that knows the newest certificates.
+class _RenewedChannel(DelegatingChannel):
+    """A channel whose calls go over one that knows the newest certificates.
 
     Calls that run when files change end on the channel on which they began.
     """
@@ -177,7 +186,7 @@ class _RenewedChannel(_Channel):
         credentials = channel_credentials(self._files.material)
         return grpc.aio.secure_channel(self._address, credentials, options=self._options)
 
-    def _current(self) -> grpc.aio.Channel:
+    def _present(self) -> grpc.aio.Channel:
         if time.monotonic() >= self._look_again_s:
             self._look_again_s = time.monotonic() + _LOOK_EVERY_S
             if self._files.changed():
@@ -185,43 +194,9 @@ class _RenewedChannel(_Channel):
                 self._newest = self._open()
         return self._newest
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return lambda *a, **k: self._current().unary_unary(*args, **kwargs)(*a, **k)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return lambda *a, **k: self._current().unary_stream(*args, **kwargs)(*a, **k)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return lambda *a, **k: self._current().stream_unary(*args, **kwargs)(*a, **k)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return lambda *a, **k: self._current().stream_stream(*args, **kwargs)(*a, **k)
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return lambda *a, **k: getattr(self._present(), kind)(*args, **kwargs)(*a, **k)
 
     async def close(self, grace: float | None = None) -> None:
         for each in (*self._old, self._newest):
             await each.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._newest.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._newest.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._current().channel_ready()
-
-
-def _adding(
-    more: Metadata | Callable[[], Metadata],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes calls add metadata to those of their caller."""
-
-    def wrap(multicallable: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
-            added = more() if callable(more) else more
-            told = (*(metadata or ()), *added, *tracing.outgoing())
-            return multicallable(*args, metadata=told, **kwargs)
-
-        return call
-
-    return wrap

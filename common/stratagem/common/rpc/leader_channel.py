@@ -17,7 +17,7 @@ import grpc.aio
 
 from stratagem.common.base.errors import StandbyError
 from stratagem.common.base.host_port import split_address
-from stratagem.common.rpc.channel import open_channel
+from stratagem.common.rpc.channel import DelegatingChannel, open_channel
 from stratagem.common.rpc.status_codes import name_of
 
 
@@ -56,8 +56,8 @@ class Coordinators:
             self.present = self.addresses[(index + 1) % len(self.addresses)]
 
 
-class CoordinatorChannel(grpc.aio.Channel):
-    """Each call goes to the coordinator that is asked at that time."""
+class CoordinatorChannel(DelegatingChannel):
+    """A channel whose calls each go to the coordinator that is asked at that time."""
 
     def __init__(
         self,
@@ -68,48 +68,21 @@ class CoordinatorChannel(grpc.aio.Channel):
         self._open_one = open_one
         self._channels: Final[dict[str, grpc.aio.Channel]] = {}
         self._looks: Final[set[asyncio.Task[None]]] = set()
-        self._channel(coordinators.present)  # raises now what is wrong with the caller's files
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._calling("unary_unary", args, kwargs)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._calling("unary_stream", args, kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._calling("stream_unary", args, kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._calling("stream_stream", args, kwargs)
+        self._present()  # raises now what is wrong with the caller's files
 
     async def close(self, grace: float | None = None) -> None:
         for channel in self._channels.values():
             await channel.close(grace)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel(self._coordinators.present).get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        channel = self._channel(self._coordinators.present)
-        await channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel(self._coordinators.present).channel_ready()
-
-    async def __aenter__(self) -> CoordinatorChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def _present(self) -> grpc.aio.Channel:
+        return self._channel(self._coordinators.present)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = self._open_one(address)
         return self._channels[address]
 
-    def _calling(
-        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any]:
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made: dict[str, Callable[..., Any]] = {}
 
         def call(*call_args: Any, **call_kwargs: Any) -> Any:
