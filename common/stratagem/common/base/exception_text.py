@@ -7,8 +7,6 @@ of an exception that may have come out of tasks asks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from stratagem.common.base.errors import StratagemError
 
 
@@ -29,7 +27,7 @@ def sole(error: BaseException) -> BaseException:
 def told(error: BaseException) -> str:
     """Describe an exception in words, each once: our own errors by their sentence, others with
     their type."""
-    return "; ".join(_once(_words(each) for each in leaves(error)))
+    return "; ".join(dict.fromkeys(_words(each) for each in leaves(error)))
 
 
 def _words(error: BaseException) -> str:
@@ -38,7 +36,3 @@ def _words(error: BaseException) -> str:
         return text
     name = type(error).__qualname__
     return f"{name}: {text}" if text else name
-
-
-def _once(texts: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(texts)

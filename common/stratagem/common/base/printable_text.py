@@ -25,13 +25,11 @@ def printable(text: str, *, is_line: bool = False) -> str:
     pattern = _MOVING_OR_NEWLINE if is_line else _MOVING
     if pattern.search(text) is None:
         return text
-    return pattern.sub(_written_out, _COLOUR.sub("", text).replace("\r\n", "\n"))
+    return pattern.sub(
+        lambda found: f"\\x{ord(found[0]):02x}", _COLOUR.sub("", text).replace("\r\n", "\n")
+    )
 
 
 def is_printable(text: str) -> bool:
     """Return whether the text is one line, all of which may be shown."""
     return _MOVING_OR_NEWLINE.search(text) is None
-
-
-def _written_out(found: re.Match[str]) -> str:
-    return f"\\x{ord(found[0]):02x}"

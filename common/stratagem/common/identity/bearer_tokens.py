@@ -111,17 +111,15 @@ def read_tokens(path: Path) -> tuple[KnownToken, ...]:
         ) from None
 
 
-def _read_if_there(path: Path) -> tuple[KnownToken, ...]:
-    return read_tokens(path) if path.exists() else ()
-
-
 class TokenBook:
     """The tokens of a file, read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now. A file that is not there yet has no
         tokens."""
-        self._file = WatchedFile(path, _read_if_there, what="tokens")
+        self._file = WatchedFile(
+            path, lambda at: read_tokens(at) if at.exists() else (), what="tokens"
+        )
 
     def find(self, token: str, now_s: float) -> KnownToken:
         """The entry of a token; UnauthenticatedError when it is unknown or has expired."""

@@ -61,8 +61,6 @@ def name_seed(name: str) -> int:
 
 def places(num: int) -> Words:
     """0, 1, ... num - 1, modulo 2^32."""
-    return np.arange(num, dtype=np.uint64).astype(np.uint32) if num > _WORD else _arange(num)
-
-
-def _arange(num: int) -> Words:
+    if num > _WORD:
+        return np.arange(num, dtype=np.uint64).astype(np.uint32)
     return np.arange(num, dtype=np.uint32)

@@ -8,7 +8,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import structlog
 
@@ -121,7 +120,7 @@ class App:
     @classmethod
     async def lead(cls, settings: Settings, entrance: LeaderGate) -> "App":
         """Take the lead of the journal, wait for it if need be, and rebuild the state."""
-        await asyncio.to_thread(_private_folder, settings.data_dir)
+        await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
         strategies = await asyncio.to_thread(installed)
         journal, lead = await asyncio.to_thread(_take_lead, settings, entrance)
@@ -369,10 +368,6 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.predictions,) if fact.predictions else ()
         case _:
             return ()
-
-
-def _private_folder(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]:

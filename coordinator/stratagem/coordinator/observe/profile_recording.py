@@ -61,7 +61,7 @@ class Recording:
     def of(cls, profile: worker_pb2.Profile) -> Self:
         """Return the recording of a message, checked to be readable. Raises UnreadableError."""
         text = _unpacked(profile.events_gzip)
-        base_ns = _base_of(text)
+        base_ns = int(_head_of(text)[1])
         for _ in _rows(text):
             pass
         error_s = profile.clock_error_s
@@ -120,10 +120,6 @@ def _unpacked(events: bytes) -> str:
         return content.decode("ascii")  # as our workers write JSON
     except UnicodeDecodeError as error:
         raise UnreadableError(f"it is not JSON in ASCII: {error.reason}") from None
-
-
-def _base_of(text: str) -> int:
-    return int(_head_of(text)[1])
 
 
 def _head_of(text: str) -> re.Match[str]:

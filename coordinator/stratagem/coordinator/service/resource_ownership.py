@@ -67,13 +67,9 @@ def _check_member(
         raise PermissionDeniedError(f"{caller.name} is {which} of {where}")
 
 
-async def _own_data(servicer: Any, request: pb.SubmitRunRequest, caller: Caller) -> None:
-    await servicer.check_submit(request, caller)
-
-
 CHECKS: Final[Mapping[Names, Check]] = {
     Names.OWN_RUN: _own_run,
-    Names.OWN_DATA: _own_data,
+    Names.OWN_DATA: lambda servicer, request, caller: servicer.check_submit(request, caller),
     Names.COORDINATOR: _coordinator,
     Names.ITSELF: _itself,
     Names.OWN_PARTY: _own_party,

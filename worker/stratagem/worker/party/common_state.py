@@ -14,7 +14,6 @@ from typing import Final
 from torch import Tensor
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.job import JobSpec
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
@@ -39,7 +38,7 @@ def agree_on_state(
     held = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(held, default=-1)
     mine = work.holding.applied_step
-    if _keeps_residuals(work.job):
+    if work.job.compression is not None and work.job.compression.keeps_state:
         # Those of a member that is gone are lost: all hold the same step, or none counts.
         if len(held) < view.size or min(held) < newest or newest < plan.base.step:
             _load_base(work, plan.base)
@@ -54,10 +53,6 @@ def agree_on_state(
         _copy_from(work, view, donors[view.rank % len(donors)])
     elif len(held) < view.size or min(held) < newest:
         _offer(work, view)
-
-
-def _keeps_residuals(job: JobSpec) -> bool:
-    return job.compression is not None and job.compression.keeps_state
 
 
 def _load_base(work: ExecutionContext, base: pb.StateRef) -> None:

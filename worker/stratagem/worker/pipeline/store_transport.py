@@ -62,7 +62,9 @@ class StoreTransport:
             if time.monotonic() > give_up_at:
                 raise ExchangeError(f"receive of {address}: no {path} within {timeout_s:g} s")
             # The others' cut is looked for at the slow pace only: it is a request of its own.
-            if self._is_cut.wait(pause_s) or (pause_s == LAST_POLL_S and self._was_cut()):
+            if self._is_cut.wait(pause_s) or (
+                pause_s == LAST_POLL_S and self._get(f"{self._prefix}/{_CUT}") is not None
+            ):
                 raise ExchangeError(f"receive of {address}: the party was cut")
             pause_s = min(2 * pause_s, LAST_POLL_S)
         over("store", RECEIVED).num_bytes += len(found)
@@ -109,9 +111,6 @@ class StoreTransport:
             return None
         except BaseError as error:
             raise UnavailableError(f"object store: {path}: {error}") from error
-
-    def _was_cut(self) -> bool:
-        return self._get(f"{self._prefix}/{_CUT}") is not None
 
     def _check_puts(self, address: Address) -> None:
         """Raises the error of a failed write, which would leave the others, and so this rank,

@@ -3,13 +3,12 @@ and no run needs them."""
 
 from itertools import chain
 
-from stratagem.common.base.ids import Digest, WorkerId
+from stratagem.common.base.ids import WorkerId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
 from stratagem.coordinator.core.state import (
     CoordinatorState,
-    EndedRun,
     RunRecord,
     WorkerRecord,
     initial_of,
@@ -69,13 +68,9 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
     named = {run.initial for run in state.ended.values()} | set(
         map(initial_of, state.runs.values())
     )
-    free = [run for run in old if not _own_blobs(run) & named]
+    # What a run began from is the state of another run.
+    free = [run for run in old if not (frozenset(run.blobs) - {run.initial}) & named]
     return tuple(
         JournalEntry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
         for run in free[: command.limit]
     )
-
-
-def _own_blobs(run: EndedRun) -> frozenset[Digest | None]:
-    """Return the run's blobs without the state of another run that it began from."""
-    return frozenset(run.blobs) - {run.initial}

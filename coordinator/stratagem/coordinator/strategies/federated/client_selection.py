@@ -26,7 +26,8 @@ def select(
         case All():
             return tuple(binding.client for binding in roster)
         case RandomSelection(fraction=fraction):
-            count = min(num_random(fraction, len(roster)) + num_extra, len(roster))
+            share = max(1, math.floor(fraction * len(roster) + 1e-9))
+            count = min(share + num_extra, len(roster))
             key = hashlib.sha256(f"select/{seed}/{round_num}".encode()).digest()
             drawn = Random(int.from_bytes(key[:8])).sample([b.client for b in roster], count)
             return tuple(sorted(drawn))
@@ -43,8 +44,3 @@ def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) ->
     if isinstance(quorum, int):
         return min(quorum, num_selected)
     return max(1, math.ceil(quorum * num_selected - 1e-9))
-
-
-def num_random(fraction: float, num_clients: int) -> int:
-    """Return the number of clients that a random share contains, at least 1."""
-    return max(1, math.floor(fraction * num_clients + 1e-9))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Party, RunId, child_party
+from stratagem.common.base.ids import RunId, child_party
 from stratagem.common.job import JobSpec, with_fields
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
@@ -176,7 +176,7 @@ def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRu
             if isinstance(fact, ModelBuilt) and fact.party == child.party:
                 # It was built to know the client's rows; what is trained is the global state.
                 folded = _based(job, value, client, folded)
-            return _with_client(value, client, folded)
+            return replace(value, clients={**value.clients, client: folded})
     value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
     if isinstance(fact, ClientsSelected):
         return _opened(job, value)
@@ -207,10 +207,6 @@ def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
     base = Base(0, 0, rounds.committed.digest)
     of_round = client_job(job, client, rounds.round_num)
     return nested.rebased(child, of_round, base, nested.progress(child).num_rows, horizon=1)
-
-
-def _with_client(value: SiloRun, client: int, child: Child) -> SiloRun:
-    return replace(value, clients={**value.clients, client: child})
 
 
 def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
@@ -312,14 +308,10 @@ def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, flo
     return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
 
 
-def _init(_job: JobSpec, party: Party, strategies: Strategies) -> SiloRun:
-    return SiloRun(FederatedRun(party), strategies, {})
-
-
 STRATEGY = Strategy(
     version=VERSION,
     check=check,
-    init=_init,
+    init=lambda _job, party, strategies: SiloRun(FederatedRun(party), strategies, {}),
     decide=decide,
     transition=transition,
     reject_reason=reject_reason,

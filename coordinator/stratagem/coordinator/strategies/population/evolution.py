@@ -58,7 +58,7 @@ def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> d
     """Each of the k worst, and each invalid one, copies a uniformly drawn one of the k best."""
     num = len(scores)
     k = min(math.ceil(num * fraction - 1e-9), num // 2)
-    ranked = sorted(range(num), key=lambda m: (_rank(scores[m]), -m), reverse=True)
+    ranked = sorted(range(num), key=lambda m: (rank(scores[m]), -m), reverse=True)
     best = [member for member in ranked[:k] if scores[member] is not None]
     if not best:
         return {}
@@ -80,7 +80,8 @@ def _binary(scores: Scores, threshold: float, streams: Sequence[Random]) -> dict
     return copies
 
 
-def _rank(score: float | None) -> float:
+def rank(score: float | None) -> float:
+    """Return the place of a score in an order: an invalid one is below all others."""
     return -math.inf if score is None else score
 
 

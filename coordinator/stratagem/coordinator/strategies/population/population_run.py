@@ -30,7 +30,13 @@ from stratagem.coordinator.core.strategy_contract import Child, Origin, Rejected
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated.update_rejections import together
-from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
+from stratagem.coordinator.strategies.population.evolution import (
+    donors,
+    draw,
+    explored,
+    rank,
+    stream,
+)
 from stratagem.coordinator.strategies.population.member_failures import Failures
 from stratagem.coordinator.strategies.population.structural_hyperparameters import (
     known_structure,
@@ -168,7 +174,7 @@ def close_generation(job: JobSpec, value: PopulationRun) -> GenerationClosed | R
     if all(score is None for score in scores):
         return _all_failed(value)
     evolves = not spec.options.asynchronous and number < spec.generations
-    best = max(range(len(scores)), key=lambda m: (_or_least(scores[m]), -m))
+    best = max(range(len(scores)), key=lambda m: (rank(scores[m]), -m))
     member = value.members[best]
     progress = nested.progress(member.child)
     assert progress.committed is not None
@@ -258,10 +264,6 @@ def rejected(member: MemberRun) -> tuple[RejectedClient, ...]:
     """Return the clients that the member's rounds have rejected; after several states, one may
     occur several times."""
     return (*member.rejected, *nested.progress(member.child).rejected)
-
-
-def _or_least(score: float | None) -> float:
-    return -math.inf if score is None else score
 
 
 def _all_failed(value: PopulationRun) -> RunFailed:

@@ -53,7 +53,9 @@ def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
     Batch and instance norm keep theirs: running statistics need more bits. Gradients arrive at the
     float32 parameters through the casts. What changes in a buffer is carried back.
     """
-    holders = [each for each in module.modules() if not _keeps_statistics(each)]
+    holders = [
+        each for each in module.modules() if not isinstance(each, nn.modules.batchnorm._NormBase)
+    ]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cast((args, kwargs), dtype)
@@ -71,10 +73,6 @@ def single(value: Any) -> Any:
         return tensor.float() if is_narrow else tensor
 
     return tree_map_only(Tensor, widen, value)
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

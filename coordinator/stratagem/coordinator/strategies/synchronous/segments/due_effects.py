@@ -1,7 +1,5 @@
 """The effects that a synchronous party needs: the commit that is due, and the segment to train."""
 
-from collections.abc import Mapping
-
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
@@ -44,17 +42,11 @@ def pending(
         )
     schedule = schedule_of(job, run.num_rows)
     may_begin = horizon is None or run.open_segment <= horizon
-    if run.members and may_begin and _has_open(schedule, run) and _has_room(run):
+    has_open = 0 < run.open_segment <= len(schedule.ends())
+    has_room = len(run.finished) < MAX_UNCOMMITTED
+    if run.members and may_begin and has_open and has_room:
         effects.add(_segment(run_id, job, run, shape, schedule))
     return frozenset(effects)
-
-
-def _has_room(run: PartyRun) -> bool:
-    return len(run.finished) < MAX_UNCOMMITTED
-
-
-def _has_open(schedule: SegmentSchedule, run: PartyRun) -> bool:
-    return 0 < run.open_segment <= len(schedule.ends())
 
 
 def _segment(
@@ -63,6 +55,7 @@ def _segment(
     assert run.committed is not None
     to_step = schedule.ends()[run.open_segment - 1]
     evaluation = job.evaluation
+    before = run.finished[-1].metrics if run.finished else run.metrics
     splits = (evaluation.split,) if evaluation and schedule.evaluates_at(to_step) else ()
     return RunSegment(
         run_id=run_id,
@@ -78,10 +71,5 @@ def _segment(
         parts=shape.parts_of(run.members, run.ranks),
         ranks=run.ranks,
         evaluate=splits,
-        num_skipped=int(_latest_metrics(run).get(SKIPPED_STEPS, 0)),
+        num_skipped=int(before.get(SKIPPED_STEPS, 0)),
     )
-
-
-def _latest_metrics(run: PartyRun) -> Mapping[str, float]:
-    """Return the metrics of the segment before the open one."""
-    return run.finished[-1].metrics if run.finished else run.metrics
