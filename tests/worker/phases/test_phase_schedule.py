@@ -226,7 +226,7 @@ def test_reset_restores_lengths_and_statistics_say_what_happened() -> None:
     assert found.average_losses == {F: 1.0, C: 1.0}
     assert initial(spec).lengths == Lengths(2, 4)
     opened = begin(initial(spec), spec)
-    assert (opened.phase_step, opened.has_changed, opened.phase.is_exact) == (0, True, True)
+    assert (opened.total_step, opened.has_changed, opened.phase.is_exact) == (0, True, True)
     assert begin(replace(state, is_open=False), spec).has_changed
 
 

@@ -22,8 +22,6 @@ from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
 from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import (
-    DEFAULT_LIMITS,
-    Limits,
     Manifest,
     Purpose,
     build_manifest,
@@ -41,7 +39,6 @@ def manifest_of(
     purpose: Purpose,
     *,
     weight: float = 0.0,
-    activation_tag: int = 0,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Manifest, list[memoryview]]:
     """The manifest of these tensors and their bytes, one buffer per tensor that is stored.
@@ -68,7 +65,6 @@ def manifest_of(
         purpose,
         aliases=aliases,
         weight=weight,
-        activation_tag=activation_tag,
         metadata=metadata,
     )
     return manifest, buffers
@@ -119,9 +115,9 @@ def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
     return write
 
 
-def load_file(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[dict[str, Tensor], Manifest]:
+def load_file(path: Path) -> tuple[dict[str, Tensor], Manifest]:
     """The tensors of a safetensors file, tied ones as one tensor; the caller checks the digest."""
-    manifest, data_start = read_header(path, limits)
+    manifest, data_start = read_header(path)
     sink, finish = allocate(manifest)
     offset = 0
     for piece in from_file(path, data_start, manifest.total_bytes)(0):

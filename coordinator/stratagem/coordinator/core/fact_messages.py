@@ -7,6 +7,9 @@ from stratagem.common.base.wording import counted, values_text
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.crash_loops import how
 
+MAX_NAMES = 8
+"""Number of names that a sentence has, of many."""
+
 
 def sentence(fact: f.Fact) -> str:
     """Return what happened as a sentence for people; in a party below the root, with its path."""
@@ -25,9 +28,9 @@ def _names(members: Sequence[f.Member]) -> str:
     return ", ".join(str(member.worker_id) for member in members) or "nobody"
 
 
-def _few(names: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted) -> str:

@@ -41,16 +41,16 @@ def clipped_reason(reason: str) -> str:
     return printable(reason[:MAX_REASON_CHARS], is_line=True)
 
 
-def check_address(address: str, field: str = "address") -> None:
+def check_address(address: str) -> None:
     """Check for HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and
     more.
     """
     try:
         host, port = split_address(address)
     except ValueError as error:
-        raise InvalidInputError.at(field, str(error)) from None
+        raise InvalidInputError.at("address", str(error)) from None
     if port == 0 or not (_HOST.fullmatch(host) or _is_bracketed_v6(host)):
-        raise InvalidInputError.at(field, f"{address[:80]!r} is not HOST:PORT")
+        raise InvalidInputError.at("address", f"{address[:80]!r} is not HOST:PORT")
 
 
 def check_capability(capability: types_pb2.Capability) -> None:

@@ -106,19 +106,6 @@ class State:
         """Steps that have ended."""
         return self.counts.total
 
-    @property
-    def phase_step(self) -> int:
-        """Steps of this phase that have ended in this cycle; corrections stand alone."""
-        match self.phase:
-            case TrainingPhase.FULL:
-                return self.num_full
-            case TrainingPhase.PREDICT:
-                return self.num_predicted
-            case TrainingPhase.CORRECT:
-                return 0
-            case _:
-                assert_never(self.phase)
-
 
 class PhaseError(RuntimeError):
     """Raised for a call that does not fit the phase: a defect of the caller."""
