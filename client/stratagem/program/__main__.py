@@ -3,8 +3,6 @@
 All the rest takes a second to import.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

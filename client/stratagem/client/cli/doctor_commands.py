@@ -1,7 +1,5 @@
 """The command that looks for what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 They write files on this machine and open no connection.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from datetime import UTC, datetime

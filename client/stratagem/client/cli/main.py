@@ -1,7 +1,5 @@
 """Assembles the commands of `stratagem`."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Annotated, Final
 

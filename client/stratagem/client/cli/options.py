@@ -1,7 +1,5 @@
 """The options that several commands share, each said once."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from enum import StrEnum

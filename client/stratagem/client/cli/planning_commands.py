@@ -3,8 +3,6 @@
 They submit nothing and need no coordinator; the model is built here, in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 Owns what the line says. Reads nothing but the items of `watch`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

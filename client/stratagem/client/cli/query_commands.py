@@ -1,7 +1,5 @@
 """Commands that ask about runs and workers, or give a run one order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime

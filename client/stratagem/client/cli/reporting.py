@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 wrong use of a command (typer ends so), 130 inte
 wording of failures; a failure that is the user's to mend is shown without a traceback of ours.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

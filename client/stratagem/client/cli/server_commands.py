@@ -1,7 +1,5 @@
 """Commands that run servers: a whole local cluster, or one coordinator or worker process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Used by process_supervisor.py, which decides when. Knows nothing of what the commands do.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -6,8 +6,6 @@ as usual: other systems than Linux, other interpreters, and an environment whose
 library would have read while it was loaded.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

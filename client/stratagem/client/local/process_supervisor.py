@@ -8,8 +8,6 @@ processes, and every later question is answered with the reason. No child outliv
 however that ends (see preloaded_programs.py). Knows nothing of what the commands do.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

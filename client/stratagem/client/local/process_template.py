@@ -12,8 +12,6 @@ the other end of its socket is closed, and its forks end with it, in whatever wa
 only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -5,8 +5,6 @@ function from what was measured to findings; what there is to measure comes from
 from this process. Nothing here changes anything.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Committed states as files. A file appears whole and verified, or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 would never end. They get an error at once, and disturb nothing of the process they come from.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Final
 from weakref import WeakSet

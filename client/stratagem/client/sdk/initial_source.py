@@ -3,8 +3,6 @@
 Done before the job is submitted, so that the run says for good what it began from.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job as a caller may give it, and the one form that is sent."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from os import PathLike

@@ -4,8 +4,6 @@ A state's own file has tied tensors once, and the optimizer's with the model's; 
 Here every name of the model's state_dict() has bytes of its own, as safetensors wants it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from typing import IO, Final

@@ -4,8 +4,6 @@ The questions build the user's model, so they are answered by `stratagem.tools.p
 process of its own: this one loads neither torch nor the user's code.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Imported only when a caller asks for tensors or passes some in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

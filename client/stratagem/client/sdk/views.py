@@ -4,8 +4,6 @@ Owns the translation from the messages of the coordinator; field names and units
 coordinator.proto. Knows neither channels nor how anything is shown.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -20,8 +20,6 @@
 Knows nothing of gRPC: which status code stands for which error is a table in `rpc/status_codes.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice

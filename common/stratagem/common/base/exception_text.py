@@ -5,8 +5,6 @@ TaskGroup (1 sub-exception)" says nothing to anybody. Whoever makes a reason, a 
 of an exception that may have come out of tasks asks here.
 """
 
-from __future__ import annotations
-
 from stratagem.common.base.errors import StratagemError
 
 

@@ -1,7 +1,5 @@
 """HOST:PORT: its parts, and who can reach a host."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

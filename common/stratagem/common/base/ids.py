@@ -3,8 +3,6 @@
 Owns how an id is spelled and how a new one is made. Does not know what any id stands for.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from typing import Final, NewType

@@ -4,8 +4,6 @@ A limit guards against who asks for too much. A journal holds jobs that were acc
 limits of their time; a coordinator that has others now must be able to read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

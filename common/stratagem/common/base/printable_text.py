@@ -6,8 +6,6 @@ that another process has sent; and the command line, before a terminal. Owns whi
 are. Imports nothing, as the command line has to start soon.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

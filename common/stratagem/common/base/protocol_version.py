@@ -1,7 +1,5 @@
 """The version of the wire protocol that this side speaks, and the metadata key that carries it."""
 
-from __future__ import annotations
-
 from typing import Final
 
 PROTOCOL_KEY: Final = "stratagem-protocol"

@@ -1,7 +1,5 @@
 """Computes and makes the pauses between attempts."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Final

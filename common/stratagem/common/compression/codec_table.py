@@ -1,7 +1,5 @@
 """The codec that a job's `compression` names, for a layout. The only place that knows them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from stratagem.common.compression.casts import BrainFloat, Half

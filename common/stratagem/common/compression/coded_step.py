@@ -6,8 +6,6 @@ codec's where mean · rows is none. Owns the rule which way the sum goes back, a
 the coordinator decodes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

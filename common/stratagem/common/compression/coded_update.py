@@ -4,8 +4,6 @@ On the wire it is one payload of all coded parameters, in order of name, and wit
 tensor as it is. Clients keep nothing from round to round, so there is no residual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Final
 

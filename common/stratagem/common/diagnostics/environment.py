@@ -5,8 +5,6 @@ Measured on request, and at no other time: writing to the disk takes a while, so
 loop. Says what is, and judges nothing.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

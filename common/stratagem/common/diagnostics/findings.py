@@ -5,8 +5,6 @@ Owns the thresholds and the words of what can be said about any process of ours,
 around itself (`environment.py`). Pure; measures nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime

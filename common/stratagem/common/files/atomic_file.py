@@ -1,7 +1,5 @@
 """Files that appear whole, or not at all. Knows nothing of what they hold."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

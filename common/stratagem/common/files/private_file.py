@@ -5,8 +5,6 @@ group of a pod its secrets (`fsGroup`), and a service account is often a group o
 may not.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from os import PathLike

@@ -1,7 +1,5 @@
 """Files that are read again when they have been written or replaced, without a restart."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from os import PathLike

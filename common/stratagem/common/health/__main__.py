@@ -1,7 +1,5 @@
 """`python -m stratagem.common.health HOST:PORT`: exits with 0 when the service answers SERVING."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -4,8 +4,6 @@ For health checks of containers, which run it every few seconds in each of them:
 and nothing else that costs time.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import grpc

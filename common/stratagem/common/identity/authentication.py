@@ -6,8 +6,6 @@ and everybody may do everything: such a server listens on this machine only, unl
 said otherwise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ no processes have to be restarted together; their names are the same, their keys
 Knows nothing of who the certificates are for (`certificates.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

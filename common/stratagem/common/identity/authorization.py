@@ -5,8 +5,6 @@ Owns the table. Who a caller is, and the refusals, are in `authentication.py`. W
 is known to the services: `ownership_check.py` has them look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -5,8 +5,6 @@ each, a name, what it may do and until when; a reader of the file cannot call wi
 file's form. Must not know which call needs what.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

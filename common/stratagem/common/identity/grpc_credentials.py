@@ -5,8 +5,6 @@ client's certificate and insist on it, or not ask at all; there is nothing betwe
 takes certificates, and people with tokens use another.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any, Final
 

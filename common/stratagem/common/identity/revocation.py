@@ -8,8 +8,6 @@ Owns the file's form. Fails closed: a file that cannot be read ends a process at
 later leaves the list as it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import ssl

@@ -1,7 +1,5 @@
 """Derives values from a job: other jobs with some fields set, the code that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from stratagem.common.base.errors import InvalidInputError

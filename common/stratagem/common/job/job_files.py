@@ -4,8 +4,6 @@ YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off`
 key that stands twice is refused in all three formats. Knows no field of the job.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable

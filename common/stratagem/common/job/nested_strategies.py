@@ -6,8 +6,6 @@ outer one's `options.inner`. Other mixes are refused: two strategies for two hal
 would have to agree on every gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Final

@@ -5,8 +5,6 @@ out those that need a closure (LBFGS) or gradients of another kind (SparseAdam).
 it when it is submitted; what a keyword may be, the optimizer says on the worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Final
 

@@ -6,8 +6,6 @@ for a model with skips and branches. The loss belongs to the last stage; outputs
 elsewhere are sent to it. Pure values; knows no worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

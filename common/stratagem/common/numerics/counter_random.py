@@ -5,8 +5,6 @@
 can be computed alone. Must not know codecs.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Final
 

@@ -8,8 +8,6 @@ A rule that has changed is one function, which takes the number; its caller pass
 run's. A number goes once no run of it can be left.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError

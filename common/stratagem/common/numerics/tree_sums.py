@@ -5,8 +5,6 @@ left, a missing neighbour being 0. Any aligned power of two of them can be added
 works on blocks; rounding errors grow with log2 n.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

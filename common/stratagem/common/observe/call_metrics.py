@@ -4,8 +4,6 @@ Plain numbers on the event loop, two additions per call. A method is one that th
 error one of our tree: neither can be made up by a caller.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ certificate is valid. Files are read when somebody scrapes, in its thread; what 
 nothing here, and is said by whoever uses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final

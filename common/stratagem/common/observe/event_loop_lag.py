@@ -4,8 +4,6 @@ A task sleeps a fixed time and looks how much longer it took. A loop that is blo
 that is frozen, show as one long lag afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Final
 

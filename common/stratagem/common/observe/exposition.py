@@ -5,8 +5,6 @@ needs Prometheus' library. Runs in a thread of its own: it must touch nothing th
 event loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Final
 

@@ -9,8 +9,6 @@ nothing of what is logged.
         log.info("round closed", reason=reason)
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from contextlib import AbstractContextManager

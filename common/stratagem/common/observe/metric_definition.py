@@ -4,8 +4,6 @@ Owns the shape of a definition and of its values. Values are plain numbers that 
 anyway or adds up as it goes; nothing here knows how they are written down for Prometheus.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ thread. Requests are bounded in size, time and number: a peer that reaches the p
 to hold up the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 The only module that needs OpenTelemetry's SDK, and so imported by `tracing.start` alone.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import version
 

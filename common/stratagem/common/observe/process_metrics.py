@@ -4,8 +4,6 @@ Owns their definitions and where their values come from. What else Prometheus is
 (CPU time, memory, open files) are the standard `process_*` metrics of its own library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version

@@ -4,8 +4,6 @@ Owns where requests of our services carry such ids. Bound to the task of the cal
 it; the values are the caller's, and are only ever shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final

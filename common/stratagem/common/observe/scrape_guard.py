@@ -5,8 +5,6 @@ the process runs; what cannot be used is logged, and the old content is used unt
 Knows nothing of HTTP.
 """
 
-from __future__ import annotations
-
 import hmac
 import ssl
 from dataclasses import dataclass

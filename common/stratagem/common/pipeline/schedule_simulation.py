@@ -4,8 +4,6 @@ A set of action lists is free of deadlock if, with sends that never block, each 
 come to the end of its list. That is decided here, before anything runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from stratagem.common.base.errors import InvalidInputError

@@ -6,8 +6,6 @@ so gradients are added in the same order under each of them. A list is checked b
 before it runs. Times in this file are in units of one forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -5,8 +5,6 @@ The base is a function of the boundary between two stages and computed alike by 
 pair of workers. Numbers above those of all boundaries are for what is said once per step.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, LimitError

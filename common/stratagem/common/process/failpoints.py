@@ -7,8 +7,6 @@ process like `kill -9` would. Without the variable a failpoint does nothing. A p
 variable once, because a training step passes several failpoints.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

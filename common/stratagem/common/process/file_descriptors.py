@@ -1,7 +1,5 @@
 """Raises the limit on how many files and connections this process may have open at once."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import structlog

@@ -6,8 +6,6 @@ fast (benchmarks/tensor_stream.py). Only all four together help. Must be called 
 the first big allocation, so at the start of a process, and knows nothing of the rest.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Final

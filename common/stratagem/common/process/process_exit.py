@@ -9,8 +9,6 @@ what was kept from collections (`gc.freeze`) is given back before. If it is not,
 count what is left (nanobind's do, under torch 2.15) take it for leaks.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -3,8 +3,6 @@
 Both processes refuse at their start what would only show hours later. Knows no setting.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from pydantic import ValidationError

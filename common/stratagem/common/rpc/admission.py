@@ -5,8 +5,6 @@ call without end: gRPC itself sets no deadline. So calls with one request are re
 (on the wire they are the same), which also shows the calls that bring none. Knows no service.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ This is done by a channel around gRPC's own, and not by its interceptors: those 
 tasks between a caller and every message of a stream. Deadlines and retries are the caller's.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from os import PathLike

@@ -4,8 +4,6 @@ Owns the numbers. Limits on messages are finite on purpose: a peer must not be a
 process buffer what it likes. The other knobs of gRPC were measured to change nothing.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20

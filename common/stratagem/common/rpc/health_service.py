@@ -6,8 +6,6 @@ watch; and one who does not read what is said holds up neither the others nor wh
 sets the status waits for, and forgets the other watchers as the first of them leaves.)
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final, TypeAlias

@@ -5,8 +5,6 @@ coordinator only stands by. Repeating the call is the caller's: all of ours are 
 pauses, so the next attempt meets the next address. Knows no service.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Owns how the rules of `authorization.TABLE` are put before the handlers of a ser
 or the class is not made. What belongs to whom the servicer knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, TypeVar

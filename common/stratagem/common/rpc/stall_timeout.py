@@ -5,8 +5,6 @@ buffers would never end. The limit is on progress: a peer may take its time over
 the waits for it count, not what happens here in between. One timer serves all messages of a stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ exactly the type that was raised; other callers have the code and the sentence. 
 wrong come as BadRequest violations. Knows no service.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -5,8 +5,6 @@ surrogates and bottomless nesting are refused, on reading and on writing. Also o
 that suggests a name for a misspelt one. Knows nothing of what a document means.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

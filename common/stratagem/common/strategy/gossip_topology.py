@@ -7,8 +7,6 @@ edges and loops are left out, so a ring of 2 has one edge. A graph that is not c
 its nodes would never agree.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

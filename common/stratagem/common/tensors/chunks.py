@@ -8,8 +8,6 @@ CHUNK_BYTES is measured (benchmarks/tensor_stream.py --chunks), with the allocat
 the most that a receiver takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 

@@ -4,8 +4,6 @@ Owns which types exist and what they are called by torch, on the wire and in saf
 Must not import torch: the base install reads and writes streams without it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

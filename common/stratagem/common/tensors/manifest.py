@@ -6,8 +6,6 @@ so a header of a few bytes cannot overflow its way to an allocation. Must not kn
 gRPC.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping

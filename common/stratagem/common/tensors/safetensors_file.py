@@ -6,8 +6,6 @@ tied tensors as "alias:<name>"; spaces pad it to 8 bytes. The digest of a blob i
 file. Must not know torch; reads foreign safetensors files too, and trusts none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ Received bytes are copied into storage that torch allocated, one storage per ten
 matrix product change with the alignment of its operands, so a view of a receive buffer is not used.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ message, of some 50 ns. Two threads that add at the same moment may lose a messa
 what these numbers are for, do not notice. Knows nothing of who reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -5,8 +5,6 @@ Without them everything is in plaintext and no caller proves its identity, so on
 unless the operator allows more. Health is always in plaintext: it says nothing but SERVING.
 """
 
-from __future__ import annotations
-
 import grpc.aio
 import structlog
 

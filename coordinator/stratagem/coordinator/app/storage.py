@@ -4,8 +4,6 @@ Opened before the lead is taken: wrong keys are to be found when a standby start
 to take over. What the stores then do is bound to the term of the lead.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

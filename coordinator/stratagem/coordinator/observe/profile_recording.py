@@ -8,8 +8,6 @@ limit, and rows are parsed one by one, each of a bounded length.
 A file is one line of JSON, the head, followed by the events as they came.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

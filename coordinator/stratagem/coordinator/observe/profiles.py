@@ -12,8 +12,6 @@ limit, and it is read row by row, so that no thread holds the interpreter for lo
 All of this blocks: call it in a thread.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -7,8 +7,6 @@ exposed as 0 from the first scrape on, with every value of their labels: a serie
 its first event would show no increase.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ paused container, a suspended machine): no heartbeat could have arrived. It does
 clock and cannot jump.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

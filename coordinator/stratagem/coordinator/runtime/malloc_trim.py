@@ -5,8 +5,6 @@ transfers fast; how much it keeps depends on how many chunks once waited for the
 pause that memory is not needed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Final

@@ -4,8 +4,6 @@ Owns nothing: measures on request. With many workers each one probes the next fe
 of name, so that every worker is probed by another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

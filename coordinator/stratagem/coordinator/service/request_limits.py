@@ -4,8 +4,6 @@ Owns the sizes that are not settings: no deployment needs other ones, and every 
 on them. Knows no state.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ Reads the state and decides nothing else. Where callers need not identify themse
 may use everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

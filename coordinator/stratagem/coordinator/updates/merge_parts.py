@@ -5,8 +5,6 @@ largest first so that each is aligned, and then by name. Parts are copied a piec
 memory does not grow with the model. Knows neither runs nor workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ and which ones are nearest to given float64 values (ties to even, rounded once).
 numpy has neither bfloat16 nor float8; both are done here with integers and tables.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Final
 

@@ -7,8 +7,6 @@ not. Buffers (running statistics) and frozen parameters enter as they are: a sum
 leave their range, a variance below zero for one. Memory is some windows. Knows nothing of rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 

@@ -9,8 +9,6 @@ kept for every element between rounds; its first value stands in `initial`. No b
 Knows nothing of files, rounds or element types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

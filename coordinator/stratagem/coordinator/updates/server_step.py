@@ -5,8 +5,6 @@ float32 (float64 where the tensor is float64). They belong to the committed stat
 client ever gets them. Knows nothing of rounds; memory is some windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -7,8 +7,6 @@ one write, which is whole or is not there. Nothing is overwritten (object_store.
 of a client's updates counts is what the journal says. Knows nothing of the local files.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Collection, Iterator

@@ -7,8 +7,6 @@ went back to an earlier commit. So no run or round finds an update that was not 
 or not what is over has been deleted. Knows nothing of what the folders contain.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath

@@ -6,8 +6,6 @@ the worker itself may run meanwhile. Modules that `--allow` names are imported, 
 them imported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

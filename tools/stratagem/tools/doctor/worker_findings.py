@@ -4,8 +4,6 @@ Each check is a function from the settings to findings. Imports the modules that
 a job would have it done; changes nothing else. Blocking.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ the user's code. One request on standard input, one answer on standard output; w
 prints goes to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

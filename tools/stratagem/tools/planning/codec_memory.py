@@ -4,8 +4,6 @@ All codecs take memory in proportion to the elements, so a layout of the same pr
 much per element; a change to a codec need not change a formula here. Of codecs on the host.
 """
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ that it is empty. It grows by the same amount with each time step, so the kernel
 for two. Convolutions that oneDNN does not do, those in float64, unfold their input into columns.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -4,8 +4,6 @@ Every own node and every neighbour of one is held again: bucket by bucket while 
 or, with a codec, as a public copy that stays. Of the member that listens to most nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -5,8 +5,6 @@ training steps can be played through for models far larger than this machine. Se
 hold; what a kernel needs inside an operation it does not see. Must not know training.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ An estimate is of the worker that needs most. What is divided is what the strate
 data parallelism the rows, a pipeline the layers, accumulation the rows of a pass.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final

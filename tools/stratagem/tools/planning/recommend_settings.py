@@ -5,8 +5,6 @@ then activations that are computed again (the same numbers, more time), then low
 what the workers carry out is recommended.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ buffers, temporaries of the optimizer. Fake tensors take shapes from one row of 
 no memory. Must not know what an estimate is for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ One micro-batch is run through the whole model with fake tensors, node by node; 
 how many of them a stage keeps at one time. Must not know which worker gets which stage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

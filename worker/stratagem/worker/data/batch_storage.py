@@ -5,8 +5,6 @@ Cached: data sets are read once and kept on the device. Neither changes a value.
 models.
 """
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every method gives each row to exactly one client and depends on its arguments o
 data sets: it sees labels and counts.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

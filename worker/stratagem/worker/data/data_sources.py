@@ -4,8 +4,6 @@ Owns what each kind of source may look like and, for federated jobs, which rows 
 Must not know batches, models or the network.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The position in the data derives from the number of applied steps alone, so it n
 its own and a resumed run continues exactly. Must not know data sets.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Final

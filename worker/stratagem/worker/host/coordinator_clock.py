@@ -7,8 +7,6 @@ ways took equally long, in the middle. The error is at most half the round trip,
 the shortest one counts (Cristian, 1989). Written on the event loop, read in the torch thread.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final

@@ -1,7 +1,5 @@
 """The pauses between a worker's attempts to reach its coordinator."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from stratagem.common.base.retry_backoff import Backoff

@@ -7,8 +7,6 @@ registers, and takes their place once it has: one that ends before that has left
 no record.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import mmap

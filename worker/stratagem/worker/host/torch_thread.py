@@ -4,8 +4,6 @@ Owns the thread and the order: jobs run one after another as they were handed in
 what a job is; a job reports its own outcome and does not raise.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

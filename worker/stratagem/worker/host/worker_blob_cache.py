@@ -12,8 +12,6 @@ state find more, as they compare what they have computed. Only what has come in 
 computed again: they may have been those of different callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import OrderedDict

@@ -4,8 +4,6 @@
 torch reference (`torch_kernels`). Neither checks anything. Both give the same bits.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from functools import cache

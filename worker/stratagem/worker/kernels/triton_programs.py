@@ -5,8 +5,6 @@ bits depend on nothing but the arguments. Only triton's builtins are used, none 
 functions: those are bound to the compiler or the interpreter when triton is first imported.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ Everything that needs an address is opened before the rendezvous, its answers de
 operator's wish, and whether sharing memory has turned out to be impossible here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

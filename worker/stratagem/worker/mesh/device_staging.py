@@ -6,8 +6,6 @@ its copies and additions run concurrently with the rest of backward. For tensors
 this is the identity: no copy, no thread, no wait. Must not know gradients or members.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

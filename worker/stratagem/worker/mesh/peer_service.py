@@ -9,8 +9,6 @@ A stream begins with a header without tensors: it names the sender before there 
 so that the end of the stream says which member has left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import OrderedDict

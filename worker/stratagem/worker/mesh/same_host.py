@@ -5,8 +5,6 @@ They meet in the abstract namespace, that is, inside one network namespace; a se
 rendezvous keeps strangers out. Knows nothing of what the sockets will carry.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import select

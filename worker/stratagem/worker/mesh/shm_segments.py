@@ -3,8 +3,6 @@
 Knows neither members nor barriers.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -5,8 +5,6 @@ modules are made in the order of the document, so that a chain of nodes is initi
 the same nn.Sequential. Must not know training.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final

@@ -5,8 +5,6 @@ A factory that cannot do that (it reads values, or keeps tensors that are no par
 run for real instead. Must not know training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 

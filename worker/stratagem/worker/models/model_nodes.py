@@ -5,8 +5,6 @@ and the removal of nodes that belong to other workers. Names stay those of the w
 know stages, workers or schedules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

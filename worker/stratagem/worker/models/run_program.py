@@ -5,8 +5,6 @@ their gradients are added in falling order of use. So the sum does not depend on
 computed here and which on another worker. Must not know workers or messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests whether modules may draw random numbers, and whether a model runs only known code."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from torch import Tensor, nn

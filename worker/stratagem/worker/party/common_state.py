@@ -4,8 +4,6 @@ A member that is behind copies the state of one that is not. Runs in the torch t
 through the event loop.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

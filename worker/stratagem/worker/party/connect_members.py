@@ -3,8 +3,6 @@
 Runs in the torch thread, but for the forming of links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final

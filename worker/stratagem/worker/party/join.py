@@ -5,8 +5,6 @@ newest state and an exchange for the view. Runs in the torch thread; calls go th
 loop. Must not know how a step is computed.
 """
 
-from __future__ import annotations
-
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import all_reduce_of
 from stratagem.v1 import coordinator_pb2

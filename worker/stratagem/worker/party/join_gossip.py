@@ -4,8 +4,6 @@ What a member holds is the only copy, so members cannot copy from each other: ei
 nodes at the same step, or all of them load the base. Runs in the torch thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from stratagem.common.base.errors import InvalidInputError

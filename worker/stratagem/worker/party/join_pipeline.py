@@ -6,8 +6,6 @@ What a rank holds is the only copy, so no rank heals: a new membership begins fr
 the torch thread, but for the forming of connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from functools import partial

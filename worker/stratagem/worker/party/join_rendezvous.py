@@ -3,8 +3,6 @@
 Runs in the torch thread; the calls go through the event loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -6,8 +6,6 @@ predicted ones included. How far a slope is followed is damped: `d + d² + … +
 prediction comes to rest as the distance grows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -6,8 +6,6 @@ neither the place of an element nor the vector width of the machine is in its bi
 in float64 in an order that torch's thread count fixes, as in clipping. Knows no schedule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import reduce

@@ -4,8 +4,6 @@ Pure functions of the lengths and the losses of Full steps, which are equal on a
 length moves in the intended direction or not at all, within limits that follow from the job.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 from stratagem.common.job.phases_section import PhasesSpec

@@ -12,8 +12,6 @@ whole batch, so replicas decide alike. Knows no tensor, no clock and no trainer.
              good, else FULL. None where the budget is used up: the FULL step that follows is exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple, assert_never

@@ -3,8 +3,6 @@
 The text travels with checkpoints and to members that join, and stands in the fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

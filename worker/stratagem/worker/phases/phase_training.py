@@ -7,8 +7,6 @@ Nothing changes before one of the two succeeds, so a step that failed can be don
 exchange: that replicas see the same sums is the trainer's promise, and `checksum` lets it check.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

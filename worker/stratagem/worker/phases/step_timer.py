@@ -1,7 +1,5 @@
 """Measures what the steps of a trainer cost. The only place of phase training with a clock."""
 
-from __future__ import annotations
-
 import time
 
 import torch

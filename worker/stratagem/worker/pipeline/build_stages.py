@@ -1,7 +1,5 @@
 """Puts a runner together from a job, a placement of its stages, and a transport."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

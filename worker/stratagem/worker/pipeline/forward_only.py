@@ -1,7 +1,5 @@
 """Evaluation of a rank of a pipeline: forward only, batch behind batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

@@ -1,8 +1,6 @@
 """The parts of a pipeline that a worker holds under one membership: its stages and their
 connections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -7,8 +7,6 @@ send all others what they found, so that all come to the same choice. It changes
 and no bit.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

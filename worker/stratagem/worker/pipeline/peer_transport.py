@@ -4,8 +4,6 @@ The link is PeerService (`mesh/grpc_backend.py`) or memory of one host (`mesh/sh
 What arrives early is kept by the mailbox, what is stale or comes twice is refused there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from stratagem.worker.mesh.link import MessageLink, PendingTransfer

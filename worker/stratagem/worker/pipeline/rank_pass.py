@@ -4,8 +4,6 @@ Owns addresses, the micro-batches that are under way on this rank, and the messa
 of the same rank. Must not know the optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The parts of a rank of a pipeline, as its training step and its evaluation take them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Owns the proof that a schedule ends, before anything is computed by it. Must not know tensors.
 """
 
-from __future__ import annotations
-
 import structlog
 import torch
 

@@ -5,8 +5,6 @@ gradients of uses in different stages can be added in the order of the model's p
 know schedules or transports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

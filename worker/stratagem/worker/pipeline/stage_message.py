@@ -4,8 +4,6 @@ A received tensor has the strides, and the alignment, of the one that was sent: 
 product depend on both. So a cut between two nodes changes no bit. Must not know what carries it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

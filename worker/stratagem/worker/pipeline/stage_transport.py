@@ -4,8 +4,6 @@ memory.
 A transport belongs to one rank of one membership. It is cut when anything fails and not repaired.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from typing import Protocol

@@ -5,8 +5,6 @@ once it was read. `prefix` names run, party and membership, so that what a lost 
 behind is never read; `ActivationStore` deletes it. Objects carry a CRC32C of their own.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

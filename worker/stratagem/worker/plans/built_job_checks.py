@@ -1,7 +1,5 @@
 """Checks of a job that need its model and its data; made once both are built, before training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

@@ -1,7 +1,5 @@
 """A client's update as its coded difference to the global state; see common.compression.update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

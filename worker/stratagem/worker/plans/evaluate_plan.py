@@ -4,8 +4,6 @@ A member knows no other one. When the party changes the same plan is asked for a
 share, and what was evaluated already is answered at once. Runs in the torch thread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 

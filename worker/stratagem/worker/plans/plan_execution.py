@@ -5,8 +5,6 @@ view) and the border to the torch thread: what a plan raises becomes a typed res
 error of every attached call when it is a defect of ours.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator

@@ -3,8 +3,6 @@
 Each is a function from a plan to its result, run in the torch thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -5,8 +5,6 @@ the names, shapes and types of the model's tensors, which of them are trained or
 optimizer keeps for each: one that raises over a state of the other cannot continue from it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias

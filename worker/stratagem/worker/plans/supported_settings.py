@@ -1,7 +1,5 @@
 """Refuses the settings of a job's execution that this worker does not carry out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

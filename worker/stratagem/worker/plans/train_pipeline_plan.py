@@ -5,8 +5,6 @@ so, and waits for the plan with which the coordinator returns the party to its l
 the torch thread, which it does not keep while it waits.
 """
 
-from __future__ import annotations
-
 import time
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError

@@ -5,8 +5,6 @@ wait for the next view. A step is applied by all members or done again, so nothi
 anything. Runs in the torch thread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

@@ -4,8 +4,6 @@ Owns the facts about device, memory and numerics. Called in the torch thread, wh
 is part of the numerics.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ once, to the job. So a repeat that follows closely means nothing. One that comes
 Ctrl-C, ends the process at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ counts of the work itself are kept by `work_statistics.py`. What a session or a 
 exported (`stratagem status` shows it), so that the number of series does not grow with them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager

@@ -6,8 +6,6 @@ operator trusts the network between workers (`--data-plane trusted`) they exchan
 alone, which is the one engine that TLS protects.
 """
 
-from __future__ import annotations
-
 import grpc.aio
 
 from stratagem.common.base.errors import InvalidInputError

@@ -4,8 +4,6 @@ Owns names, defaults and checks of the settings. Everything below takes plain va
 of the worker reads the environment or the command line.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -7,8 +7,6 @@ A new term counts once the coordinator has said it in answer to this worker's ow
 call with a high number, from any caller, would make the worker deaf to its coordinator.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable

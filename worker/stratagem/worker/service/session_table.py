@@ -4,8 +4,6 @@ Owns the table of sessions, the fence that every call passes, and what is freed 
 session is closed. Lives on the event loop; the torch thread sees single sessions only.
 """
 
-from __future__ import annotations
-
 import contextvars
 import gc
 from collections import OrderedDict

@@ -4,8 +4,6 @@ Measured when the coordinator asks. A fellow worker is reached as soon as anythi
 address, be it a refusal: only the coordinator may ask it more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Owns nothing. Errors of our tree become status codes in `common.rpc.server`; err
 code are results and never come past here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

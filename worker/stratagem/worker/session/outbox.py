@@ -4,8 +4,6 @@ Owns the needed blobs, the latest progress, the waiting log lines and the outcom
 into the messages of an Execute stream. Lives on the event loop. Knows nothing of plans.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator

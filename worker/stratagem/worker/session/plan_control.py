@@ -6,8 +6,6 @@ when one of them changes: with PlanStopped (aborted, drained) or ViewChanged (a 
 Knows nothing of engines, sessions or messages beyond the view.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine

@@ -4,8 +4,6 @@ Bounded: a warm-up step, `NUM_STEPS` recorded ones, `MAX_EVENTS` events, of whic
 Profiles go to the coordinator along with the log; a lost one does not affect the run.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile

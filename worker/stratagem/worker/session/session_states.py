@@ -4,8 +4,6 @@ Owns the frozen copies, ready to be streamed: contiguous CPU tensors with their 
 the event loop; the copies are made in the torch thread and never change afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ and the one translation of a user's exception into `UserCodeError`. Must not kno
 things are for, nor anything of gRPC.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

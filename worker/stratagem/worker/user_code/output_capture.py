@@ -5,8 +5,6 @@ real streams, and give complete lines to the sink of the thread that wrote them.
 and the worker's own log lines, have no sink and stay out. Knows nothing of runs or gRPC.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -5,8 +5,6 @@ of them, and to the owners of runs that name it. The states that a run has commi
 all callers that may read runs.
 """
 
-from __future__ import annotations
-
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of

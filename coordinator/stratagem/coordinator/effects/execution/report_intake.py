@@ -5,8 +5,6 @@ Everything that a worker answers passes here before it becomes a fact, a line of
 to a client. The rules are by kind of field and not by message, so that a new field has them, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -6,8 +6,6 @@ those who have it open, and a crash leaves whole copies or none. So the limit ma
 is open, and by the newest copy, which goes only where the disk is full: no copy is worth a commit.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict

@@ -6,8 +6,6 @@ collect any more, for its successor may have stored the same bytes again. See bl
 rules. Knows nothing of runs.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ Owns writing in full, starting the disk early, fsync of files and folders, and o
 following symbolic links. Knows neither blobs nor spools.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -9,8 +9,6 @@ terms alone. Transient errors are tried again here, for a minute at most.
 Owns the library, its errors and its retries. Knows neither blobs nor spools.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import secrets

@@ -9,8 +9,6 @@ The file is the shared credentials file of AWS tools, as AWS_SHARED_CREDENTIALS_
 Keys in the environment come first; without either, those of the machine's role are used.
 """
 
-from __future__ import annotations
-
 import configparser
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta

@@ -4,8 +4,6 @@ What AWS tools read from the environment is read here too: AWS_ENDPOINT_URL, AWS
 the file with them (object_store_keys.py); AWS_ALLOW_HTTP=true for an endpoint without TLS.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from datetime import timedelta

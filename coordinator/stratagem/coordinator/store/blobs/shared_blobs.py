@@ -6,8 +6,6 @@ is kept in a local cache. Each write makes an object of its own (object_store.py
 blob can be there more than once for a while; any of them will do.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -3,8 +3,6 @@
 Owns scratch space too. Knows neither blobs nor spools.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -5,8 +5,6 @@ bytes meanwhile. So each writing is a claim, and each event that names the blob 
 one. A claim whose event never comes lapses after a grace period. Not for several threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from stratagem.common.base.ids import Digest

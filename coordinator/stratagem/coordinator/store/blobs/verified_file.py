@@ -7,8 +7,6 @@ computes its checksum anyway, so comparing costs nothing; other readers take who
 compare. Knows of a blob's content no more than where its data start.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import weakref

@@ -3,8 +3,6 @@
 sqlite.py and postgres.py implement it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -8,8 +8,6 @@ Journal.
 Knows nothing of what an event means.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Owns how the lead is taken, kept and lost. The fence is the term: it stands in t
 transaction of the leader reads, and locks, before it writes. Knows no events.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Determines whether a holder on this host is still alive, which lets the next coo
 from a crashed one without waiting. Of a holder elsewhere nothing can be known here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

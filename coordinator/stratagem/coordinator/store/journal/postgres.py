@@ -5,8 +5,6 @@ such a transaction after _IDLE_S, so that the next leader is not held up. Needs 
 (psycopg 3). Sessions are set up with SET: a pooler in between must keep them (session pooling).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Owns what is refused: a journal of a newer version. A journal of 0.1.0, which kn
 given the first one and goes on from there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -4,8 +4,6 @@ WAL with synchronous=FULL: a commit is one fsync of the log, and survives a powe
 IMMEDIATE, so that a transaction waits at its start and never fails half-way for a lock.
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator

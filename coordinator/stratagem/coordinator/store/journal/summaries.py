@@ -5,8 +5,6 @@ another version of the program: no version has to read what another one wrote. S
 even when events are written by code that does not know of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 

@@ -5,8 +5,6 @@ that stands by migrates while another one leads, so a migration may add, but not
 version before it uses.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from sqlalchemy import (

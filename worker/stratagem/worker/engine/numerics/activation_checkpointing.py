@@ -5,8 +5,6 @@ computation has the same random numbers (generators and their seeds are those of
 same buffers, whose changes are not counted twice; so gradients have the bits of ordinary training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final

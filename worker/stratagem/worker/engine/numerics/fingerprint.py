@@ -4,8 +4,6 @@ Workers of one deterministic run must have equal digests. Call it in the thread 
 because thread counts belong to the thread. Must not know runs or jobs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

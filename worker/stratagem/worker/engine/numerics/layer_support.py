@@ -5,8 +5,6 @@ depends on the processor, the library and its settings, so there is no list of t
 jobs.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache

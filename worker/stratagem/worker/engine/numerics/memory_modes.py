@@ -5,8 +5,6 @@ gradients have storage from their first micro-batch's backward to the update onl
 freed goes back to the system. None of them changes a bit.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

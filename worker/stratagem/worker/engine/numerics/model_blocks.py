@@ -5,8 +5,6 @@ the order of the program, and neighbours can be grouped. For any other model the
 layers and other children, found without running it; each can only be treated by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ and evaluation between steps, run eagerly, so uneven shards compile no further c
 are torch's own, drawn from the same seeds as in eager code. Must not know what a model is.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import warnings

@@ -5,8 +5,6 @@ A metric of the user's is a function (output, target) that returns a number, or 
 as exp(loss) where the parts are added up. Must not know data sets or ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 

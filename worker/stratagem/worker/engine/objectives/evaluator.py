@@ -4,8 +4,6 @@ Returns sums per batch, not means, so that their sum in order of batch does not 
 member evaluated which batch. Must not know the exchange.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

@@ -4,8 +4,6 @@ The weight is what makes a sum over uneven shards equal one big batch: gradients
 mean × weight and divided once by the total weight. Must not know shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final

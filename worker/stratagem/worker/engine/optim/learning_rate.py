@@ -1,7 +1,5 @@
 """Learning-rate schedules: the rate of each step as a pure function of the step, with no state."""
 
-from __future__ import annotations
-
 import math
 from typing import assert_never
 

@@ -5,8 +5,6 @@ bits whatever other parameters there are, and however many threads.
 Must not know where gradients come from.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final

@@ -3,8 +3,6 @@
 A user's own function may return a gradient of a wrong shape; torch names the function only.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any, Final

@@ -5,8 +5,6 @@ are made. Gradients of micro-batches are added to the parameters' `.grad` in ord
 that is part of a flat bucket, they add up there. Must not know shards, exchange and optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

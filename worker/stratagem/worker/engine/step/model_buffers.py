@@ -6,8 +6,6 @@ only one; integer buffers take the change that shard 0 made. Changes ride in the
 exchange, so they are summed in the same fixed order as gradients. Must not know gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -5,8 +5,6 @@ optimizer keeps as Python values stand in the metadata under the same names. Loa
 storage that torch allocated. Must not know files or streams.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

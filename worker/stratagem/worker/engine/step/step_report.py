@@ -1,7 +1,5 @@
 """The report that a training step of any kind returns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 The only place that knows all of them by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

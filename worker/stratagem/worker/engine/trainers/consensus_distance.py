@@ -1,7 +1,5 @@
 """The exact distance of the nodes of a gossip party from their mean."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ No graph is recorded and no optimizer is there, so the memory is that of the wei
 batch. Where nothing is trained, full batches are compiled if the job says so. Knows no coordinator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Predicted steps exchange nothing. The first exact step after them carries a chec
 member's state in one extra, added up over shards like all extras.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

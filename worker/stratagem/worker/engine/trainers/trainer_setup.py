@@ -1,7 +1,5 @@
 """The parts that every kind of trainer is built from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Of all that a step uses, only this outlives it. Must not know how a step is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

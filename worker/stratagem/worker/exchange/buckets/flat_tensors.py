@@ -3,8 +3,6 @@
 Gradients are another matter: their buckets are storage of their own, see `bucket_layout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

@@ -6,8 +6,6 @@ would keep waiting in the middle of backward, one portion is all of them. Either
 the same. Knows neither shards nor members.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

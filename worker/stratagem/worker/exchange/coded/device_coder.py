@@ -5,8 +5,6 @@ A *form* is what a codec does there to flat float32 vectors, by the operators of
 check that values are finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 

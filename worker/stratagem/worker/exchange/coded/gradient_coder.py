@@ -4,8 +4,6 @@ Both give the same bits; those of `stratagem.common.compression` are the definit
 the only place that knows which codecs have a device form. Knows neither shards nor messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

@@ -4,8 +4,6 @@ The host computes thresholds and scales, from one sum per tensor that comes to i
 waits for the device two times, for any number of tensors, and once for the payload.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ A payload waits for the device once for the check, once or twice for the codec o
 for the scales, and once for the payload. At most one tensor's guess is held at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

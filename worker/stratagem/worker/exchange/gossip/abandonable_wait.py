@@ -4,8 +4,6 @@ A transfer whose connection was cut may never be told (gloo), and a thread that 
 be called back. So it is not the caller's thread that waits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

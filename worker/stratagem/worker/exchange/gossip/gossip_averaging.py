@@ -6,8 +6,6 @@ Works bucket by bucket: while one is mixed, the next ones are under way. Used by
 `cut` may come from another. Knows neither model nor optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final

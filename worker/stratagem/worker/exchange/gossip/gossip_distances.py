@@ -1,7 +1,5 @@
 """The distances between gossiping nodes, as mixing measures them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ difference between node and copy and is part of the next move: the copies are th
 (https://arxiv.org/abs/1902.00340). Knows neither members nor network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final
 

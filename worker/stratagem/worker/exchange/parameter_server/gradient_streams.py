@@ -5,8 +5,6 @@ into streams. Lives on the event loop; the torch thread only says what it opened
 neither the plan nor the coordinator.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
