@@ -15,9 +15,9 @@ from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.coordinator.core.commands import Report
-from stratagem.coordinator.core.facts import ROOT, DataUploaded, ModelBuilt, RunSubmitted
+from stratagem.coordinator.core.facts import ROOT, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import CoordinatorState
-from stratagem.coordinator.core.state_machine.apply import MAX_UPLOADS, apply
+from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.blob_owners import has_brought
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
@@ -164,16 +164,6 @@ def test_a_journal_of_an_earlier_version_says_who_owns_a_run() -> None:
     assert state.runs[RunId("r")].owner == "token ci"
     assert has_brought(state, "token ci", Digest(DIGEST))
     assert not has_brought(state, "token ci#1", Digest(DIGEST))
-
-
-def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
-    state = CoordinatorState(BUILT_IN)
-    digests = [Digest(f"{number:064x}") for number in range(MAX_UPLOADS + 1)]
-    for digest in digests:
-        state = apply(state, RunId(""), DataUploaded(owner="token a", digest=digest), 0.0)
-    assert not has_brought(state, "token a", digests[0])
-    assert all(has_brought(state, "token a", digest) for digest in digests[1:])
-    assert not has_brought(state, "token b", digests[1])
 
 
 async def test_one_token_takes_not_all_places_of_those_who_watch(

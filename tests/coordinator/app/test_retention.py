@@ -17,8 +17,6 @@ from stratagem.coordinator.core.commands import (
     ExpireRuns,
     SubmitRun,
 )
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
-from stratagem.coordinator.core.state_machine.retention import expire_runs
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
@@ -27,7 +25,7 @@ from stratagem.coordinator.store.journal import Holder, Journal, Record
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
 from tests.coordinator.core.jobs import LOCAL, job
-from tests.coordinator.core.simulation import digest, start
+from tests.coordinator.core.simulation import start
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.store.places import put
 from tests.settings import coordinator_settings
@@ -37,40 +35,8 @@ pytestmark = pytest.mark.usefixtures("timeless")
 ALL, EVER = 1_000_000, float("-inf")
 
 
-def ended(name: str, at_s: float, *blobs: str, initial: str = "") -> EndedRun:
-    own = tuple(sorted(map(digest, blobs)))
-    began = digest(initial) if initial else None
-    all_blobs = (*own, began) if began else own
-    return EndedRun(RunId(name), RunPhase.COMPLETED, 1, 0.0, "", all_blobs, at_s, began)
-
-
-def expired(command: ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
-    state = CoordinatorState(BUILT_IN, ended={run.run_id: run for run in runs}, **others)
-    return [entry.run_id for entry in expire_runs(state, command)]
-
-
 def expire(before_s: float = EVER, num_kept: int = ALL, limit: int = ALL) -> ExpireRuns:
     return ExpireRuns(before_s, num_kept, limit, "it is time")
-
-
-@pytest.mark.core
-def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
-    runs = [ended("c", 30.0), ended("a", 10.0), ended("b", 20.0)]
-    assert expired(expire(), *runs) == []
-    assert expired(expire(before_s=20.0), *runs) == ["a"]
-    assert expired(expire(num_kept=1), *runs) == ["a", "b"]
-    assert expired(expire(before_s=40.0, num_kept=2), *runs) == ["a", "b", "c"], "first hit"
-    assert expired(expire(num_kept=0, limit=2), *runs) == ["a", "b"]
-
-
-@pytest.mark.core
-def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:
-    source, other = ended("a", 1.0, "x", "y"), ended("b", 2.0, "z", initial="x")
-    sibling = ended("c", 3.0, "v", initial="x")
-    assert expired(expire(num_kept=0), source, other, sibling) == ["b", "c"]
-    assert expired(expire(num_kept=0), source) == ["a"]
-    active = start(job(LOCAL, initial={"digest": digest("y")})).state.runs
-    assert expired(expire(num_kept=0), source, runs=active) == []
 
 
 async def _ended_runs(both: Twins, *names: str) -> None:

@@ -27,6 +27,15 @@ def job(strategy: Mapping[str, object], **changes: object) -> str:
     return json.dumps(document)
 
 
+def evaluation_only(strategy: Mapping[str, object], **changes: object) -> str:
+    """A job that trains nothing: 20 rows in batches of 3, evaluated once."""
+    document = json.loads(job(strategy, execution={"gradient": "None"}))
+    for name in ("optimizer", "batch_size", "epochs"):
+        del document[name]
+    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 3}
+    return json.dumps({**document, "evaluation": evaluation, **changes})
+
+
 LOCAL = {"type": "Local"}
 DATA_PARALLEL = {
     "type": "DataParallel",
@@ -45,7 +54,11 @@ GOSSIP = {**DATA_PARALLEL, "aggregation": {"method": "Decentralized", "topology"
 
 
 def population(
-    size: int = 4, generations: int = 3, inner: dict[str, Any] | None = None, **options: Any
+    size: int = 4,
+    generations: int = 3,
+    inner: dict[str, Any] | None = None,
+    exploit: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     if inner:
         options["inner"] = inner
@@ -53,7 +66,7 @@ def population(
         "type": "PopulationBased",
         "population_size": size,
         "generations": generations,
-        "exploit": {"method": "Truncation", "fraction": 0.25},
+        "exploit": exploit or {"method": "Truncation", "fraction": 0.25},
         "explore": {"method": "Perturbation", "factor": 0.2},
         "options": options,
     }

@@ -4,23 +4,38 @@ import sys
 import types
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from typing import NoReturn
 
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.commands import ReportTrouble, SubmitRun
-from stratagem.coordinator.core.facts import ROOT, Noted, RunSubmitted
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Noted,
+    PartyFailed,
+    RunCompleted,
+    RunFailed,
+    RunSubmitted,
+)
+from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 from stratagem.coordinator.core.state_machine import decide
 from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of, status_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import (
+    objections_to,
+    parties_of,
+    status_of,
+)
 from stratagem.coordinator.core.strategy_table import GROUP, Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN, with_plugins
+from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
-from tests.coordinator.core.jobs import FEDERATED, LOCAL, job
+from tests.coordinator.core.jobs import FEDERATED, LOCAL, POPULATION_SECTIONS, job, population
 from tests.coordinator.core.raising_strategies import _raise, raising, with_local
-from tests.coordinator.core.simulation import RUN, Simulation, register, start
+from tests.coordinator.core.simulation import RUN, Simulation, digest, register, start
 
 pytestmark = pytest.mark.core
 
@@ -160,3 +175,52 @@ def test_a_run_of_a_strategy_that_is_refused_now_says_why(monkeypatch: pytest.Mo
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
     assert "has version 1 of the contract; allowed is version 2" in run.reason
+
+
+def test_a_check_that_refuses_in_our_words_is_told_in_its_own() -> None:
+    def check(*_: object) -> NoReturn:
+        raise InvalidInputError.at("epochs", "2 is not enough for us")
+
+    with pytest.raises(InvalidInputError, match=r"^epochs: 2 is not enough for us"):
+        Simulation(with_local(replace(local, check=check))).tell(SubmitRun(RUN, job(LOCAL), 0.0))
+
+
+def test_a_state_that_a_strategy_notes_is_a_commit_of_its_run() -> None:
+    simulation = start(job(LOCAL), "a")
+    state = simulation.state
+    noted = Noted(
+        party=ROOT, kind="merged", data={}, segment=7, step=70, digest=digest("merged"),
+        metrics={"test.loss": 0.5}, by_policy=True,
+    )  # fmt: skip
+    run = apply(state, RUN, noted, 1.0).runs[RUN]
+    newest = run.commits[-1]
+    assert (newest.segment, newest.step, newest.digest) == (7, 70, digest("merged"))
+    assert run.metrics["test.loss"] == 0.5
+    assert not run.is_reproducible, "timing has decided"
+    words = apply(state, RUN, noted.model_copy(update={"digest": ""}), 1.0).runs[RUN]
+    assert words.commits == state.runs[RUN].commits
+
+
+def test_a_strategy_that_cannot_go_on_from_a_state_runs_inside_no_other() -> None:
+    strategies = with_local(replace(local, nesting=None))
+    found = JobSpec.from_json(job(population(), **POPULATION_SECTIONS))
+    (violation,) = objections_to(found, strategies)
+    assert str(violation) == (
+        "strategy.options.inner: Local cannot run inside another one: it cannot go on from a "
+        "state that it is given (nesting)"
+    )
+
+
+@pytest.mark.parametrize("cause", [Cause.UNKNOWN, Cause.CRASHED])
+def test_the_failure_of_a_run_is_inside_another_one_that_of_its_party(cause: Cause) -> None:
+    """And its completion is nothing: the strategy around it looks how far it has come."""
+    party, spec = Party("member0"), JobSpec.from_json(job(LOCAL))
+    failing = replace(local, decide=lambda *_: RunFailed(reason="it ends here", cause=cause))
+    done = replace(local, decide=lambda *_: RunCompleted(reason="20 steps committed"))
+    world = World({}, {})
+    child = nested.begin(party, spec, 1, with_local(failing))
+    assert nested.decide(child, world, 0.0) == PartyFailed(
+        party=party, reason="it ends here", cause=cause
+    )
+    child = nested.begin(party, spec, 1, with_local(done))
+    assert nested.decide(child, world, 0.0) is None

@@ -26,8 +26,18 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from stratagem.coordinator.updates.spool import SpoolKey
-from tests.coordinator.core.jobs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL, job
+from tests.coordinator.core.jobs import (
+    DATA_PARALLEL,
+    EVALUATION,
+    FEDERATED,
+    GOSSIP,
+    LOCAL,
+    job,
+    silos,
+)
+from tests.coordinator.core.raising_strategies import with_local
 from tests.coordinator.core.simulation import RUN, Simulation, digest, register, start
 
 pytestmark = pytest.mark.core
@@ -68,7 +78,7 @@ def segments(simulation: Simulation) -> list[int]:
     return [commit.segment for commit in simulation.state.runs[RUN].commits]
 
 
-@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED, SILOS])
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED, silos()])
 def test_it_goes_on_from_there_and_ends_as_it_would_have(strategy: dict[str, object]) -> None:
     simulation = stopped(strategy)
     before = simulation.state.runs[RUN]
@@ -265,3 +275,21 @@ def test_the_fact_reads_and_sounds_as_it_should() -> None:
     assert decode(*encode(fact)[:1], 1, encode(fact)[1]) == fact
     assert decode("RunResumed", 1, '{"by": "bob"}') == RunResumed(by="bob")
     assert sentence(RunResumed()) == "resumed from the last commit"
+
+
+def test_a_strategy_that_knows_no_way_back_is_given_the_commit_as_any_other_state() -> None:
+    """What it counts begins anew; the commit that it goes on from is the one that was asked for."""
+    assert local.nesting is not None
+    nesting = replace(local.nesting, returned=None)
+    simulation = start(
+        job(LOCAL, epochs=4), "a", strategies=with_local(replace(local, nesting=nesting))
+    )
+    while len(simulation.state.runs[RUN].commits) < 3:
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    assert segments(simulation) == [0, 1]
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert segments(simulation) == [0, 1, 2, 3, 4]

@@ -1,5 +1,6 @@
 """Runs that no worker fits: what they wait for, how long, and that nothing else ends them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,3 +163,20 @@ def test_watchers_are_told_when_it_changes() -> None:
     simulation.tell(register("a", tags=("gpu", "large")))
     say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
     assert feed.progress(RUN) is None
+
+
+def test_a_run_that_began_on_other_numerics_waits_for_such_workers() -> None:
+    """Bits of another processor would not be those that its commits were made of."""
+    simulation = begun(LOCAL, "a")
+    simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    other = register("b")
+    numerics = other.capability.model_copy(update={"numerics_fingerprint": "other"})
+    simulation.tell(replace(other, capability=numerics))
+    assert reason(simulation) == (
+        "waiting for 1 of 1 workers: the run began on other numerics than the workers left have: b"
+    )
+    simulation.tell(register("c"))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED

@@ -19,7 +19,6 @@ from stratagem.coordinator.core.effects import (
     RunSegment,
 )
 from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
-from stratagem.coordinator.core.gang_scheduler import Request, grant
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.observe.event_feed import MAX_EVENTS, Feed, FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
@@ -57,24 +56,6 @@ def segment(run: str, *names: str, number: int = 1, membership: int = 1) -> RunS
         ranks=(),
         evaluate=(),
     )
-
-
-# ---- gangs ----
-
-
-def test_gangs_start_whole_or_not_at_all() -> None:
-    requests = [Request("r1", frozenset("ab")), Request("r2", frozenset("c"))]
-    assert [r.key for r in grant(requests, "b")] == ["r2"]
-    assert [r.key for r in grant(requests, "")] == ["r1", "r2"]
-
-
-def test_waiting_gang_reserves_what_it_needs() -> None:
-    requests = [Request("wide", frozenset("ab")), Request("late", frozenset("a"))]
-    assert grant(requests, "b") == ()
-
-
-def test_gang_without_slots_is_never_held_up() -> None:
-    assert [r.key for r in grant([Request("free", frozenset[str]())], "abc")] == ["free"]
 
 
 # ---- supervisor ----

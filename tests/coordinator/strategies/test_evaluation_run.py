@@ -1,21 +1,27 @@
 """The life of a run that trains nothing, in the pure core: placement, loss, crash, stop."""
 
-import json
-
 import pytest
 
-from stratagem.coordinator.core.commands import CancelRun, LoseWorker, ResumeRun
+from stratagem.coordinator.core.commands import CancelRun, LoseWorker, Report, ResumeRun
 from stratagem.coordinator.core.effects import EvaluateState
-from stratagem.coordinator.core.facts import Evaluated, MembersFormed, RunCompleted, SegmentFinished
+from stratagem.coordinator.core.facts import (
+    Evaluated,
+    Member,
+    MembersFormed,
+    RunCompleted,
+    SegmentFinished,
+)
 from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.blob_owners import is_shared
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.strategy_contract import Status
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import DATA_PARALLEL, evaluation_only
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
     digest,
+    do,
     ending,
     member,
     register,
@@ -28,16 +34,7 @@ METRICS = {"test.loss": 0.1}
 
 
 def evaluating(num_replicas: int = 3, **changes: object) -> str:
-    strategy = {
-        "type": "DataParallel",
-        "num_replicas": num_replicas,
-        "aggregation": {"method": "AllReduce"},
-    }
-    document = json.loads(job(strategy, execution={"gradient": "None"}))
-    for name in ("optimizer", "batch_size", "epochs"):
-        del document[name]
-    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 3}
-    return json.dumps({**document, "evaluation": evaluation, **changes})
+    return evaluation_only({**DATA_PARALLEL, "num_replicas": num_replicas}, **changes)
 
 
 def status(simulation: Simulation) -> Status:
@@ -140,3 +137,21 @@ def test_the_state_that_it_begins_from_is_kept() -> None:
     given = digest("given")
     simulation = start(evaluating(initial={"digest": given}), "a")
     assert given in live_blobs(simulation.state)
+
+
+def test_the_predictions_of_a_run_are_kept_as_long_as_it() -> None:
+    simulation = start(evaluating(evaluation={"split": "test", "predictions": True}), "a")
+    (evaluated,) = do(to_evaluation(simulation))
+    simulation.queue.clear()
+    told = evaluated.model_copy(update={"predictions": digest("predictions")})
+    simulation.tell(Report(RUN, told))
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.predictions) == (RunPhase.COMPLETED, digest("predictions"))
+    assert digest("predictions") in live_blobs(simulation.state)
+    assert is_shared(simulation.state, digest("predictions"))
+
+
+@pytest.mark.parametrize(("workers", "alone"), [("a", member("a")), ("ab", None)])
+def test_only_who_evaluates_alone_is_the_one_that_does(workers: str, alone: Member | None) -> None:
+    assert to_evaluation(start(evaluating(), *workers)).member == alone

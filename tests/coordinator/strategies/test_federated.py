@@ -5,12 +5,13 @@ from math import exp
 
 import pytest
 
-from stratagem.common.base.ids import WorkerId
+from stratagem.common.base.ids import Party, WorkerId
 from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core.commands import (
     CancelRun,
     LoseWorker,
     Refusal,
+    RefusalKind,
     Report,
     ResumeRun,
     Tick,
@@ -25,6 +26,7 @@ from stratagem.coordinator.core.facts import (
     ClientsSelected,
     Evaluated,
     ModelBuilt,
+    PartyFailed,
     RosterFormed,
     RoundClosed,
     SegmentCommitted,
@@ -428,3 +430,68 @@ def test_all_that_a_worker_had_to_do_is_suspected_where_nobody_knows_what_it_did
     value = simulation.state.runs[RUN].value
     assert value.deaths["client 3"].num == 1
     assert "client 1" not in value.deaths
+
+
+def test_a_build_that_ends_every_process_which_tries_it_fails_the_run() -> None:
+    simulation = start(job(FEDERATED), "a")
+    for number in range(3):
+        assert simulation.state.runs[RUN].ended is None
+        simulation.queue.clear()
+        told = ending("a", number, status=-11, run_id=RUN)
+        simulation.tell(register("a", number + 1, told))
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == (
+        "round 0: the build has ended 3 worker processes; the last one, a, ended by SIGSEGV"
+    )
+
+
+def test_a_model_is_built_but_the_rounds_wait_for_the_workers_of_all_clients() -> None:
+    simulation = start(job({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
+    for name in "ab":
+        simulation.tell(register(name, local_data=("ward",)))
+    (built,) = simulation.queue
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    simulation.tell(built)
+    assert phase(simulation) is RunPhase.PLACING
+    assert reason(simulation) == "2 workers with data 'ward' are needed, 1 are here"
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    assert reason(simulation) == "no worker is available: a (killed), b (killed)"
+    for name in "ab":
+        simulation.tell(register(name, start=1, local_data=("ward",)))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+
+
+def test_a_round_that_waits_for_an_evaluation_names_who_is_away() -> None:
+    data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
+    text = job({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
+    simulation = start(text)
+    for name in "ab":
+        simulation.tell(register(name, local_data=("ward",)))
+    while not simulation.facts(SegmentCommitted):
+        simulation.tell(simulation.queue.popleft())
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    assert phase(simulation) is RunPhase.RUNNING
+    assert reason(simulation) == "round 1 waits to be evaluated by client 1 (b), not here"
+
+
+def test_what_no_round_waits_for_is_refused() -> None:
+    simulation = opened(FEDERATED, "a")
+    before = simulation.state
+    fact = PartyFailed(party=Party("client9"), reason="E: m")
+    answer = simulation.tell(Report(RUN, fact))
+    assert answer == Refusal(RefusalKind.STALE, "no round waits for PartyFailed")
+    assert simulation.state is before
+
+
+def test_clients_with_local_rows_evaluate_the_rounds_that_are_due_and_no_others() -> None:
+    evaluation = {"split": "test", "metrics": [], "every": "2 rounds"}
+    text = job({**FEDERATED, "num_clients": 2}, data={"worker_local": "w"}, evaluation=evaluation)
+    simulation = start(text)
+    for name in "ab":
+        simulation.tell(register(name, local_data=("w",)))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    assert [fact.segment for fact in simulation.facts(Evaluated)] == [2, 3]

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import live_blobs,
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.late_updates import weight
 from tests.coordinator.core.jobs import FEDERATED, job
-from tests.coordinator.core.simulation import RUN, Simulation, do, phase, register, start
+from tests.coordinator.core.simulation import RUN, Simulation, do, phase, reason, register, start
 
 pytestmark = pytest.mark.core
 
@@ -270,3 +270,14 @@ def test_silos_refuse_them() -> None:
         "aggregation": {"method": "AllReduce"}}}  # fmt: skip
     with pytest.raises(InvalidInputError, match=r"late_updates: a silo ends with its round"):
         Simulation().tell(SubmitRun(RUN, job(spec), 0.0))
+
+
+def test_people_are_told_who_trains_on_for_an_earlier_round() -> None:
+    simulation, effect = one_late(strategy())
+    assert reason(simulation) == (
+        "round 2: 0 of 2 clients have answered, 1 of earlier rounds train on"
+    )
+    answer(simulation, effect)
+    answer(simulation, due(simulation)[2, selected(simulation)[0]])
+    commit(simulation)
+    assert reason(simulation).startswith("round 3: 0 of 2 clients have answered")

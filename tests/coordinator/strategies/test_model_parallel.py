@@ -13,7 +13,8 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import job
+from stratagem.coordinator.strategies.scheduling.segment_schedule import SegmentSchedule
+from tests.coordinator.core.jobs import evaluation_only, job
 from tests.coordinator.core.simulation import RUN, Simulation, member, reason, register
 from tests.coordinator.core.simulation import start as started
 
@@ -204,3 +205,55 @@ def test_a_schedule_belongs_to_pipelines() -> None:
     direct = {**model_parallel(GPU, schedule="gpipe"), "communication": {"protocol": "Direct"}}
     with pytest.raises(InvalidInputError, match="belongs to Pipeline only, not to Direct"):
         JobSpec.from_json(job(direct))
+
+
+def test_partitions_that_tile_the_graph_are_taken() -> None:
+    found = JobSpec.from_json(job(model_parallel(GPU, GPU, CPU), model=GRAPH))
+    assert objections_to(found, BUILT_IN) == []
+
+
+@pytest.mark.parametrize(
+    ("inner", "method", "expected"),
+    [
+        (
+            {"type": "Custom", "coordinator": "mine", "config": None},
+            "AllReduce",
+            "strategy.options.inner: Custom/mine cannot be a replica, which takes part in every "
+            "step; Local and ModelParallel can",
+        ),
+        (
+            model_parallel(GPU, CPU),
+            "ParameterServer",
+            "strategy.aggregation.method: 'ParameterServer' does not go together with an inner "
+            "ModelParallel; AllReduce does",
+        ),
+    ],
+)
+def test_a_replica_is_a_worker_or_a_pipeline_whose_gradients_are_all_reduced(
+    inner: dict[str, Any], method: str, expected: str
+) -> None:
+    strategy = {**replicated(2, inner), "aggregation": {"method": method}}
+    found = JobSpec.from_json(job(strategy))
+    assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [expected]
+
+
+def test_a_model_that_is_cut_is_evaluated_by_all_as_a_segment_without_steps() -> None:
+    simulation = started(evaluation_only(model_parallel(GPU, CPU)))
+    simulation.tell(register("a", tags=("gpu",)))
+    simulation.tell(register("b", tags=("cpu",)))
+    until_training(simulation)
+    assert (segment(simulation).to_step, segment(simulation).evaluate) == (0, ("test",))
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.reason) == (RunPhase.COMPLETED, "20 rows of test evaluated")
+    assert "train.loss" not in run.metrics
+    assert "test.accuracy" in run.metrics
+
+
+def test_without_an_evaluation_none_is_due_at_any_step() -> None:
+    schedule = SegmentSchedule(num_steps=10, evaluate_every=None, checkpoint_every=4)
+    assert schedule.ends() == (4, 8, 10)
+    assert not any(schedule.evaluates_at(step) for step in range(11))
+    evaluated = SegmentSchedule(num_steps=10, evaluate_every=3, checkpoint_every=4)
+    assert evaluated.ends() == (3, 4, 6, 8, 9, 10)
+    assert [step for step in range(1, 11) if evaluated.evaluates_at(step)] == [3, 6, 9, 10]

@@ -7,7 +7,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.commands import LoseWorker, Report
+from stratagem.coordinator.core.commands import LoseWorker, Refusal, RefusalKind, Report
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
@@ -15,10 +15,12 @@ from stratagem.coordinator.core.facts import (
     ErrorRecord,
     GenerationClosed,
     MemberEvolved,
+    MembersFormed,
     PartyFailed,
     PopulationFormed,
     RunFailed,
     SegmentCommitted,
+    SegmentFinished,
     UpdateReceived,
     UpdateRejected,
 )
@@ -28,8 +30,10 @@ from stratagem.coordinator.core.state_machine.pending_effects import live_blobs,
 from stratagem.coordinator.core.state_machine.run_view import view_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
+from stratagem.coordinator.strategies.population.member_failures import Failures
+from stratagem.coordinator.strategies.population.structural_hyperparameters import spread
 from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job, population
-from tests.coordinator.core.simulation import RUN, Simulation, member, start
+from tests.coordinator.core.simulation import RUN, Simulation, member, phase, reason, start
 
 pytestmark = pytest.mark.core
 
@@ -174,9 +178,9 @@ def test_a_member_that_fails_before_it_has_any_state_goes_on_from_its_donor() ->
 def test_a_population_without_a_valid_member_fails_with_the_commonest_reason() -> None:
     simulation = start(spec(size=4), "a")
     error = ErrorRecord(type="E", message="m", traceback="t", worker_id="a", activity="step")
-    for number, reason in enumerate(("other", "width: 3", "width: 5", "width: 7")):
+    for number, why in enumerate(("other", "width: 3", "width: 5", "width: 7")):
         party = Party(f"member{number}")
-        fact = PartyFailed(party=party, reason=reason, error=error if number else None)
+        fact = PartyFailed(party=party, reason=why, error=error if number else None)
         simulation.tell(Report(RUN, fact))
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
@@ -462,3 +466,154 @@ def test_an_inner_strategy_is_checked_with_its_place() -> None:
     found = JobSpec.from_json(spec(inner=inner))
     (violation,) = objections_to(found, BUILT_IN)
     assert str(violation).startswith("strategy.options.inner.num_replicas: 99 replicas cannot")
+
+
+def test_a_federated_member_has_as_many_rounds_as_a_generation_has_steps() -> None:
+    inner = {**INNER["Federated"], "rounds": 4}  # type: ignore[dict-item]
+    (violation,) = objections_to(JobSpec.from_json(spec(inner=inner)), BUILT_IN)
+    assert str(violation) == (
+        "strategy.options.inner.rounds: 4 is not steps_per_generation, 5; a federated member "
+        "counts its steps in rounds"
+    )
+
+
+def test_a_population_is_no_member() -> None:
+    (violation,) = objections_to(JobSpec.from_json(spec(inner=population())), BUILT_IN)
+    assert str(violation).startswith("strategy.options.inner: a population is no member: ")
+
+
+def test_a_report_of_no_member_is_refused() -> None:
+    simulation = start(spec(), "a")
+    answer = simulation.tell(Report(RUN, PartyFailed(party=Party("member9"), reason="E: m")))
+    assert answer == Refusal(RefusalKind.STALE, "there is no party 'member9'")
+
+
+def report_scores(simulation: Simulation, generation: int, **scores: float) -> None:
+    """Until the end of a generation, in which these members measure this accuracy."""
+    while len(closed(simulation)) < generation:
+        report = simulation.queue.popleft()
+        fact = report.fact
+        if isinstance(fact, SegmentFinished | SegmentCommitted) and fact.party in scores:
+            metrics = {**fact.metrics, "test.accuracy": scores[fact.party]}
+            report = Report(RUN, fact.model_copy(update={"metrics": metrics}))
+        simulation.tell(report)
+
+
+def test_a_score_that_is_no_number_is_no_score() -> None:
+    """Its member copies another one; a metric that is not there at all is no score either."""
+    simulation = start(spec(), "a", "b")
+    report_scores(simulation, 1, member0=float("nan"))
+    first = closed(simulation)[0]
+    assert first.scores[0] is None
+    assert [each.member for each in first.copied] == [0]
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_without_any_score_the_run_fails_and_says_which_members_had_failed() -> None:
+    simulation = start(spec(size=2), "a", "b")
+    simulation.tell(Report(RUN, PartyFailed(party=Party("member0"), reason="E: m")))
+    while simulation.state.runs[RUN].ended is None:
+        report = simulation.queue.popleft()
+        fact = report.fact
+        if isinstance(fact, SegmentFinished | SegmentCommitted):
+            report = Report(RUN, fact.model_copy(update={"metrics": {}}))
+        simulation.tell(report)
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "generation 1: no member is valid; E: m"
+
+
+def test_a_member_that_fails_and_finds_nobody_to_copy_tries_again_from_its_last_commit() -> None:
+    """Each looks at one other member, which may have failed as well."""
+    binary = {"method": "Binary", "threshold": 0.0}
+    simulation = start(job(population(3, 3, exploit=binary), **POPULATION_SECTIONS), "a")
+    while not closed(simulation):
+        simulation.tell(simulation.queue.popleft())
+    own = {
+        each.party: each.base.digest
+        for each in pending(simulation.state)
+        if isinstance(each, RunSegment)
+    }
+    for number in (0, 1):
+        simulation.tell(Report(RUN, PartyFailed(party=Party(f"member{number}"), reason="E: m")))
+    while len(closed(simulation)) < 2:
+        simulation.tell(simulation.queue.popleft())
+    second = closed(simulation)[1]
+    assert second.scores[:2] == (None, None)
+    copying = {each.member for each in second.copied}
+    alone = {0, 1} - copying
+    assert alone, "the streams of these members draw each other"
+    again = [each for each in pending(simulation.state) if isinstance(each, RunSegment)]
+    for number in alone:
+        (effect,) = [each for each in again if each.party == f"member{number}"]
+        assert (effect.segment, effect.base.digest) == (3, own[effect.party])
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_members_without_workers_are_told_of_beside_those_that_are_done() -> None:
+    simulation = start(spec(size=2), "a", "b")
+    formed = simulation.facts(MembersFormed)
+    (of_first,) = [fact.members for fact in formed if fact.party == "member0"]
+    while not simulation.facts(SegmentCommitted):
+        mine = [each for each in simulation.queue if getattr(each.fact, "party", "") == "member0"]
+        simulation.queue.remove(mine[0])
+        simulation.tell(mine[0])
+    for name in "ab":
+        simulation.tell(LoseWorker(member(name), "killed"))
+    assert of_first
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert reason(simulation) == (
+        "generation 1: 1 of 2 members have a score; waiting for 1 of 1 workers: "
+        "no worker is available: a (killed), b (killed)"
+    )
+
+
+def test_a_value_that_is_tried_by_nothing_but_the_first_draw_is_refused_as_well() -> None:
+    """Of 192 choices 64 are tried one by one; those between them are wrong here."""
+    tried = set(spread(192, 64))
+    choices = [0.001 * (number + 1) if number in tried else -1.0 for number in range(192)]
+    space = {"search_space": {"optimizer.lr": {"choices": choices}}}
+    found = JobSpec.from_json(job(population(), **{**POPULATION_SECTIONS, **space}))
+    assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [
+        "strategy.options.inner: its job would be invalid: optimizer.lr: -1.0 is not allowed; "
+        "must be > 0"
+    ]
+
+
+def test_a_keyword_is_not_blamed_for_what_else_is_wrong_with_an_optimizer() -> None:
+    """With sgd the curve `step` lacks its length here, which momentum has no part in."""
+    space = {
+        "optimizer.name": {"choices": ["sgd", "adam"]},
+        "optimizer.momentum": {"low": 0.0, "high": 0.9, "when": {"optimizer.name": "sgd"}},
+        "optimizer.schedule.name": {"choices": ["step", "cosine"]},
+        "optimizer.schedule.step_size_steps": {
+            "low": 1,
+            "high": 9,
+            "when": {"optimizer.name": "adam"},
+        },
+    }
+    sections = {**POPULATION_SECTIONS, "search_space": space}
+    by_seed = [
+        {each.field for each in objections_to(JobSpec.from_json(text), BUILT_IN)}
+        for text in (job(population(), **sections, seed=seed) for seed in range(9))
+    ]
+    assert set() in by_seed, "the first draw may be one in which all is well"
+    assert {"search_space.optimizer.schedule.name"} in by_seed
+    assert not any("search_space.optimizer.momentum" in fields for fields in by_seed)
+
+
+def test_of_many_kinds_of_failure_the_first_are_kept_and_all_are_counted() -> None:
+    failures = Failures()
+    for number in range(100):
+        text = f"reason {'x' * number}"
+        fact = PartyFailed(party=Party(f"member{number}"), reason=text)
+        failures = failures.with_one(number, fact)
+        failures = failures.with_one(0, fact) if number == 3 else failures
+    assert failures.num_failures == 101
+    assert 4 < len(failures.kinds) < 100
+    commonest = failures.commonest()
+    assert commonest is not None
+    assert commonest.reason == "reason xxx"
+    assert commonest.members == {0, 3}

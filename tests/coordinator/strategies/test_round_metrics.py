@@ -17,6 +17,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
+from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.strategies.federated.round_metrics import round_metrics
 from tests.coordinator.core.jobs import FEDERATED, job, silos
 from tests.coordinator.core.simulation import RUN, Simulation, do, start
@@ -179,3 +180,24 @@ def test_the_reports_of_the_simulation_are_of_this_version() -> None:
     simulation = opened({**FEDERATED, "num_clients": 3}, "a")
     facts = [fact for effect in trained(simulation) for fact in do(effect)]
     assert all(isinstance(fact, UpdateReceived) and fact.num_steps for fact in facts)
+
+
+def test_updates_over_no_rows_have_no_mean_loss() -> None:
+    empty = [replaced.model_copy(update={"num_samples": 0}) for replaced in UPDATES]
+    found = round_metrics(dict(enumerate(empty)), (), 0)
+    assert not any(name.startswith("train.loss") for name in found)
+    assert found["train.sent_bytes"] == 24.0
+
+
+@pytest.mark.parametrize("metrics", [{}, {"train.skipped_steps": 2}], ids=["none", "skipped"])
+def test_updates_of_an_earlier_version_count_one_after_the_other(
+    metrics: dict[str, float],
+) -> None:
+    """It took the newest update for all, and wrote no number of steps."""
+    state = opened(FEDERATED, "a").state
+    old = UPDATES[0].model_copy(update={"num_steps": 0, "metrics": metrics})
+    for client in (0, 1):
+        state = apply(state, RUN, old.model_copy(update={"client": client}), 1.0)
+    found = state.runs[RUN].metrics
+    assert found["train.loss"] == 4.0
+    assert found.get("train.skipped_steps", 0) == 2 * metrics.get("train.skipped_steps", 0)

@@ -7,10 +7,11 @@ import pytest
 
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.commands import LoseWorker, Report
+from stratagem.coordinator.core.commands import CancelRun, LoseWorker, Report, ResumeRun
 from stratagem.coordinator.core.effects import Build, CollectUpdate, RunSegment, TrainClient
 from stratagem.coordinator.core.facts import (
     ErrorRecord,
+    GenerationClosed,
     MembersFormed,
     PartyFailed,
     RoundClosed,
@@ -23,8 +24,17 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import INNER, job, silos
-from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
+from tests.coordinator.core.jobs import INNER, POPULATION_SECTIONS, job, population, silos
+from tests.coordinator.core.simulation import (
+    RUN,
+    Simulation,
+    ending,
+    member,
+    phase,
+    reason,
+    register,
+    start,
+)
 
 pytestmark = pytest.mark.core
 
@@ -247,3 +257,70 @@ def test_what_a_silo_cannot_do_is_refused(
 def test_an_inner_local_is_no_silo() -> None:
     found = JobSpec.from_json(job(silos(inner={"type": "Local"})))
     assert BUILT_IN.of(found) is BUILT_IN.built_in["Federated"]
+
+
+def test_a_population_is_no_client() -> None:
+    found = JobSpec.from_json(job(silos(inner=population())))
+    assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [
+        "strategy.options.inner: a population is no client: its members end with different models"
+    ]
+
+
+def test_a_silo_that_fails_without_a_known_cause_counts_as_one_whose_code_raised() -> None:
+    simulation = start(job(silos(rounds=1)), *"abcd")
+    fail_silos(simulation, 1, error=None)
+    (rejected,) = simulation.facts(UpdateRejected)
+    assert (rejected.client, rejected.cause) == (1, Cause.EXCEPTION)
+    assert rejected.reason == "KeyError: 'label'"
+
+
+def test_a_run_that_was_stopped_in_a_round_ends_as_one_that_was_not() -> None:
+    undisturbed = start(job(silos()), *"abcd")
+    undisturbed.run()
+    simulation = start(job(silos()), *"abcd")
+    while not segments(simulation):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert [fact.digest for fact in commits(simulation)] == [
+        fact.digest for fact in commits(undisturbed)
+    ]
+
+
+def test_silos_without_workers_are_named() -> None:
+    simulation = start(job(silos()), "a")
+    while not segments(simulation):
+        simulation.tell(simulation.queue.popleft())
+    assert (phase(simulation), reason(simulation)) == (
+        RunPhase.RUNNING,
+        "round 1: 0 of 2 clients have answered",
+    )
+    simulation.queue.clear()
+    simulation.tell(LoseWorker(member("a"), "killed"))
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert reason(simulation) == (
+        "round 1: 0 of 2 clients have answered; without workers: client 0, client 1: "
+        "waiting for 1 of 2 workers: no worker is available: a (killed)"
+    )
+
+
+def test_a_federation_of_silos_is_a_member_of_a_population() -> None:
+    """Each member has its rounds; a copy begins them from the state of its donor."""
+    inner = silos(rounds=5)
+    sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
+    text = job(population(2, 2, inner, {"method": "Truncation", "fraction": 0.5}), **sections)
+    simulation = start(text, *"abcd")
+    while not segments(simulation):
+        simulation.tell(simulation.queue.popleft())
+    failed = PartyFailed(party=Party("member0/client1"), reason="KeyError: 'label'", error=ERROR)
+    simulation.tell(Report(RUN, failed))
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED, run.reason
+    first, second = simulation.facts(GenerationClosed)
+    assert None not in first.scores, "a silo that fails is not its member"
+    assert len(first.copied) == 1
+    assert None not in second.scores

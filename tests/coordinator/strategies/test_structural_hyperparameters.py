@@ -341,3 +341,19 @@ def test_a_keyword_that_each_optimizer_takes_where_it_is_drawn_is_allowed(
     search_space: dict[str, Any],
 ) -> None:
     check_at_submit(job(population(), **{**POPULATION_SECTIONS, "search_space": search_space}))
+
+
+def test_what_a_condition_leaves_out_is_taken_from_the_job() -> None:
+    """Here it is the length of a curve, of which the job has none."""
+    length = {"low": 1, "high": 3, "when": {"model.kwargs.kind": ["gated"]}}
+    found = JobSpec.from_json(
+        document(
+            {
+                "model.kwargs.kind": SPACE["model.kwargs.kind"],
+                "optimizer.schedule.warmup_steps": length,
+            }
+        )
+    )
+    params: dict[str, JSON] = {"model.kwargs.kind": "gated", "optimizer.schedule.warmup_steps": 2}
+    (variant,) = variants(found, params)
+    assert variant.fields == {"model.kwargs.kind": "plain", "optimizer.schedule.warmup_steps": None}

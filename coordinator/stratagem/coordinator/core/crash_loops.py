@@ -101,8 +101,7 @@ def why(work: str, deaths: Deaths) -> str:
     if deaths.furthest >= 0:
         text += f" and came no further than step {deaths.furthest}"
     died = deaths.latest
-    if died is None:
-        return text
+    assert died is not None, "nobody asks of work that has ended none"
     text += f"; the last one, {died.member.worker_id}, ended{how(died.status) or ' unseen'}"
     return f"{text} and had printed: {' | '.join(died.lines)}" if died.lines else text
 

@@ -8,7 +8,7 @@ idempotent: after a crash it is simply done again.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, assert_never
 
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.coordinator.core.facts import Accepted, Member
@@ -181,3 +181,5 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset({effect.member})
         case CommitSegment() | CollectUpdate() | AggregateRound() | Release():
             return frozenset()
+        case _:
+            assert_never(effect)

@@ -5,6 +5,7 @@ facts that follow from the state.
 """
 
 from collections import Counter
+from typing import assert_never
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId, WorkerId
@@ -115,6 +116,8 @@ def _decide_about_workers(
             return _leave(state, command.member, command.reason)
         case ForgetWorkers():
             return forget_workers(state, command)
+        case _:
+            assert_never(command)
 
 
 def limited(entry: JournalEntry, number: int) -> JournalEntry:

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from random import Random
+from typing import assert_never
 
 from stratagem.common.strategy import All, ByCapability, ClientSelection
 from stratagem.common.strategy import Random as RandomSelection
@@ -34,7 +35,7 @@ def select(
         case ByCapability(required_tags=required):
             return tuple(b.client for b in roster if set(required) <= set(b.tags))
         case _:
-            raise AssertionError(f"unknown client selection {selection!r}")
+            assert_never(selection)
 
 
 def quorum_of(quorum: float | int | None, num_selected: int, of_all: int = 1) -> int:

@@ -181,7 +181,7 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             waits = fact.client in evaluators_left(value, fact.segment)
             return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
         case _:
-            return ""
+            return f"no round waits for {type(fact).__name__}"
 
 
 def pending(

@@ -98,7 +98,8 @@ def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
             late[fact.client] = replace(late[fact.client], update=fact)
         case UpdateRejected():
             del late[fact.client]
-        case ClientsAssigned():
+        case _:
+            assert isinstance(fact, ClientsAssigned), "is_late was asked"
             for assignment in fact.assignments:
                 del late[assignment.client]
             value = replace(value, membership=fact.membership)

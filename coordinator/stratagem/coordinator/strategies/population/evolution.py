@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from random import Random
+from typing import assert_never
 
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
@@ -51,7 +52,7 @@ def donors(exploit: ExploitStrategy, scores: Scores, streams: Sequence[Random]) 
         case Binary(threshold=threshold):
             return _binary(scores, threshold, streams)
         case _:
-            raise AssertionError(f"unknown exploit {exploit!r}")
+            assert_never(exploit)
 
 
 def _truncation(scores: Scores, fraction: float, streams: Sequence[Random]) -> dict[int, int]:
@@ -108,7 +109,7 @@ def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Ran
         case Perturbation(factor=factor):
             return _perturbed(dimension, params, factor, rng)
         case _:
-            raise AssertionError(f"unknown explore {explore!r}")
+            assert_never(explore)
 
 
 def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
@@ -162,6 +163,8 @@ def _drawn(dimension: Plain, rng: Random) -> JSON:
             return min(max(round(on_scale(low, high, scale, rng.random())), low), high)
         case Categorical(choices=choices) | Ordinal(choices=choices):
             return choices[rng.randrange(len(choices))]
+        case _:
+            assert_never(dimension)
 
 
 def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
@@ -173,6 +176,8 @@ def on_scale(low: float, high: float, scale: Scale, share: float) -> float:
             value = low * (high / low) ** share
         case Scale.REVERSE_LOG:
             value = high + low - low * (high / low) ** (1 - share)
+        case _:
+            assert_never(scale)
     return min(max(value, low), high)
 
 
@@ -199,3 +204,5 @@ def _perturbed(dimension: Plain, params: Params, factor: float, rng: Random) -> 
             return choices[neighbours[at]] if neighbours else value
         case Categorical():
             return value
+        case _:
+            assert_never(dimension)

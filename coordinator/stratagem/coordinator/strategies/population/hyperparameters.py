@@ -5,6 +5,7 @@ hyperparameters. So a field can be varied where the state does not depend on it.
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec, check_optimizer
@@ -151,6 +152,8 @@ def _extremes(dimension: Plain) -> list[JSON]:
             return [choices[at] for at in spread(len(choices), _MAX_CHOICES)]
         case Float(low=low, high=high) | Int(low=low, high=high):
             return [low, high]
+        case _:
+            assert_never(dimension)
 
 
 def _why_not(job: JobSpec, params: Params) -> str:

@@ -58,19 +58,19 @@ from stratagem.coordinator.strategies.population.population_run import (
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
+    inner = inner_of(job)
+    if isinstance(inner, PopulationBased):
+        text = "a population is no member: one member has one model and one score"
+        return [Violation("strategy.options.inner", text)]
     violations = check_params(job)
     if violations:
         return violations
-    inner = inner_of(job)
     if isinstance(inner, Federated) and inner.rounds != job.steps_per_generation:
         message = (
             f"{inner.rounds} is not steps_per_generation, {job.steps_per_generation}; "
             "a federated member counts its steps in rounds"
         )
         return [Violation("strategy.options.inner.rounds", message)]
-    if isinstance(inner, PopulationBased):
-        text = "a population is no member: one member has one model and one score"
-        return [Violation("strategy.options.inner", text)]
     params = draw(space_of(job), stream(job.seed, 0, 0))
     return nested.check_inside(lambda: member_job(job, 0, params), strategies)
 
@@ -173,10 +173,9 @@ def _completed(job: JobSpec, value: PopulationRun) -> RunCompleted:
     """Return the end of the run: whose state is the result, and what has failed on the way."""
     number = value.generation - 1
     parts = [f"{counted(number, 'generation')} committed"]
-    origin = value.origins.get(number)
-    if origin is not None:
-        values = values_text(origin.schedule[-1].values)
-        parts.append(f"member {origin.member} is best, with {values}")
+    origin = value.origins[number]
+    values = values_text(origin.schedule[-1].values)
+    parts.append(f"member {origin.member} is best, with {values}")
     parts.append(value.failures.text(len(value.members)))
     parts.append(in_all(job, chain.from_iterable(map(rejected, value.members))))
     return RunCompleted(reason="; ".join(filter(None, parts)))

@@ -8,7 +8,7 @@ built, by building them with other values too. Pure: here stands only what is to
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 from stratagem.common.job import JobSpec
 from stratagem.common.schema.frozen import thawed
@@ -120,6 +120,8 @@ def values_of(dimension: Plain) -> Iterator[JSON]:
             yield from (low + at for at in spread(high - low + 1, _MAX_INTEGERS))
         case Categorical(choices=choices) | Ordinal(choices=choices):
             yield from (choices[at] for at in spread(len(choices), _MAX_CHOICES))
+        case _:
+            assert_never(dimension)
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -102,10 +102,8 @@ def _has_left(world: World, member: Member) -> bool:
     return record is None or (record.member == member and record.is_alive and record.is_draining)
 
 
-def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed | None:
+def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
     """Return the same members under a new membership, after their exchange has failed."""
-    if party != run.party:
-        return None
     return MembersFormed(
         party=party,
         membership=run.membership + 1,

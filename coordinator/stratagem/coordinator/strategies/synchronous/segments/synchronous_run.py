@@ -220,7 +220,5 @@ def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, floa
 
 
 def num_segments(job: JobSpec, run: PartyRun) -> int:
-    """Return the segments of the whole run; -1 while the number of rows is unknown."""
-    if run.committed is None:
-        return -1
+    """Return the segments of the whole run, whose number of rows must be known."""
     return len(schedule_of(job, run.num_rows).ends())

@@ -1,0 +1,217 @@
+"""Ended runs as summaries: which can be archived, what is recalled of them, and which expire."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.ids import Digest, RunId
+from stratagem.coordinator.core.commands import (
+    CancelRun,
+    Command,
+    DeleteRun,
+    ExpireRuns,
+    Refusal,
+    RefusalKind,
+    Report,
+    ReportTrouble,
+    ResumeRun,
+    SubmitRun,
+)
+from stratagem.coordinator.core.fact_serialization import decode
+from stratagem.coordinator.core.facts import ROOT, Fact, RunExpired, RunFailed, RunReleased
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
+from stratagem.coordinator.core.state_machine.archived_runs import (
+    at_rest,
+    num_to_recall,
+    put_to_rest,
+    recall,
+)
+from stratagem.coordinator.core.state_machine.blob_owners import has_brought, resting_with
+from stratagem.coordinator.core.state_machine.decide import decide, world_of
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
+from stratagem.coordinator.core.state_machine.retention import expire_runs
+from stratagem.coordinator.core.state_machine.run_view import phase_of
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.runtime.plugins import BUILT_IN
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
+from tests.coordinator.core.raising_strategies import raising
+from tests.coordinator.core.simulation import RUN, Simulation, digest, start
+
+pytestmark = pytest.mark.core
+
+ALL, EVER = 1_000_000, float("-inf")
+
+
+def archived(simulation: Simulation) -> EndedRun | None:
+    """The summary of the run, where it can be archived."""
+    run = simulation.state.runs[RUN]
+    found = at_rest(world_of(simulation.state), run, 7.0)
+    return None if found is None else found[0]
+
+
+def ended_run(strategy: dict[str, Any] = LOCAL, **changes: Any) -> Simulation:
+    simulation = start(job(strategy, **changes), "a", "b")
+    simulation.run()
+    return simulation
+
+
+def facts_of(simulation: Simulation, num: int) -> list[tuple[Fact, float]]:
+    """The first facts of the run, each with the time at which it was journaled."""
+    of_run = [entry for entry in simulation.journal if entry[0] == RUN]
+    return [(decode(kind, 1, payload), time_s) for _, kind, payload, time_s in of_run[:num]]
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, FEDERATED], ids=lambda s: s["type"])
+def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str, Any]) -> None:
+    simulation = start(job(strategy, data={"inline": "ab" * 32}), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    before = simulation.state
+    summary = archived(simulation)
+    assert summary is not None
+    assert (summary.ended, summary.num_facts) == (RunPhase.CANCELLED, before.runs[RUN].num_facts)
+    state = put_to_rest(before, [summary])
+    assert (list(state.runs), list(state.ended)) == ([], [RUN])
+    assert state.find(RUN) is summary
+    assert state.all_runs() == [summary]
+    assert phase_of(world_of(state), summary) is RunPhase.CANCELLED
+    assert live_blobs(state) == live_blobs(before), "nothing of it is collected"
+    assert num_to_recall(state, ResumeRun(RUN)) == (RUN, summary.num_facts)
+    again = recall(state, RUN, facts_of(simulation, summary.num_facts))
+    assert again == before
+    simulation.state = again
+    simulation.tell(ResumeRun(RUN))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_run_that_goes_on_or_is_still_held_is_not_archived() -> None:
+    simulation = start(job(LOCAL), "a")
+    assert archived(simulation) is None
+    simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    assert archived(simulation) is None, "a worker holds a session of it"
+    simulation.run()
+    assert archived(simulation) is not None
+
+
+def test_what_another_version_of_a_strategy_may_read_otherwise_is_not_archived() -> None:
+    raised = start(job(LOCAL), "a", strategies=raising("transition"))
+    raised.run()
+    assert raised.state.runs[RUN].ended is RunPhase.FAILED
+    assert archived(raised) is None
+    gone = ended_run()
+    gone.strategies = Strategies({})
+    gone.crash()
+    assert archived(gone) is None
+
+
+def test_a_run_whose_strategy_cannot_say_what_it_needs_is_not_archived() -> None:
+    simulation = start(job(LOCAL), "a", strategies=raising("own_blobs"))
+    simulation.tell(Report(RUN, RunFailed(reason="enough")))
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.has_raised) == (RunPhase.FAILED, False)
+    assert archived(simulation) is None
+
+
+def test_of_an_archived_run_only_what_a_command_needs_is_recalled() -> None:
+    simulation = ended_run()
+    summary = archived(simulation)
+    assert summary is not None
+    state = put_to_rest(simulation.state, [summary])
+    assert put_to_rest(state, []) is state
+    # A completed run is not resumed; whether a job is the same is seen by its first fact.
+    assert num_to_recall(state, ResumeRun(RUN)) is None
+    assert num_to_recall(state, SubmitRun(RUN, job(LOCAL), 1.0)) == (RUN, 1)
+    assert num_to_recall(state, CancelRun(RUN)) is None
+    assert num_to_recall(state, ResumeRun(RunId("other"))) is None
+    first = recall(state, RUN, facts_of(simulation, 1))
+    assert decide(first, SubmitRun(RUN, job(LOCAL), 1.0)) == ()
+    other = decide(first, SubmitRun(RUN, job(LOCAL, seed=1), 1.0))
+    assert isinstance(other, Refusal)
+    assert other.kind is RefusalKind.CONFLICT
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        (CancelRun(RUN), None),
+        (Report(RUN, RunReleased()), None),
+        (ReportTrouble(RUN, ROOT, 1, "cut off"), None),
+        (ResumeRun(RUN), RefusalKind.PRECONDITION),
+        (Report(RUN, RunFailed(reason="late")), RefusalKind.STALE),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_archived_run_answers_without_being_recalled(
+    command: Command, refused: RefusalKind | None
+) -> None:
+    simulation = ended_run()
+    summary = archived(simulation)
+    assert summary is not None
+    answer = decide(put_to_rest(simulation.state, [summary]), command)
+    assert (answer.kind if isinstance(answer, Refusal) else answer) == (refused or ())
+
+
+def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
+    simulation = ended_run(data={"inline": "ab" * 32})
+    run = simulation.state.runs[RUN]
+    summary = archived(simulation)
+    assert summary is not None
+    state = put_to_rest(simulation.state, [summary])
+    blob = run.commits[-1].digest
+    assert has_brought(state, run.owner, blob)
+    assert not has_brought(state, "token b", blob)
+    assert resting_with(state, blob) == [RUN]
+    assert resting_with(state, digest("another")) == []
+    (entry,) = decide(state, DeleteRun(RUN))  # type: ignore[misc]
+    assert entry.run_id == RUN
+
+
+# ---- which of them expire ----
+
+
+def ended(name: str, at_s: float, *blobs: str, initial: str = "") -> EndedRun:
+    own = tuple(sorted(map(digest, blobs)))
+    began: Digest | None = digest(initial) if initial else None
+    all_blobs = (*own, began) if began else own
+    return EndedRun(RunId(name), RunPhase.COMPLETED, 1, 0.0, "", all_blobs, at_s, began)
+
+
+def expired(command: ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
+    state = CoordinatorState(BUILT_IN, ended={run.run_id: run for run in runs}, **others)
+    return [entry.run_id for entry in expire_runs(state, command)]
+
+
+def expire(before_s: float = EVER, num_kept: int = ALL, limit: int = ALL) -> ExpireRuns:
+    return ExpireRuns(before_s, num_kept, limit, "it is time")
+
+
+def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
+    runs = [ended("c", 30.0), ended("a", 10.0), ended("b", 20.0)]
+    assert expired(expire(), *runs) == []
+    assert expired(expire(before_s=20.0), *runs) == ["a"]
+    assert expired(expire(num_kept=1), *runs) == ["a", "b"]
+    assert expired(expire(before_s=40.0, num_kept=2), *runs) == ["a", "b", "c"], "first hit"
+    assert expired(expire(num_kept=0, limit=2), *runs) == ["a", "b"]
+
+
+def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:
+    source, other = ended("a", 1.0, "x", "y"), ended("b", 2.0, "z", initial="x")
+    sibling = ended("c", 3.0, "v", initial="x")
+    assert expired(expire(num_kept=0), source, other, sibling) == ["b", "c"]
+    assert expired(expire(num_kept=0), source) == ["a"]
+    active = start(job(LOCAL, initial={"digest": digest("y")})).state.runs
+    assert expired(expire(num_kept=0), source, runs=active) == []
+
+
+def test_a_run_that_has_expired_is_gone_with_the_reason() -> None:
+    simulation = ended_run()
+    summary = archived(simulation)
+    assert summary is not None
+    assert summary.is_released
+    entries = decide(put_to_rest(simulation.state, [summary]), expire(num_kept=0))
+    assert not isinstance(entries, Refusal)
+    assert [entry.fact for entry in entries] == [RunExpired(reason="it is time")]
