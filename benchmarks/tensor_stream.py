@@ -47,8 +47,8 @@ from stratagem.common.tensors.chunks import (
     CHUNK_BYTES,
     ChunkWriter,
     Sink,
+    fill_chunk,
     from_buffers,
-    iter_messages,
 )
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
@@ -156,7 +156,13 @@ class StockService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _stock(make: Any, state: State) -> Any:
-    return iter_messages(make, (b"".join(cast(list[bytes], piece)) for piece in state.source(0)))
+    offset = 0
+    for parts in state.source(0):
+        piece = b"".join(cast(list[bytes], parts))
+        message = make()
+        fill_chunk(message.chunk, offset, piece)
+        offset += len(piece)
+        yield message
 
 
 async def serve_stock(state: State) -> None:

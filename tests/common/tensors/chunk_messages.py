@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from stratagem.common.tensors.chunks import fill_chunk, iter_pieces
+from stratagem.common.tensors.chunks import fill_chunk, iter_views
 from stratagem.v1 import tensor_pb2
 
 
 def iter_chunks(buffers: Sequence[memoryview], offset: int = 0) -> Iterator[tensor_pb2.Chunk]:
     """The concatenation of `buffers` from `offset` on, as chunks."""
-    for piece in iter_pieces(buffers, offset):
+    for piece in map(b"".join, iter_views(buffers, offset)):
         chunk = tensor_pb2.Chunk()
         fill_chunk(chunk, offset, piece)
         offset += len(piece)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file as load_with_package
 from safetensors.torch import save_file as save_with_package
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
-from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter, iter_pieces
+from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter, iter_views
 from stratagem.common.tensors.dtypes import DTYPES
 from stratagem.common.tensors.manifest import Manifest, Purpose, from_proto, to_proto
 from stratagem.common.tensors.safetensors_file import (
@@ -104,7 +104,8 @@ def test_what_cannot_be_sent_is_named(tensor: torch.Tensor) -> None:
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(0, 60), st.integers(1, 30))
 def test_pieces_are_the_concatenation(parts: list[bytes], offset: int, size: int) -> None:
     whole = b"".join(parts)
-    pieces = list(iter_pieces([memoryview(part) for part in parts], offset, size))
+    views = iter_views([memoryview(part) for part in parts], offset, size)
+    pieces = [b"".join(piece) for piece in views]
     assert b"".join(pieces) == whole[offset:]
     assert all(len(piece) == size for piece in pieces[:-1])
     assert all(pieces)

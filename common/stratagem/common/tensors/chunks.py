@@ -8,8 +8,8 @@ CHUNK_BYTES is measured (benchmarks/tensor_stream.py --chunks), with the allocat
 the most that a receiver takes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import IntegrityError, LimitError, OutOfRangeError
 from stratagem.common.tensors.frames import ChunkFrame, Data, Piece, crc32c
@@ -34,21 +34,11 @@ class CarriesChunk(Protocol):
     def chunk(self) -> tensor_pb2.Chunk: ...
 
 
-M = TypeVar("M", bound=CarriesChunk)
-
-
-def iter_pieces(
-    buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
-) -> Iterator[bytes]:
-    """The concatenation of `buffers` from `offset` on, in pieces; each byte is copied once."""
-    return (b"".join(parts) for parts in iter_views(buffers, offset, piece_bytes))
-
-
 def iter_views(
     buffers: Sequence[memoryview], offset: int = 0, piece_bytes: int = CHUNK_BYTES
 ) -> Iterator[list[memoryview]]:
-    """Iterate over the same pieces as `iter_pieces`, each as views of the buffers that it is part
-    of."""
+    """The concatenation of `buffers` from `offset` on, in pieces: each as views of the buffers that
+    it is part of."""
     parts: list[memoryview] = []
     room = piece_bytes
     for buffer in buffers:
@@ -72,20 +62,11 @@ def from_buffers(buffers: Sequence[memoryview], piece_bytes: int = CHUNK_BYTES) 
     return lambda offset: iter_views(buffers, offset, piece_bytes)
 
 
-def iter_messages(make: Callable[[], M], pieces: Iterable[bytes], offset: int = 0) -> Iterator[M]:
-    """Each piece as a chunk inside a fresh message of the type that `make` makes.
-
-    The chunk is filled in place: setting a whole message into a field would copy the payload again.
-    """
-    for piece in pieces:
-        message = make()
-        fill_chunk(message.chunk, offset, piece)
-        offset += len(piece)
-        yield message
-
-
 def fill_chunk(chunk: tensor_pb2.Chunk, offset: int, piece: bytes) -> None:
-    """Make `chunk` the one that carries `piece` at `offset`."""
+    """Make `chunk`, a part of a message, the one that carries `piece` at `offset`.
+
+    It is filled in place: setting a whole chunk into a field would copy the payload again.
+    """
     chunk.offset = offset
     chunk.data = piece
     chunk.crc32c = crc32c(piece)

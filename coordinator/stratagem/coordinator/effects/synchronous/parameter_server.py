@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
-import google_crc32c
 import grpc
 import numpy as np
 import structlog
@@ -24,7 +23,7 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.numerics.batch_shards import Node
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter
+from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter, fill_chunk
 from stratagem.common.tensors.manifest import (
     Limits,
     Manifest,
@@ -208,9 +207,7 @@ class _Outflow:
     async def write(self, data: bytes) -> None:
         """Send one window of the sums."""
         message = worker_pb2.ApplyGradientsRequest()
-        message.chunk.offset = self._offset
-        message.chunk.data = data
-        message.chunk.crc32c = google_crc32c.value(data)
+        fill_chunk(message.chunk, self._offset, data)
         self._offset += len(data)
         sent(Purpose.GRADIENTS).num_bytes += len(data) * len(self._calls)
         await self._send(message)

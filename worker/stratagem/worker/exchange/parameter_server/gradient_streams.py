@@ -7,6 +7,7 @@ neither the plan nor the coordinator.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import cast
 
 from stratagem.common.base.errors import (
     ConflictError,
@@ -15,7 +16,8 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.rpc.tensor_transfer import receive_chunks
-from stratagem.common.tensors.chunks import ChunkWriter, iter_messages, iter_pieces
+from stratagem.common.tensors.chunks import ChunkWriter, iter_views
+from stratagem.common.tensors.frames import iter_frames
 from stratagem.common.tensors.manifest import (
     Manifest,
     Purpose,
@@ -80,8 +82,8 @@ class GradientPort:
             offset = 0
             for bucket in range(transport.num_buckets):
                 buffers = await transport.partials(step, bucket)
-                for message in iter_messages(pb.GetGradientsResponse, iter_pieces(buffers), offset):
-                    yield message
+                for frame in iter_frames(iter_views(buffers), offset):
+                    yield cast(pb.GetGradientsResponse, frame)  # as serve_get does it
                 num_bytes = sum(buffer.nbytes for buffer in buffers)
                 sent(Purpose.GRADIENTS).num_bytes += num_bytes
                 offset += num_bytes
