@@ -92,6 +92,8 @@ def test_parameter_server_has_the_bits_of_the_compressed_loop(
         ("everything", "ternary"),
         ("batch_norm_mlp", {"codec": "int8", "stochastic": True}),
         ("mlp", {"codec": "low_rank", "rank": 2}),
+        ("mlp", {"codec": "top_k", "k_fraction": 0.1}),
+        ("mlp", {"codec": "vsa", "dimension_fraction": 0.5}),
     ],
 )
 def test_federated_has_the_bits_of_the_loop(

@@ -152,6 +152,7 @@ JOBS: dict[str, Job] = {
     "Pipelines": job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
     "Evaluation": evaluation(),
     "FedAvg": job(FED_AVG),
+    "FedAvg-coded": job(FED_AVG) | {"compression": {"codec": "ternary"}},
     "Silos": job(silos(data_parallel("AllReduce", 2))),
     "Silo-pipelines": job(silos(PIPELINE)),
     "FedYogi": job(federated(aggregation=YOGI)),

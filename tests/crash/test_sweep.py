@@ -70,6 +70,7 @@ SAMPLE = (
     Case("Local", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
     Case("FedAvg", "worker-0", "worker.round.trained"),
+    Case("FedAvg-coded", "coordinator", "coordinator.spool.after_rename", 2),
     # Between the two slots of the first round and its state.
     Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
 )

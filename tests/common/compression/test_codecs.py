@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import Codec, FloatArray, NonFiniteError, TensorLayout, make_codec
+from stratagem.common.compression.codec import in_memory
 from stratagem.common.compression.ternary import Ternary, pack, quantise, unpack
 from stratagem.common.compression.top_k import largest
 from stratagem.common.compression.vsa import Sketch, bind, bundle, key_of, places_beside
@@ -225,7 +226,7 @@ def test_what_is_looked_up_by_byte_is_each_trit_times_the_scale(numel: int, scal
     codec = Ternary(numel, threshold_fraction=0.7, stochastic=False)
     head = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
     with np.errstate(all="ignore"):
-        decoded = codec.decode(np.concatenate([head, pack(trits)]))
+        decoded = codec.decoder(in_memory(np.concatenate([head, pack(trits)])))(0, numel)
         expected = trits.astype(np.float32) * np.float32(scale)
     assert decoded.view(np.uint32).tolist() == expected.view(np.uint32).tolist()
 

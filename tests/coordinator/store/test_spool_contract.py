@@ -14,6 +14,7 @@ from stratagem.coordinator.updates.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place
 from tests.coordinator.store.troubled import FORBIDDEN, troubled
+from tests.coordinator.updates.coded import MODEL, CodedRound, job_with, mean, update_of
 from tests.coordinator.updates.updates import (
     MIXED,
     OF_RUN,
@@ -268,7 +269,8 @@ def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
             writer.commit(MANIFEST, 1)
         writer.close()
         server.always = None
-        assert spool.look(key(0)) == (None, len(DATA))
+        assert spool.look(key(0)) == (None, 0)  # of another source
+        assert spool.look(key(0), "worker-0/a") == (None, len(DATA))
         writer = spool.open(key(0), MANIFEST, source="worker-0/a")
         assert writer.offset == len(DATA)
         writer.commit(MANIFEST, 1)
@@ -304,3 +306,21 @@ def test_what_is_no_update_is_not_taken_for_one(bucket: Bucket) -> None:
     accept(spool, 0, MANIFEST, DATA)
     bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)
     assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0]
+
+
+def test_a_coded_update_is_folded_on_another_machine_to_the_same_bits(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    spec = job_with({"codec": "ternary"})
+    updates = [update_of(spec, client) for client in range(3)]
+    first = CodedRound(tmp_path, spec, spool=bucket.spool())
+    entries = [first.enter(client, update) for client, update in enumerate(updates[:2])]
+    second = CodedRound(tmp_path, spec, spool=bucket.spool())
+    found = [second.spool.entry(key(client), entries[client].digest) for client in range(2)]
+    assert [each and each.is_coded for each in found] == [True, True]
+    last = second.enter(2, updates[2])
+    folded = second.fold([*(each for each in found if each), last], [3, 2, 1])
+    assert folded == mean(MODEL, [update.whole for update in updates], [3, 2, 1])
+    bucket.damage_objects("spool", -1)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        bucket.spool().entry(key(0), entries[0].digest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
+from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 
 _TOP_EXPONENT = 15
 _LARGEST_BF16 = 0x7F7F
@@ -27,9 +27,14 @@ class Half:
         halves = np.ldexp(x, -shift).astype(np.float16)
         return joined([to_bytes(np.array([shift], np.int32)), to_bytes(halves)])
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        shift = int(from_bytes(payload[:4], "<i4")[0])
-        return np.ldexp(from_bytes(payload[4:], "<f2").astype(np.float32), shift)
+    def decoder(self, read: Read) -> Decode:
+        shift = int(read(0, 1, "<i4")[0])
+
+        def window(start: int, stop: int) -> FloatArray:
+            halves = read(4 + 2 * start, stop - start, "<f2")
+            return np.ldexp(halves.astype(np.float32), shift)
+
+        return window
 
 
 class BrainFloat:
@@ -49,6 +54,9 @@ class BrainFloat:
         sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
         return to_bytes((rounded | sign).astype(np.uint16))
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        words = from_bytes(payload, "<u2").astype(np.uint32) << np.uint32(16)
-        return words.view(np.float32)
+    def decoder(self, read: Read) -> Decode:
+        def window(start: int, stop: int) -> FloatArray:
+            words = read(2 * start, stop - start, "<u2").astype(np.uint32)
+            return (words << np.uint32(16)).view(np.float32)
+
+        return window

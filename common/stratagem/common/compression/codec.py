@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,13 @@ FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 State = Mapping[str, FloatArray]
 """What a codec keeps from one payload to the next, by `<kind>/<tensor name>`; flat float32."""
+
+Read = Callable[[int, int, str], NDArray[Any]]
+"""Gives, of a payload in memory or in a file, from a byte on, so many elements of a type."""
+
+Decode = Callable[[int, int], FloatArray]
+"""Decodes the elements of one tensor from a place up to another one. The windows are asked for
+once, in order and without gaps. Raises ValueError for what no encoder can have made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +85,25 @@ class Codec(Protocol):
         all parts, in order, are the payload, and each keeps the state of its own tensors. None
         where tensors share a payload."""
 
+    def decoder(self, place: int, read: Read) -> Decode | None:
+        """Return the decoder of the tensor at a place in the layout, with the bits of `decode`. It
+        reads no more of the payload than a window needs. None where tensors share a payload."""
 
-class TensorCodec(Protocol):
-    """Codes one tensor of known size, without state."""
+
+class Decodable(Protocol):
+    """Knows the size and the form of the payload of one tensor."""
 
     @property
     def payload_bytes(self) -> int: ...
 
+    def decoder(self, read: Read) -> Decode: ...
+
+
+class TensorCodec(Decodable, Protocol):
+    """Codes one tensor of known size, without state."""
+
     def encode(self, x: FloatArray, seed: int) -> ByteArray:
         """x is flat and finite; not modified."""
-
-    def decode(self, payload: ByteArray) -> FloatArray: ...
 
 
 class NonFiniteError(ValueError):
@@ -120,16 +135,38 @@ class Plain:
         del seed
         return to_bytes(x)
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        return from_bytes(payload, "<f4").astype(np.float32)
+    def decoder(self, read: Read) -> Decode:
+        def window(start: int, stop: int) -> FloatArray:
+            return read(4 * start, stop - start, "<f4").astype(np.float32)
+
+        return window
 
 
-class PerTensor:
+class OneByOne:
+    """Decodes a payload that is the pieces of its tensors one after the other."""
+
+    def __init__(self, layout: Layout, pieces: Sequence[Decodable]) -> None:
+        self._layout, self._pieces = layout, pieces
+        self._starts = [0, *itertools.accumulate(piece.payload_bytes for piece in pieces)]
+        self.payload_bytes = self._starts[-1]
+
+    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
+        del key
+        _check_size(payload, self.payload_bytes)
+        read = in_memory(payload)
+        return [self.decoder(at, read)(0, spec.numel) for at, spec in enumerate(self._layout)]
+
+    def decoder(self, place: int, read: Read) -> Decode:
+        start = self._starts[place]
+        return self._pieces[place].decoder(lambda at, num, dtype: read(start + at, num, dtype))
+
+
+class PerTensor(OneByOne):
     """Each tensor by a codec of its own; as it is where that would not make it smaller."""
 
     def __init__(self, layout: Layout, codecs: Sequence[TensorCodec], *, first: int = 0) -> None:
         """first: place of the first tensor in a layout of which this one is a part."""
-        self._layout, self._first = layout, first
+        self._first = first
         self.bypassed = tuple(
             spec.name
             for spec, codec in zip(layout, codecs, strict=True)
@@ -139,7 +176,7 @@ class PerTensor:
             Plain(spec.numel) if codec.payload_bytes >= spec.raw_bytes else codec
             for spec, codec in zip(layout, codecs, strict=True)
         ]
-        self.payload_bytes = sum(codec.payload_bytes for codec in self._codecs)
+        super().__init__(layout, self._codecs)
 
     def initial_state(self) -> State:
         return {}
@@ -155,11 +192,6 @@ class PerTensor:
             )
         ]
         return joined(parts), state
-
-    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
-        del key
-        parts = split(payload, [codec.payload_bytes for codec in self._codecs])
-        return [codec.decode(part) for codec, part in zip(self._codecs, parts, strict=True)]
 
     def part(self, places: range) -> PerTensor:
         cut = slice(places.start, places.stop)
@@ -178,6 +210,15 @@ def from_bytes(payload: ByteArray, dtype: str) -> NDArray[Any]:
     return np.ascontiguousarray(payload).view(dtype)
 
 
+def in_memory(payload: ByteArray) -> Read:
+    """Return what reads a payload that is here as a whole."""
+
+    def read(offset: int, num: int, dtype: str) -> NDArray[Any]:
+        return from_bytes(payload[offset : offset + num * np.dtype(dtype).itemsize], dtype)
+
+    return read
+
+
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
     """Return all bytes as one array."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -185,7 +226,11 @@ def joined(parts: Sequence[ByteArray]) -> ByteArray:
 
 def split(payload: ByteArray, sizes: Sequence[int]) -> list[ByteArray]:
     """The way back. Raises ValueError unless the sizes are exactly those of the payload."""
-    if payload.shape != (sum(sizes),):
-        raise ValueError(f"a payload of {payload.size} bytes came, expected {sum(sizes)}")
+    _check_size(payload, sum(sizes))
     ends = np.cumsum([0, *sizes])
     return [payload[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _check_size(payload: ByteArray, num_bytes: int) -> None:
+    if payload.shape != (num_bytes,):
+        raise ValueError(f"a payload of {payload.size} bytes came, expected {num_bytes}")

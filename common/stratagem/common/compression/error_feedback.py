@@ -12,7 +12,15 @@ from typing import Final
 
 import numpy as np
 
-from stratagem.common.compression.codec import ByteArray, Codec, FloatArray, Layout, State
+from stratagem.common.compression.codec import (
+    ByteArray,
+    Codec,
+    Decode,
+    FloatArray,
+    Layout,
+    Read,
+    State,
+)
 
 RESIDUAL: Final = "residual/"
 
@@ -60,3 +68,6 @@ class ErrorFeedback:
         if inner is None:
             return None
         return ErrorFeedback(self._layout[places.start : places.stop], inner)
+
+    def decoder(self, place: int, read: Read) -> Decode | None:
+        return self._codec.decoder(place, read)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
+from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 from stratagem.common.numerics.counter_random import places, uniform
 
 _LEVELS = np.float32(127.0)
@@ -33,7 +33,12 @@ class Int8:
         quantised = np.clip(levels, -_LEVELS, _LEVELS).astype(np.int8)
         return joined([to_bytes(np.array([scale], np.float32)), to_bytes(quantised)])
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        values: FloatArray = from_bytes(payload[4:], "i1").astype(np.float32)
-        values *= from_bytes(payload[:4], "<f4")
-        return values
+    def decoder(self, read: Read) -> Decode:
+        scale = read(0, 1, "<f4")
+
+        def window(start: int, stop: int) -> FloatArray:
+            values: FloatArray = read(4 + start, stop - start, "i1").astype(np.float32)
+            values *= scale
+            return values
+
+        return window

@@ -12,7 +12,7 @@ bits depend on threads and alignment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 
 from stratagem.common.compression.codec import (
     ByteArray,
+    Decode,
     FloatArray,
     Layout,
+    OneByOne,
+    Plain,
+    Read,
     State,
     check_finite,
-    from_bytes,
     joined,
-    split,
     to_bytes,
 )
 from stratagem.common.numerics.counter_random import derive, name_seed, places, uniform
@@ -52,19 +54,43 @@ class _Matrix:
         whole, factors = self.num_rows * self.num_columns, self.num_rows + self.num_columns
         return 4 * (self.rank * factors if self.rank else whole)
 
+    def decoder(self, read: Read) -> Decode:
+        """Return what gives Σ p_k q_kᵀ in order of k."""
+        if not self.rank:
+            return Plain(self.num_rows * self.num_columns).decoder(read)
 
-class LowRank:
+        def factor(start: int, stop: int) -> FloatArray:
+            return read(4 * start, stop - start, "<f4").astype(np.float32)
+
+        def product(k: int, rows: range, columns: range) -> FloatArray:
+            p, q = k * self.num_rows, self.rank * self.num_rows + k * self.num_columns
+            left = factor(p + rows.start, p + rows.stop)
+            return left[:, None] * factor(q + columns.start, q + columns.stop)
+
+        def window(start: int, stop: int) -> FloatArray:
+            pieces = []
+            for block in _blocks(start, stop, self.num_columns):
+                total = product(0, *block)
+                for k in range(1, self.rank):
+                    total += product(k, *block)
+                pieces.append(total.reshape(-1))
+            return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+        return window
+
+
+class LowRank(OneByOne):
     """4 r (n + m) bytes for an (n, m) matrix: the columns of P, then those of Q."""
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
-        self._layout, self._rank, self._seed = layout, rank, seed
+        self._rank, self._seed = rank, seed
         self._matrices = [_matrix(spec.name, spec.shape, rank) for spec in layout]
         self.bypassed = tuple(
             spec.name
             for spec, matrix in zip(layout, self._matrices, strict=True)
             if spec.numel and not matrix.rank
         )
-        self.payload_bytes = sum(matrix.payload_bytes for matrix in self._matrices)
+        super().__init__(layout, self._matrices)
 
     def initial_state(self) -> State:
         return {
@@ -88,14 +114,6 @@ class LowRank:
             parts += [to_bytes(left), to_bytes(right)]
             after[matrix.name] = right.reshape(-1)
         return joined(parts), after
-
-    def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
-        del key
-        parts = split(payload, [matrix.payload_bytes for matrix in self._matrices])
-        return [
-            _product(matrix, from_bytes(part, "<f4").astype(np.float32))
-            for matrix, part in zip(self._matrices, parts, strict=True)
-        ]
 
     def part(self, places: range) -> LowRank:
         cut = self._layout[places.start : places.stop]
@@ -142,13 +160,12 @@ def _norm(values: NDArray[np.float64]) -> float:
     return math.sqrt(np.add.reduce(values * values))
 
 
-def _product(matrix: _Matrix, values: FloatArray) -> FloatArray:
-    """Σ p_k q_kᵀ in order of k; flat."""
-    if not matrix.rank:
-        return values
-    left = values[: matrix.rank * matrix.num_rows].reshape(matrix.rank, -1)
-    right = values[matrix.rank * matrix.num_rows :].reshape(matrix.rank, -1)
-    total: FloatArray = left[0][:, None] * right[0]
-    for p, q in zip(left[1:], right[1:], strict=True):
-        total += p[:, None] * q
-    return total.reshape(-1)
+def _blocks(start: int, stop: int, num_columns: int) -> Iterator[tuple[range, range]]:
+    """Yield the rows and columns of elements that follow each other in a matrix: the end of one
+    row, whole rows, and the beginning of one, as far as there are such."""
+    while start < stop:
+        row, first = divmod(start, num_columns)
+        num_rows = 1 if first else max(1, (stop - start) // num_columns)
+        num = min(num_columns - first, stop - start)
+        yield range(row, row + num_rows), range(first, first + num)
+        start += num_rows * num

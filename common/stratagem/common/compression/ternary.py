@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
+from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
 from stratagem.common.numerics.counter_random import places, uniform
 from stratagem.common.numerics.tree_sums import tree_sum
 
@@ -25,7 +25,6 @@ Trits = NDArray[np.int8]
 _CODES: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
 _QUADS: Final = (_CODES & 1).astype(np.int8) - (_CODES >> 1).astype(np.int8)
 """The four elements of each byte, (256, 4): looked up a whole byte at a time, with their scale."""
-_HOLDS_11: Final = (_CODES == 3).any(axis=1)
 
 
 class Ternary:
@@ -33,7 +32,6 @@ class Ternary:
 
     def __init__(self, numel: int, *, threshold_fraction: float, stochastic: bool) -> None:
         self.payload_bytes = 4 + -(-numel // 4)
-        self._numel = numel
         self._threshold_fraction, self._stochastic = threshold_fraction, stochastic
 
     def encode(self, x: FloatArray, seed: int) -> ByteArray:
@@ -43,9 +41,15 @@ class Ternary:
             trits, scale = quantise(x, self._threshold_fraction)
         return joined([to_bytes(np.array([scale], np.float32)), pack(trits)])
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        quads = _QUADS.astype(np.float32) * from_bytes(payload[:4], "<f4")
-        return unpack(payload[4:], self._numel, quads)
+    def decoder(self, read: Read) -> Decode:
+        quads = _QUADS.astype(np.float32) * read(0, 1, "<f4")
+
+        def window(start: int, stop: int) -> FloatArray:
+            first, skipped = divmod(start, 4)
+            packed = read(4 + first, -(-stop // 4) - first, "u1")
+            return unpack(packed, stop - 4 * first, quads)[skipped:]
+
+        return window
 
 
 def quantise(x: FloatArray, threshold_fraction: float) -> tuple[Trits, np.float32]:
@@ -97,6 +101,7 @@ def unpack(packed: ByteArray, numel: int, quads: NDArray[Any] = _QUADS) -> NDArr
 def _check(packed: ByteArray, numel: int) -> None:
     """Raise ValueError for the code 11; bits after the last element in its byte are ignored."""
     whole, rest = divmod(numel, 4)
-    last = packed[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)
-    if _HOLDS_11[packed[:whole]].any() or _HOLDS_11[last].any():
+    both = packed & packed >> np.uint8(1) & np.uint8(0b0101_0101)
+    last = both[whole : whole + 1] & np.uint8((1 << 2 * rest) - 1)
+    if both[:whole].any() or last.any():
         raise ValueError("a ternary payload holds the code 11")

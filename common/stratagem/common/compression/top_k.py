@@ -1,17 +1,22 @@
 """top_k: the k largest values by magnitude and where they stand; the rest is dropped.
 
 Biased, so it wants error feedback (https://arxiv.org/abs/1809.07599). Of equal magnitudes the
-earlier element is kept. Places are a bitmap where that is smaller than a number for each.
+earlier element is kept. Places ascend; they are a bitmap where that is smaller than a number for
+each.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stratagem.common.compression.codec import ByteArray, FloatArray, from_bytes, joined, to_bytes
+from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes
+
+_PLACES_READ: Final = 1 << 14
+"""Places that are read at once: most of what a window of 2^18 elements has where they are few."""
 
 
 class TopK:
@@ -34,17 +39,38 @@ class TopK:
             where = to_bytes(kept.astype(np.uint32))
         return joined([to_bytes(x[kept]), where])
 
-    def decode(self, payload: ByteArray) -> FloatArray:
-        values, where = payload[: 4 * self._k], payload[4 * self._k :]
+    def decoder(self, read: Read) -> Decode:
+        num_found = 0
+
+        def window(start: int, stop: int) -> FloatArray:
+            nonlocal num_found
+            kept = self._places(read, start, stop, num_found)
+            first, num_found = num_found, num_found + kept.size
+            if num_found > self._k or (stop == self._numel and num_found < self._k):
+                raise ValueError(f"a top_k payload does not name {self._k} of {self._numel} places")
+            x = np.zeros(stop - start, np.float32)
+            x[kept - start] = read(4 * first, kept.size, "<f4")
+            return x
+
+        return window
+
+    def _places(self, read: Read, start: int, stop: int, num_before: int) -> NDArray[np.int64]:
+        """Return the places in a window, of which num_before stand before it."""
         if self._is_bitmap:
-            kept = np.flatnonzero(np.unpackbits(where, count=self._numel, bitorder="little"))
-        else:
-            kept = from_bytes(where, "<u4").astype(np.int64)
-        if kept.size != self._k or (kept >= self._numel).any():
-            raise ValueError(f"a top_k payload does not name {self._k} of {self._numel} places")
-        x = np.zeros(self._numel, np.float32)
-        x[kept] = from_bytes(values, "<f4")
-        return x
+            first, skipped = divmod(start, 8)
+            bits = read(4 * self._k + first, -(-stop // 8) - first, "u1")
+            inside = np.unpackbits(bits, count=stop - 8 * first, bitorder="little")[skipped:]
+            return np.flatnonzero(inside) + start
+        found = [np.empty(0, np.int64)]
+        while num_before < self._k and (not found[-1].size or found[-1][-1] < stop):
+            num = min(_PLACES_READ, self._k - num_before)
+            places = read(4 * (self._k + num_before), num, "<u4")
+            found.append(places.astype(np.int64))
+            num_before += num
+        kept = np.concatenate(found)
+        if (np.diff(kept, prepend=start - 1) <= 0).any():
+            raise ValueError("a top_k payload names places that do not ascend")
+        return kept[: np.searchsorted(kept, stop)]
 
 
 def largest(x: FloatArray, k: int) -> NDArray[np.int64]:

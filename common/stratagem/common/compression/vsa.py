@@ -28,10 +28,12 @@ from stratagem.common.compression.codec import (
     Layout,
     NonFiniteError,
     Plain,
+    Read,
     State,
     TensorCodec,
     check_finite,
     from_bytes,
+    in_memory,
     joined,
     split,
     to_bytes,
@@ -191,6 +193,9 @@ class VsaBesidePlain:
     def part(self, places: range) -> None:
         """Most tensors are in one bundle."""
 
+    def decoder(self, place: int, read: Read) -> None:
+        """Most tensors are in one bundle."""
+
 
 class Vsa:
     """The bundle by its own codec, then a float32 scale per tensor in order of the layout."""
@@ -241,6 +246,10 @@ class Vsa:
     def part(self, places: range) -> None:
         """All tensors are in one bundle."""
 
+    def decoder(self, place: int, read: Read) -> None:
+        """Each element takes a place of the bundle that a hash names, so a window of a tensor would
+        need all of the bundle."""
+
     @np.errstate(over="ignore", invalid="ignore")  # who calls looks at the sum
     def _bundled(self, tensors: Sequence[FloatArray], key: int) -> FloatArray:
         return bundle(
@@ -255,7 +264,7 @@ class Vsa:
 
     def _unbound(self, coded: ByteArray, key: int) -> list[FloatArray]:
         """Each tensor up to its scale."""
-        vector = self._inner.decode(coded)
+        vector = self._inner.decoder(in_memory(coded))(0, self.dimension)
         return [
             self.sketch(place, key).transpose(bind(vector, key_of(spec.name, self.dimension)))
             for place, spec in enumerate(self._layout)

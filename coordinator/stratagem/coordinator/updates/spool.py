@@ -111,9 +111,9 @@ class Spool:
                 self._remove(path)
         return self._writer(upload, publish)
 
-    def look(self, key: SpoolKey) -> tuple[SpoolEntry | None, int]:
+    def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
         """Return the accepted update of a client, if there is one, and the offset to request it
-        from.
+        from, from that source.
         """
         self._folder_of(key, make=True)
         try:
@@ -121,16 +121,17 @@ class Spool:
         except (IntegrityError, NotFoundError) as error:  # the client still has it
             _log.warning("an update in the object store is of no use", reason=str(error))
             entry = None
-        return entry, self.likely_offset(key)
+        return entry, self.likely_offset(key, source)
 
-    def likely_offset(self, key: SpoolKey) -> int:
+    def likely_offset(self, key: SpoolKey, source: str = "") -> int:
         """Return the offset to request an update from before its manifest is known.
 
         Only the writer, once open, knows for sure; a request from too far on is refused by
         `write_at`, and is not repeated, since an upload that restarts forgets what was noted.
         """
         folder = self._folder_of(key)
-        return max((noted_offset(path) for path in self._unfinished(folder, key.client)), default=0)
+        unfinished = self._unfinished(folder, key.client)
+        return max((noted_offset(path, source) for path in unfinished), default=0)
 
     def entry(self, key: SpoolKey, digest: Digest | None = None) -> SpoolEntry | None:
         """Return the accepted update of a client, if there is one; also after a restart.

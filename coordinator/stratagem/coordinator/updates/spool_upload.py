@@ -17,16 +17,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
+import numpy as np
+
 from stratagem.common.base.errors import IntegrityError, StaleError, StratagemError
 from stratagem.common.base.ids import Digest
+from stratagem.common.compression import ByteArray
+from stratagem.common.compression.coded_update import PAYLOAD
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.store.blobs.durable_file import (
     DurableFile,
     MakeRoom,
     no_room,
+    pieces,
     space_needed,
     sync_folder,
 )
@@ -55,6 +61,9 @@ class SpoolEntry:
     data_bytes: int
     crc32c: int
     """Checksum of the data, by which the fold detects damage on the disk."""
+    header_crc32c: int | None = None
+    """Checksum of the header of a coded update, which says where the fold finds what; None for an
+    update that has the layout of the model."""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -65,10 +74,17 @@ class SpoolEntry:
             return None
         return cls(**facts | {"path": path.with_name(facts["path"])})
 
+    @property
+    def is_coded(self) -> bool:
+        """Return True if the file has a payload in place of some tensors of the model."""
+        return self.header_crc32c is not None
+
     def write(self, path: Path) -> None:
         """Replace the file durably, in one rename."""
+        facts = asdict(self) | {"path": self.path.name}
+        given = {key: fact for key, fact in facts.items() if fact is not None}
         with whole_file(path, mode=0o600) as file:
-            file.write(json.dumps(asdict(self) | {"path": self.path.name}).encode())
+            file.write(json.dumps(given).encode())
             failpoint("coordinator.spool.before_rename")
         sync_folder(path.parent)
         failpoint("coordinator.spool.after_rename")
@@ -110,7 +126,7 @@ class SpoolWriter:
         on this disk, before it is accepted. Raises BlockingIOError while another writer holds the
         file.
         """
-        self._upload = upload
+        self.upload = upload
         self._drop = drop
         self._publish = publish
         self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
@@ -137,10 +153,17 @@ class SpoolWriter:
         """Return the digest of the data so far."""
         return update_digest(self._check.crc32c)
 
+    def read_back(self) -> ByteArray:
+        """Return all data. Raises IntegrityError while bytes are missing."""
+        self._check_complete()
+        start = len(self.upload.header)
+        found = b"".join(map(bytes, pieces(self._file.descriptor, self.offset, start)))
+        return np.frombuffer(found, np.uint8)
+
     def write(self, data: memoryview | bytes) -> None:
         """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""
         view = memoryview(data).cast("B")
-        total_bytes = self._upload.manifest.total_bytes
+        total_bytes = self.upload.manifest.total_bytes
         try:
             if self.offset + len(view) > total_bytes:
                 raise UpdateRejectedError(
@@ -170,27 +193,34 @@ class SpoolWriter:
         expected: Manifest,
         num_samples: int,
         when_checked: Callable[[SpoolEntry], None] = lambda _entry: None,
+        check_coded: Callable[[Manifest, SpoolEntry], None] | None = None,
     ) -> SpoolEntry:
         """Accept the update, durably, as one of num_samples.
 
+        expected: the layout that it must have, unless it was announced as coded and there is
+        `check_coded`, which then decides.
         when_checked: called with the entry once its update is known to be right and is in its file,
         before that is durable.
         Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
         are missing; StaleError when a later upload of the same client has taken its place.
         """
-        manifest = self._upload.manifest
-        if self.offset < manifest.total_bytes:
-            raise IntegrityError(f"{self.offset} of {manifest.total_bytes} bytes are here")
+        self._check_complete()
+        self._refuse_if_replaced()
+        manifest = self.upload.manifest
         entry = SpoolEntry(
-            path=self._upload.path,
+            path=self.upload.path,
             digest=self.digest,
             num_samples=num_samples,
-            data_start=len(self._upload.header),
+            data_start=len(self.upload.header),
             data_bytes=manifest.total_bytes,
             crc32c=self._check.crc32c,
+            header_crc32c=crc32c(self.upload.header) if self._is_coded else None,
         )
         try:
-            check_layout(manifest, expected)
+            if manifest.codec and check_coded is not None:
+                check_coded(manifest, entry)
+            else:
+                check_layout(manifest, expected)
             self._check_announced(entry)
         except UpdateRejectedError:
             self.discard()
@@ -201,9 +231,9 @@ class SpoolWriter:
         if self._publish is not None:
             self._publish(entry)
             self._refuse_if_replaced()
-        before = SpoolEntry.read(self._upload.entry_path)
+        before = SpoolEntry.read(self.upload.entry_path)
         with space_needed():
-            entry.write(self._upload.entry_path)
+            entry.write(self.upload.entry_path)
         self._note_path.unlink(missing_ok=True)
         if before is not None:
             self._drop(before.path)
@@ -222,22 +252,26 @@ class SpoolWriter:
     def discard(self) -> None:
         """Delete everything of the upload."""
         if os.fstat(self._file.descriptor).st_nlink:
-            self._drop(self._upload.path)
+            self._drop(self.upload.path)
         self._file.close()
 
     @property
+    def _is_coded(self) -> bool:
+        return any(each.name == PAYLOAD for each in self.upload.manifest.tensors)
+
+    @property
     def _note_path(self) -> Path:
-        return self._upload.path.with_suffix(_NOTE)
+        return self.upload.path.with_suffix(_NOTE)
 
     def _start(self) -> None:
         self._note_path.unlink(missing_ok=True)
         descriptor = self._file.descriptor
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        self._file = DurableFile(descriptor, self._upload.make_room)
-        self._check = DataCheck(self._upload.manifest)
+        self._file = DurableFile(descriptor, self.upload.make_room)
+        self._check = DataCheck(self.upload.manifest)
         self._noted_bytes = 0
-        self._file.write(self._upload.header)
+        self._file.write(self.upload.header)
 
     def _resume(self) -> bool:
         """Continue from the note; False when it is not of this upload, or not true."""
@@ -246,9 +280,9 @@ class SpoolWriter:
             identity, num_bytes, crc32c = note["identity"], note["num_bytes"], note["crc32c"]
         except (FileNotFoundError, ValueError, KeyError):  # none, or cut by a crash
             return False
-        left = len(self._upload.header)
+        left = len(self.upload.header)
         header = os.pread(self._file.descriptor, left, 0)
-        if identity != self._identity or num_bytes < left or header != self._upload.header:
+        if identity != self._identity or num_bytes < left or header != self.upload.header:
             return False
 
         def see(piece: memoryview) -> None:
@@ -269,14 +303,20 @@ class SpoolWriter:
         self._file.sync()
         note = {
             "identity": self._identity,
-            "num_bytes": len(self._upload.header) + self.offset,
+            "num_bytes": len(self.upload.header) + self.offset,
             "crc32c": self._check.crc32c,
             "offset": self.offset,
+            "source": self.upload.source,
         }
         with space_needed(), whole_file(self._note_path, durable=False) as file:
             file.write(json.dumps(note).encode())
         self._noted_bytes = self._file.num_bytes
         failpoint("coordinator.spool.after_checkpoint")
+
+    def _check_complete(self) -> None:
+        total_bytes = self.upload.manifest.total_bytes
+        if self.offset < total_bytes:
+            raise IntegrityError(f"{self.offset} of {total_bytes} bytes are here")
 
     def _check_announced(self, entry: SpoolEntry) -> None:
         """Check the sender's facts other than the layout: the number of samples."""
@@ -295,10 +335,13 @@ def update_digest(crc32c: int) -> Digest:
     return Digest(f"crc32c:{crc32c:08x}")
 
 
-def noted_offset(path: Path) -> int:
-    """Return where the upload into a data file would probably continue; 0 when nothing is noted."""
+def noted_offset(path: Path, source: str) -> int:
+    """Return where the upload of a source into a data file would probably continue; 0 when nothing
+    is noted.
+    """
     try:
-        return int(json.loads(path.with_suffix(_NOTE).read_text())["offset"])
+        note = json.loads(path.with_suffix(_NOTE).read_text())
+        return int(note["offset"]) if note["source"] == source else 0
     except (FileNotFoundError, ValueError, KeyError):
         return 0
 

@@ -13,7 +13,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.store.blobs import BlobFile, BlobStore
-from stratagem.coordinator.updates.numpy_floats import Wide, storage, widen
+from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage, widen
 
 AVERAGED_KEY: Final = "averaged"
 """Metadata key of a state: the JSON list of floating tensors that no optimizer may touch."""
@@ -40,8 +40,12 @@ class StateReader:
 
     def read(self, dtype: str, offset: int, num: int) -> Wide:
         """Return num elements from a byte offset on, in float64."""
+        values = np.empty(num)
+        widen(dtype, self.read_raw(dtype, offset, num), values)
+        return values
+
+    def read_raw(self, dtype: str, offset: int, num: int) -> Raw:
+        """Return num elements from a byte offset on, as they are stored."""
         raw = np.empty(num, storage(dtype))
         self._file.read_into(raw.view(np.uint8).data, self._data_start + offset)
-        values = np.empty(num)
-        widen(dtype, raw, values)
-        return values
+        return raw

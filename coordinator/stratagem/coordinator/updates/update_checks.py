@@ -13,7 +13,7 @@ from stratagem.common.base.errors import StratagemError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.updates.numpy_floats import is_finite, storage
+from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, storage
 
 
 class UpdateRejectedError(StratagemError):
@@ -59,6 +59,12 @@ def _aliases(manifest: Manifest) -> dict[str, str]:
     return {each.name: each.alias_of for each in manifest.tensors if each.alias_of is not None}
 
 
+def check_finite(spec: TensorSpec, values: Raw) -> None:
+    """Raise UpdateRejectedError where values of a floating tensor are not finite."""
+    if not is_finite(spec.dtype, values):
+        raise UpdateRejectedError(Cause.NOT_FINITE, f"values of {spec.name!r} are not finite")
+
+
 class DataCheck:
     """The running check of a manifest's data, which it sees in order, in pieces of any size,
     once.
@@ -92,7 +98,6 @@ class DataCheck:
             self._split_element = b""
             self._check(spec, memoryview(joined))
         num_whole = len(part) - len(part) % item_bytes
-        if not is_finite(spec.dtype, np.frombuffer(part[:num_whole], storage(spec.dtype))):
-            raise UpdateRejectedError(Cause.NOT_FINITE, f"values of {spec.name!r} are not finite")
+        check_finite(spec, np.frombuffer(part[:num_whole], storage(spec.dtype)))
         if part[num_whole:]:
             self._split_element = bytes(part[num_whole:])

@@ -7,8 +7,9 @@ from dataclasses import replace
 from stratagem.common.base.errors import IntegrityError, StratagemError
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
-from stratagem.coordinator.core.effects import AggregateRound
+from stratagem.coordinator.core.effects import AggregateRound, TrainClient
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.speculative_fold import Folded
@@ -20,6 +21,7 @@ from stratagem.coordinator.updates.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.server_step import ServerStep
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
+from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
@@ -121,6 +123,8 @@ def fold(
         server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
     weights = [weight(job, accepted) for accepted in effect.accepted]
     rebasing = _rebasing(env, effect)
+    bases = [each.base or effect.base.digest for each in effect.accepted]
+    decoding = decoding_of(env, effect, manifest, bases)
     # The last thing before the fold, which leaves nothing of it behind when it fails.
     writer = env.blobs.writer(len(header) + manifest.total_bytes)
     digest, slots = fold_weighted_mean(
@@ -131,6 +135,7 @@ def fold(
         should_stop=cancelled.is_set,
         server=server,
         rebasing=rebasing,
+        decoding=decoding,
         numerics=env.numerics_of(effect.run_id),
     )
     return digest, slots, parse_header(io.BytesIO(header), digest)
@@ -139,3 +144,14 @@ def fold(
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
     bases = {index: each.base for index, each in enumerate(effect.accepted) if each.base}
     return Rebasing(env.blobs, effect.base.digest, bases) if bases else None
+
+
+def decoding_of(
+    env: EffectContext,
+    effect: AggregateRound | TrainClient,
+    expected: Manifest,
+    bases: list[Digest],
+) -> UpdateDecoding:
+    """Return what reads updates of the effect's job that began from these states."""
+    job, numerics = env.job_of(effect.run_id, effect.party), env.numerics_of(effect.run_id)
+    return UpdateDecoding(job, numerics, env.blobs, expected, bases)

@@ -6,7 +6,7 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
-from stratagem.coordinator.effects.federated.aggregate_round import fold
+from stratagem.coordinator.effects.federated.aggregate_round import decoding_of, fold
 from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
-from stratagem.coordinator.effects.federated.coded_client_update import CodedUpload
+from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
@@ -34,6 +34,7 @@ from stratagem.coordinator.updates.spool import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.stream_offload import Offload
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
+from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from stratagem.v1 import worker_pb2
 
 
@@ -80,8 +81,8 @@ from.
 
 def _look(env: EffectContext, effect: TrainClient) -> Looked:
     """Look into the spool, and make the round's folder, while the client trains."""
-    key = _key(env, effect)
-    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key)))
+    key, source = _key(env, effect), effect.member.incarnation
+    looked: Looked = asyncio.ensure_future(env.in_thread(lambda: env.spool.look(key, source)))
     looked.add_done_callback(lambda done: done.cancelled() or done.exception())  # may not be asked
     return looked
 
@@ -155,38 +156,8 @@ async def _pull(
     if done is not None:
         return done
     expected, _ = await env.header(effect.base.digest)
-    job = env.job_of(effect.run_id, effect.party)
-    if codec_of(job):
-        return await _pull_coded(env, effect, result.num_samples, expected)
-    return await _pull_plain(env, effect, result, expected, offset)
-
-
-async def _pull_coded(
-    env: EffectContext,
-    effect: TrainClient,
-    num_samples: int,
-    expected: Manifest,
-) -> SpoolEntry:
-    """Pull a coded update into memory, and decode it from there into the spool."""
-    job = env.job_of(effect.run_id, effect.party)
-    numerics = env.numerics_of(effect.run_id)
-    upload = CodedUpload(job, _key(env, effect), effect.base.digest, expected, numerics)
-    manifests: list[Manifest] = []
-
-    def accept(manifest: Manifest) -> Sink | memoryview:
-        manifests.append(manifest)
-        return upload.accept(manifest)
-
-    with _announced(0, manifests):
-        await pull(
-            _opener(env, effect),
-            accept,
-            limits=Limits(max_total_bytes=env.settings.max_state_bytes),
-            purpose=Purpose.UPDATE,
-            codecs=("", codec_of(job)),
-        )
-    source = effect.member.incarnation
-    return await env.in_thread(lambda: upload.enter(env.spool, env.blobs, source, num_samples))
+    with closing(decoding_of(env, effect, expected, [effect.base.digest])) as decoding:
+        return await _pull_to_spool(env, effect, result, decoding, offset)
 
 
 def _session(effect: TrainClient) -> WorkerSession:
@@ -215,11 +186,11 @@ def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
         raise UpdateRejectedError(cause, f"its manifest: {error}") from error
 
 
-async def _pull_plain(
+async def _pull_to_spool(
     env: EffectContext,
     effect: TrainClient,
     result: worker_pb2.ClientRoundResult,
-    expected: Manifest,
+    decoding: UpdateDecoding,
     offset: int,
 ) -> SpoolEntry:
     manifests: list[Manifest] = []
@@ -238,10 +209,15 @@ async def _pull_plain(
         fold_round = partial(fold, env)
         loop.call_soon_threadsafe(env.folds.see, effect.run_id, received, entry, fold_round)
 
+    def commit(writer: SpoolWriter) -> SpoolEntry:
+        num_samples = result.num_samples
+        return writer.commit(decoding.expected, num_samples, when_checked, decoding.check)
+
     offload = Offload(lambda offset, data: writer().write_at(offset, data))
 
     def accept(manifest: Manifest) -> Sink:
         manifests.append(manifest)
+        decoding.check_size(manifest)
         return offload.write
 
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
@@ -253,11 +229,14 @@ async def _pull_plain(
                 limits=limits,
                 purpose=Purpose.UPDATE,
                 offset=offset,
+                codecs=("", codec_of(decoding.job)),
                 keep_up=offload.keep_up,
             )
         await offload.finish()
-        num_samples = result.num_samples
-        return await env.in_thread(lambda: writer().commit(expected, num_samples, when_checked))
+        key = _key(env, effect)
+        return await env.in_thread(
+            lambda: commit_update(writer(), decoding, env.spool, key, commit)
+        )
     finally:
         await offload.close()
         for opened in writers:
